@@ -1,0 +1,48 @@
+"""Run a training script that nobody changed, with HMT registered.
+
+``deepspeed --num_gpus 2 --module hmt_deepspeed train.py --deepspeed_config ds.json ...``
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+import hmt_deepspeed
+
+USAGE = "usage: deepspeed [launcher options] --module hmt_deepspeed SCRIPT.py [script options]"
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The script and its arguments, the launcher's ``--local_rank=N`` first as without ``--module``.
+
+    Raises:
+        ValueError: no script among the arguments, or one that does not exist.
+    """
+    leading = 0
+    while leading < len(arguments) and arguments[leading].startswith("-"):
+        leading += 1
+    if leading == len(arguments):
+        raise ValueError(f"no script among the arguments {list(arguments)}. {USAGE}")
+    script = arguments[leading]
+    if not os.path.isfile(script):
+        raise ValueError(f"script {script!r} does not exist (working folder {os.getcwd()}). {USAGE}")
+    return script, [*arguments[:leading], *arguments[leading + 1 :]]
+
+
+def main() -> None:
+    """Register HMT and run the script as ``__main__``, from its own folder's point of view."""
+    try:
+        script, rest = split_arguments(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    hmt_deepspeed.register()
+    sys.argv = [script, *rest]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Bases of the gradient's row space: range finder, energy, probe columns, moment transfer.
+
+Shapes: G is m x n, a basis Q is n x r with orthonormal columns, probe columns are n x k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Subspace",
+    "keyed_generator",
+    "keyed_seed",
+    "probe_columns",
+    "random_basis",
+    "range_finder",
+    "transfer_second_moment",
+]
+
+OVERSAMPLING = 8
+
+
+def keyed_seed(seed: int, *parts: object) -> int:
+    """A 63-bit seed from ``seed`` and any labels, the same in every process and on every rank.
+
+    Seeds are keyed by parameter name and step, never by order of enumeration, so the numbers drawn
+    do not depend on world size, sharding or how many parameters come before.
+    """
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def keyed_generator(device: torch.device, seed: int, *parts: object) -> torch.Generator:
+    """A torch generator on ``device`` seeded by :func:`keyed_seed`."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(keyed_seed(seed, *parts))
+    return generator
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Result of :func:`range_finder`.
+
+    basis: n x r, fp32, orthonormal columns in order of falling energy.
+    energies: (r,) fp32, squared singular values sigma_i^2 that belong to the columns.
+    total: 0-dim fp32, ||G||_F^2.
+    """
+
+    basis: Tensor
+    energies: Tensor
+    total: Tensor
+
+    def captured(self) -> Tensor:
+        """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r))."""
+        return self.energies.cumsum(0) / self.total.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def range_finder(
+    gradient: Tensor,
+    rank: int,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+    power_iterations: int = 1,
+) -> Subspace:
+    """Dominant right singular subspace of a gradient by randomised subspace iteration.
+
+    Halko, Martinsson and Tropp, algorithms 4.4 and 5.1, run on the smaller factor: the sketch lives
+    in the row space, is warm-started from an old basis, re-orthonormalised after every product, and
+    rotated to singular directions by the Gram matrix of its image.
+
+    Args:
+        gradient: m x n, any float dtype; computed in fp32.
+        rank: columns wanted, 1 <= rank <= min(m, n).
+        generator: draws the Gaussian columns that ``start`` leaves open.
+        start: n x r_old old basis, or None.
+        power_iterations: rounds of ``V <- orth(G^T orth(G V))``; one more when nothing warms the start.
+
+    Raises:
+        ValueError: rank out of range.
+    """
+    m, n = gradient.shape
+    if not 1 <= rank <= min(m, n):
+        raise ValueError(f"rank is {rank}; legal is 1..{min(m, n)} for a {m} x {n} gradient")
+    gradient = gradient.float()
+    width = min(rank + OVERSAMPLING, m, n)
+    sketch = torch.randn(n, width, generator=generator, device=gradient.device)
+    if start is not None:
+        kept = min(start.shape[1], rank)
+        sketch[:, :kept] = start[:, :kept].float()
+    else:
+        power_iterations += 1
+    directions = _orthonormal(sketch)
+    for _ in range(power_iterations):
+        directions = _orthonormal(gradient.t() @ _orthonormal(gradient @ directions))
+    image = gradient @ directions
+    # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
+    energies, rotation = torch.linalg.eigh(image.t() @ image)
+    energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
+    return Subspace(directions @ rotation, energies, gradient.square().sum())
+
+
+def random_basis(n: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal n x rank basis drawn uniformly, fp32: what a matrix uses before its first refresh."""
+    gaussian = torch.randn(n, rank, generator=generator, device=generator.device)
+    return _orthonormal(gaussian)
+
+
+def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns, random in the complement of a basis: n x k, fp32.
+
+    Every direction outside the basis is drawn with the same probability, hence
+    ``E[P P^T] = k/(n-r) (I - Q Q^T)``: norms of ``G P`` estimate the residual's, see
+    :func:`hmt_deepspeed.optim.rules.estimated_square_norm`.
+
+    Raises:
+        ValueError: more columns asked for than the complement has.
+    """
+    n, rank = basis.shape
+    if num_probes > n - rank:
+        raise ValueError(
+            f"{num_probes} probes do not fit into a complement of {n - rank} dimensions"
+        )
+    gaussian = torch.randn(n, num_probes, generator=generator, device=basis.device)
+    wide = basis.float()
+    for _ in range(2):  # twice is enough (Kahan): a bf16 basis is orthonormal to three digits only
+        gaussian -= wide @ (wide.t() @ gaussian)
+    if 4 * num_probes > n - rank:
+        return _orthonormal(gaussian)
+    # A thin Gaussian is well conditioned, so Cholesky-QR is exact to rounding and needs no host sync.
+    lower = torch.linalg.cholesky_ex(gaussian.t() @ gaussian).L
+    return torch.linalg.solve_triangular(lower.t(), gaussian, upper=True, left=False)
+
+
+def transfer_second_moment(
+    mean: Tensor, second: Tensor, overlap: Tensor, floor: float = 1e-3
+) -> Tensor:
+    """Second moment of Adam in a new basis (LDAdam's rule, normalised by what the old basis saw).
+
+    With ``R = Q_old^T Q_new`` and ``rho_j = sum_i R_ij^2``, the share of new direction j that the old
+    basis spanned, and bias-corrected moments ``m^, v^``::
+
+        v^ <- |(v^ - m^ m^)(R o R) + (m^ R)^2| / rho
+
+    The absolute value can leave arbitrarily small entries; they are floored at ``floor`` times the
+    row's mean, or a tiny denominator would throw the next step far.
+
+    Args:
+        mean: m x r_old, bias-corrected first moment.
+        second: m x r_old, bias-corrected second moment.
+        overlap: r_old x r_new, R.
+
+    Returns:
+        v^ in the new basis, m x r_new.
+    """
+    squared = overlap.square()
+    rho = squared.sum(0).clamp(max=1.0)
+    variance = (second - mean.square()) @ squared
+    moved = (variance + (mean @ overlap).square()).abs() / rho.clamp_min(1e-6)
+    return torch.maximum(moved, floor * moved.mean(dim=1, keepdim=True))
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    return torch.linalg.qr(matrix).Q

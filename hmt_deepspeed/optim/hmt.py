@@ -1,0 +1,404 @@
+"""The optimizer for use without DeepSpeed: rules, bases, schedule and projected backward composed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hmt_deepspeed.optim.assign import LOW_RANK, assign_rules, linear_weights
+from hmt_deepspeed.optim.linear import (
+    ProjectedSite,
+    SharedInputs,
+    can_project,
+    patch_linear,
+    unpatch_linear,
+)
+from hmt_deepspeed.optim.options import check_group, check_options, low_rank_settings
+from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.slot import ParameterRow, Slot
+
+__all__ = ["HMT", "ParameterRow", "low_rank_settings"]
+
+
+class HMT(Optimizer):
+    r"""AdamW whose gradients and states live in a low-rank space, for use without DeepSpeed.
+
+    Sources: projection ``A = G Q`` and the factor ``scale`` from GaLore (2403.03507); the norm-based
+    scaling of what lies outside the basis and its growth limit from Fira (2410.01623); the transfer of
+    moments to a new basis from LDAdam (2410.16103), normalised by the share of each direction that the
+    old basis spanned; rank by captured energy and staggered refresh from the HMT paper. One step::
+
+        A, S = G Q, G P                       Q: n x r basis, P: n x k random probe columns
+        U = Adam(A)
+        W <- (1 - lr wd) W - lr scale (U Q^T + c phi o S P^T)
+
+    Given a module, its low-rank linears get the projected backward: ``[A | S]`` comes out of backward
+    and the weight gradient is formed only in the window before a basis refresh. Given tensors, groups
+    or ``named_parameters()``, ``p.grad`` is projected, and nothing is allocated before the first step.
+    Bare tensors are named ``param_<i>``; names seed the random draws and are matched by the patterns.
+
+    What backward has accumulated is a gradient like ``p.grad``: :meth:`zero_grad` drops it, ``step``
+    uses it up. Under data parallelism and loss scaling (``torch.amp.GradScaler`` sees ``p.grad`` only)
+    go through the DeepSpeed engine, or pass ``named_parameters()``.
+
+    Args:
+        params: a module, tensors, groups, or (name, parameter) pairs; fp32, bf16 or fp16.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own.
+        method: ``lowrank_adamw``, or ``adamw`` for every parameter.
+        rank: fixed, or "auto": the smallest of ``rank_candidates`` that captures ``energy_threshold``.
+        update_interval: steps between two refreshes of one basis.
+        residual: "probe" updates outside the basis too, by ``probes`` columns times ``residual_scale``
+            and with its norm growing by at most ``norm_growth_limit`` per step; "none" does not.
+        projected_backward: "auto" patches what it can; True insists; False projects ``p.grad``.
+        scale: factor on the low-rank update; "auto" is 0.25.
+        max_full_gradient_bytes: bound on the full gradients alive at once for refreshing.
+        master_weights: "fp32" copies of 16-bit weights, or "none": bf16 with stochastic rounding.
+        target_modules, exclude_modules: regexes on names; None means every linear weight.
+        seed: of all random draws.
+
+    Raises:
+        ValueError: for every value out of range or combination that cannot work.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        method: str = LOW_RANK,
+        rank: int | str = "auto",
+        rank_candidates: Sequence[int] = (32, 64, 128, 256),
+        energy_threshold: float = 0.95,
+        update_interval: int = 200,
+        residual: str = "probe",
+        probes: int | str = "auto",
+        residual_scale: float | str = "auto",
+        projected_backward: bool | str = "auto",
+        scale: float | str = "auto",
+        norm_growth_limit: float | str | None = "auto",
+        max_full_gradient_bytes: int | str = "auto",
+        master_weights: str = "fp32",
+        target_modules: Sequence[str] | None = None,
+        exclude_modules: Sequence[str] = ("embed", "lm_head"),
+        seed: int = 0,
+    ) -> None:
+        self.options: dict[str, object] = {
+            "method": method,
+            "rank": rank,
+            "rank_candidates": _frozen(rank_candidates),
+            "energy_threshold": energy_threshold,
+            "update_interval": update_interval,
+            "residual": residual,
+            "probes": probes,
+            "residual_scale": residual_scale,
+            "projected_backward": projected_backward,
+            "scale": scale,
+            "norm_growth_limit": norm_growth_limit,
+            "max_full_gradient_bytes": max_full_gradient_bytes,
+            "master_weights": master_weights,
+            "target_modules": _frozen(target_modules),
+            "exclude_modules": _frozen(exclude_modules),
+            "seed": seed,
+        }
+        check_options(self.options)
+        self._settings = low_rank_settings(self.options)
+        self._slots: dict[Tensor, Slot] = {}
+        self._low_rank: list[Slot] = []
+        self._sites: dict[Tensor, ProjectedSite] = {}
+        self._shared = SharedInputs(())
+        self._schedule = RefreshSchedule((), self._settings.update_interval, 0)
+        self._linear_names: set[str] | None = None
+        self._steps = 0
+        model = params if isinstance(params, nn.Module) else None
+        if model is not None:
+            params = _trainable(model)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._unpatch: Callable[[], object] = lambda: None
+        if model is not None:
+            self._linear_names = set(linear_weights(model))
+            self._build()
+            self._patch(model)
+            self._prepare()
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also while training: its matrices get their basis in the coming steps."""
+        super().add_param_group(param_group)
+        check_group(self.param_groups[-1])
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        index = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for position, param in enumerate(group["params"]):
+                yield (names[position] if names else f"param_{index}"), param
+                index += 1
+
+    def _build(self) -> bool:
+        """Give every trainable parameter that has no slot yet its rule and states; True if any."""
+        trainable = [(name, p) for name, p in self._named() if p.requires_grad]
+        if all(p in self._slots for _, p in trainable):
+            return False
+        self._check_dtypes(trainable)
+        assigned = assign_rules(
+            [(name, tuple(p.shape)) for name, p in trainable],
+            method=str(self.options["method"]),
+            target_modules=cast("Sequence[str] | None", self.options["target_modules"]),
+            exclude_modules=cast("Sequence[str]", self.options["exclude_modules"]),
+            linear_names=self._linear_names,
+            rank=self._settings.rank,
+        )
+        first = next((a.name for a in assigned if a.low_rank), None)
+        if self.options["projected_backward"] is True and not self._linear_names and first:
+            raise ValueError(
+                "hmt.optimizer.projected_backward is True, but HMT was given parameters, not a module: "
+                f'{first} cannot be patched. Legal here: "auto" or False. Or pass the module itself.'
+            )
+        rounded = self.options["master_weights"] == "none"
+        for (_, param), assignment in zip(trainable, assigned, strict=True):
+            if param in self._slots:
+                continue
+            slot = Slot(param, assignment, self._settings, rounded, self.state[param])
+            if slot.matrix is not None:
+                slot.site = self._sites.get(param)
+                self._low_rank.append(slot)
+            self._slots[param] = slot
+        self._extend_schedule()
+        return True
+
+    def _check_dtypes(self, trainable: Iterable[tuple[str, Tensor]]) -> None:
+        seen = set()
+        for name, param in trainable:
+            seen.add(param.dtype)
+            if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{name} is {param.dtype}; legal: float32, bfloat16, float16. "
+                    "Convert the parameter or freeze it."
+                )
+            if param.dtype == torch.float16 and self.options["master_weights"] == "none":
+                raise ValueError(
+                    f"hmt.optimizer.master_weights is 'none', but {name} is float16; stochastic "
+                    "rounding is for bfloat16. Convert the weights or use 'fp32'."
+                )
+        if self.options["master_weights"] == "none" and torch.bfloat16 not in seen:
+            raise ValueError(
+                "hmt.optimizer.master_weights is 'none', but no weight is bfloat16; legal for "
+                "float32 weights: 'fp32', which keeps no copies of them either."
+            )
+
+    def _extend_schedule(self) -> None:
+        sizes = [slot.full_gradient_bytes for slot in self._low_rank]
+        budget = self.options["max_full_gradient_bytes"]
+        if budget == "auto":
+            budget = default_full_gradient_bytes(sizes)
+        budget = cast(int, budget)
+        largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+        if largest is not None and budget < sizes[largest]:
+            raise ValueError(
+                f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the gradient of "
+                f"{self._low_rank[largest].name} has {sizes[largest]} bytes; legal: at least that. "
+                'Raise it, use "auto", or exclude the module.'
+            )
+        old = self._schedule
+        new = self._schedule = RefreshSchedule(sizes, self._settings.update_interval, budget)
+        new.next_refresh[: len(old.next_refresh)] = old.next_refresh
+        new.num_refreshes[: len(old.num_refreshes)] = old.num_refreshes
+
+    def _patch(self, model: nn.Module) -> None:
+        """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
+        if self.options["projected_backward"] is False:
+            return
+        linears, patched = linear_weights(model), []
+        for slot in self._low_rank:
+            module = linears[slot.name]
+            if can_project(module):
+                slot.site = self._sites[slot.param] = ProjectedSite(slot.name)
+                patched.append((cast(nn.Linear, module), slot.site))
+            elif self.options["projected_backward"] is True:
+                raise ValueError(
+                    f"hmt.optimizer.projected_backward is True, but {slot.name} belongs to a "
+                    f"{type(module).__name__} whose forward is not nn.Linear's. Legal for it: 'auto' "
+                    "or False, or add it to exclude_modules."
+                )
+        self._shared = SharedInputs(site for _, site in patched)
+        for module, site in patched:
+            patch_linear(module, site, self._shared)
+        self._unpatch = weakref.finalize(self, _unpatch_all, patched)
+
+    def close(self) -> None:
+        """Give the linears their own backward again. The optimizer goes on with ``p.grad``."""
+        self._unpatch()
+        self._sites.clear()
+        self._shared = SharedInputs(())
+        for slot in self._low_rank:
+            slot.site = None
+
+    # -- a window of backwards ------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Decide who refreshes in the coming step and what the others' backward projects on."""
+        due = set(self._schedule.due(self._steps))
+        for index, slot in enumerate(self._low_rank):
+            slot.prepare(self._steps, index in due)
+        self._shared.lay_out()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, the projected ones included."""
+        for site in self._sites.values():
+            site.take()
+        super().zero_grad(set_to_none)
+
+    def _ready(self) -> None:
+        """The window's gradients are complete: bases that are due are found, once per step."""
+        if self._build():
+            self._prepare()
+        for slot in self._slots.values():
+            if slot.param.grad is not None and slot.param.grad.layout != torch.strided:
+                raise ValueError(
+                    f"{slot.name} has a {slot.param.grad.layout} gradient; legal: dense. "
+                    "Build the embedding with sparse=False."
+                )
+        for index, slot in enumerate(self._low_rank):
+            if slot.due and slot.param.grad is not None and slot.refresh(self._steps):
+                self._schedule.refreshed(index, self._steps)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the accumulated gradients to a global norm of at most ``max_norm``.
+
+        The norm of a low-rank matrix is estimated from ``[A | S]`` as ``||A||^2 + ||S||^2 (n-r)/k``,
+        whether its full gradient is there or not, so that both clip alike.
+
+        Args:
+            max_norm: > 0; infinity only measures.
+
+        Returns:
+            The norm before clipping, 0-dim fp32.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm!r}; legal: > 0, infinity to measure only")
+        self._ready()
+        slots = self._slots.values()
+        squares = [s for s in (slot.square_norm() for slot in slots) if s is not None]
+        if not squares:
+            return torch.zeros(())
+        norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_ adds the same
+        for slot in slots:
+            for gradient in slot.gradients():
+                gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    # -- step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step; parameters without a gradient are skipped.
+
+        Args:
+            closure: recomputes the loss and its gradients.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._ready()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self._slots:
+                    self._slots[param].step(group, self._steps)
+        self._steps += 1
+        self._prepare()
+        return loss
+
+    # -- table and checkpoint -------------------------------------------------------------------
+
+    def describe(self) -> list[ParameterRow]:
+        """Rule, reason, rank and bytes of states (masters included) of every trainable parameter."""
+        if self._build():
+            self._prepare()
+        return [slot.describe() for slot in self._slots.values()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout with plain tensors and numbers, plus an "hmt" entry of what is shared."""
+        packed = super().state_dict()
+        packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
+        position = {slot.param: i for i, slot in enumerate(self._low_rank)}
+        for index, (_, param) in enumerate(self._named()):
+            slot = self._slots.get(param)
+            if slot is not None and slot.matrix is not None:
+                state = packed["state"].setdefault(index, {})
+                state.update(slot.matrix.state_dict())
+                state["next_refresh"] = self._schedule.next_refresh[position[param]]
+                state["num_refreshes"] = self._schedule.num_refreshes[position[param]]
+        packed["hmt"] = {
+            "steps": self._steps,
+            "names": [name for name, _ in self._named()],
+            "groups": self._shared.groups(),
+        }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, bit for bit; the tensors are copied.
+
+        Raises:
+            ValueError: not a state of this class, or of other parameters or rules.
+        """
+        names = [name for name, _ in self._named()]
+        own = state_dict.get("hmt")
+        if own is None or own["names"] != names:
+            found = "no 'hmt' entry" if own is None else f"parameters {own['names'][:3]}..."
+            raise ValueError(
+                f"the state dict has {found}, this optimizer {names[:3]}...: load a state of HMT, "
+                "into an optimizer constructed from the same parameters in the same way"
+            )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._slots.clear()
+        self._low_rank.clear()
+        self._schedule = RefreshSchedule((), self._settings.update_interval, 0)
+        self._steps = int(own["steps"])
+        self._build()
+        for index, (_, param) in enumerate(self._named()):
+            saved = state_dict["state"].get(index)
+            if saved and param in self._slots:
+                slot = self._slots[param]
+                slot.load_state_dict(saved)
+                if slot.matrix is not None:
+                    position = self._low_rank.index(slot)
+                    self._schedule.next_refresh[position] = int(saved["next_refresh"])
+                    self._schedule.num_refreshes[position] = int(saved["num_refreshes"])
+        self.zero_grad()
+        self._shared.restore(own["groups"])
+        self._prepare()
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        raise ValueError(
+            f"params is a {type(model).__name__}, which would not reduce projected gradients; legal: "
+            "a plain module. Train through the DeepSpeed engine, or pass named_parameters()."
+        )
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _frozen(values: object) -> object:
+    return tuple(values) if isinstance(values, list | tuple) else values
+
+
+def _unpatch_all(patched: Iterable[tuple[nn.Linear, ProjectedSite]]) -> None:
+    for module, site in patched:
+        unpatch_linear(module, site)

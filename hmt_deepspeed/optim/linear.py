@@ -1,0 +1,255 @@
+"""Projected backward: a linear layer whose weight gradient is never formed.
+
+Ordinary backward saves the input ``X`` (T x n), forms ``G = D^T X`` (m x n) from the output gradient
+``D`` and projects it. Since ``G [Q | P] = D^T (X [Q | P])``, it is enough to save ``X [Q | P]``
+(T x (r + k)): CompAct's idea (2410.15352) with the optimizer's own basis, and exact.
+
+Linears that read the same input share one product ``X [B_1 B_2 ...]``. Who shares is discovered, not
+declared: consecutive calls whose inputs are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MethodType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+__all__ = [
+    "InputGroup",
+    "ProjectedSite",
+    "SharedInputs",
+    "can_project",
+    "patch_linear",
+    "unpatch_linear",
+]
+
+_InputKey = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype]
+
+
+def _input_key(x: Tensor) -> _InputKey:
+    """Identity of a tensor's contents as long as its storage is kept alive."""
+    storage = x.untyped_storage().data_ptr()
+    return storage, int(x.storage_offset()), tuple(x.shape), x.stride(), x._version, x.dtype
+
+
+class InputGroup:
+    """Sites that read the same input and the one product they share within a forward.
+
+    Attributes:
+        sites: members in the order of their first call.
+        columns: n x sum of widths, the members' projections side by side.
+    """
+
+    def __init__(self, site: ProjectedSite) -> None:
+        self.sites = [site]
+        self.columns: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the shared input and product of the last forward."""
+        self._input: Tensor | None = None
+        self._key: _InputKey | None = None
+        self._product: Tensor | None = None
+        self._served: set[int] = set()
+
+    def product(self, x: Tensor, site: ProjectedSite) -> Tensor:
+        """``X B`` of one member, T x width: a view of the product that all members share."""
+        assert self.columns is not None
+        if self._product is None or self._key != _input_key(x) or id(site) in self._served:
+            flat = x.detach().reshape(-1, x.shape[-1]).to(self.columns.dtype)
+            self._input, self._key = (
+                x.detach(),
+                _input_key(x),
+            )  # keeps the address from being reused
+            self._product, self._served = flat @ self.columns, set()
+        begin, end = site.span
+        part = self._product[:, begin:end]
+        self._served.add(id(site))
+        if len(self._served) == sum(s.active for s in self.sites):
+            self.forget()
+        return part
+
+
+class ProjectedSite:
+    """What a patched linear and the optimizer share: the projection in, the projected gradient out.
+
+    Attributes:
+        projection: n x width columns for the coming window, or None for an ordinary backward.
+        span: columns of the group's product that are this site's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.projection: Tensor | None = None
+        self.span = (0, 0)
+        self.group = InputGroup(self)
+        self._pending: Tensor | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.projection is not None
+
+    @property
+    def pending(self) -> Tensor | None:
+        """What :meth:`take` would return."""
+        return self._pending
+
+    def add(self, product: Tensor) -> None:
+        """Add one backward's ``D^T (X B)``, m x width; sums of several are kept in fp32 or wider."""
+        if self._pending is not None:
+            wide = torch.promote_types(product.dtype, torch.float32)
+            product = self._pending.to(wide).add_(product)
+        self._pending = product
+
+    def take(self) -> Tensor | None:
+        """The products since the last call, summed, or None."""
+        pending, self._pending = self._pending, None
+        return pending
+
+
+class SharedInputs:
+    """Discovers which sites read the same input and lays their projections side by side."""
+
+    def __init__(self, sites: Iterable[ProjectedSite]) -> None:
+        self.sites = list(sites)
+        self._last: tuple[_InputKey, Tensor, ProjectedSite] | None = None
+        self._joins: dict[ProjectedSite, ProjectedSite] = {}
+        self._learning = True
+
+    def meet(self, x: Tensor, site: ProjectedSite) -> None:
+        """Note a call while learning; the groups take effect at the next :meth:`lay_out`."""
+        if not self._learning:
+            return
+        key = _input_key(x)
+        leader = site
+        if self._last is not None and self._last[0] == key:
+            leader = self._last[2]
+            if leader is not site:
+                self._joins.setdefault(site, leader)
+        self._last = (key, x.detach(), leader)
+
+    def lay_out(self) -> None:
+        """Build every group's columns from its active members' projections."""
+        self._learning = self._learning and self._last is None  # one observed window is enough
+        self._last = None
+        for site, leader in self._joins.items():
+            if len(site.group.sites) == 1 and leader not in self._joins:
+                leader.group.sites.append(site)
+                site.group = leader.group
+        self._joins.clear()
+        seen: set[int] = set()
+        for site in self.sites:
+            group = site.group
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            group.forget()
+            parts, begin = [], 0
+            for member in group.sites:
+                if member.projection is not None:
+                    member.span = (begin, begin + member.projection.shape[1])
+                    begin = member.span[1]
+                    parts.append(member.projection)
+            single = parts[0] if parts else None
+            group.columns = torch.cat(parts, dim=1) if len(parts) > 1 else single
+
+    def groups(self) -> list[list[str]]:
+        """Names of the sites that share a product, for a checkpoint: a resumed run computes the same."""
+        groups = {id(site.group): site.group for site in self.sites}
+        return [[site.name for site in g.sites] for g in groups.values() if len(g.sites) > 1]
+
+    def restore(self, groups: Sequence[Sequence[str]]) -> None:
+        """Form the groups of a checkpoint; they take effect at the next :meth:`lay_out`.
+
+        Without groups there is nothing to restore, and the next window is observed.
+        """
+        by_name = {site.name: site for site in self.sites}
+        for site in self.sites:
+            site.group = InputGroup(site)
+        for names in groups:
+            members = [by_name[name] for name in names if name in by_name]
+            for site in members[1:]:
+                members[0].group.sites.append(site)
+                site.group = members[0].group
+        self._last, self._learning = None, not groups
+        self._joins.clear()
+
+
+class _ProjectedLinear(torch.autograd.Function):
+    """``Y = X W^T + b`` that saves ``X B`` for the weight instead of ``X``."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Tensor,
+        site: ProjectedSite,
+    ) -> Tensor:
+        # The Parameter itself is saved: under ZeRO-3 its data is gathered again before backward.
+        ctx.save_for_backward(weight, product)
+        ctx.site, ctx.input_dtype = site, x.dtype  # type: ignore[attr-defined]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, product = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        flat = grad.reshape(-1, grad.shape[-1])
+        ctx.site.add(flat.to(product.dtype).t() @ product)  # type: ignore[attr-defined]
+        dx = db = None
+        if needs[0]:
+            dx = (grad @ weight.to(grad.dtype)).to(ctx.input_dtype)  # type: ignore[attr-defined]
+        if needs[2]:
+            db = flat.sum(0)
+        return dx, None, db, None, None
+
+
+# Which modules are patched. Weak: a model that is dropped takes its sites along; a deep copy of a
+# patched module is not in it and computes an ordinary linear.
+_PATCHED: WeakKeyDictionary[nn.Module, tuple[ProjectedSite, SharedInputs]] = WeakKeyDictionary()
+
+
+def can_project(module: nn.Module) -> bool:
+    """Whether the module's forward is exactly ``F.linear(x, weight, bias)``.
+
+    A patched module and its copies count: a new patch takes the old one's place.
+    """
+    own = vars(module).get("forward")
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and (own is None or getattr(own, "__func__", None) is _projected_forward)
+    )
+
+
+def patch_linear(module: nn.Linear, site: ProjectedSite, shared: SharedInputs) -> None:
+    """Give one linear the projected backward. Without grad mode it computes what it always did."""
+    _PATCHED[module] = (site, shared)
+    module.forward = MethodType(_projected_forward, module)  # type: ignore[method-assign]
+
+
+def unpatch_linear(module: nn.Linear, site: ProjectedSite | None = None) -> None:
+    """Undo :func:`patch_linear`; given a site, only if the module still belongs to it."""
+    patched = _PATCHED.get(module)
+    if site is None or (patched is not None and patched[0] is site):
+        _PATCHED.pop(module, None)
+        vars(module).pop("forward", None)
+
+
+def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    patched = _PATCHED.get(self)
+    if patched is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+        site, shared = patched
+        shared.meet(x, site)
+        if site.projection is not None:  # None: this window forms the full gradient
+            product = site.group.product(x, site)
+            return _ProjectedLinear.apply(x, self.weight, self.bias, product, site)
+    return F.linear(x, self.weight, self.bias)

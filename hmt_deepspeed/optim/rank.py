@@ -1,0 +1,46 @@
+"""Rank of a matrix from the spectrum of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["HYSTERESIS", "legal_candidates", "select_rank"]
+
+# A rank changes only when its energy passes the threshold by this share of what the threshold leaves out.
+HYSTERESIS = 0.1
+
+
+def legal_candidates(candidates: Sequence[int], m: int, n: int) -> tuple[int, ...]:
+    """Candidates of an m x n matrix: those above its smaller side are lowered to it."""
+    return tuple(sorted({min(candidate, m, n) for candidate in candidates}))
+
+
+def select_rank(
+    captured: Sequence[float],
+    candidates: Sequence[int],
+    threshold: float,
+    current: int | None = None,
+) -> int:
+    """Smallest candidate whose captured energy reaches the threshold, else the largest.
+
+    HMT paper, "rank selection rule". ``current`` adds hysteresis: the rank falls only to a candidate
+    that clears the threshold by a margin, and grows only when the present one misses it by the margin,
+    so that a layer at the threshold does not change its shapes at every refresh.
+
+    Args:
+        captured: E(1), E(2), ... up to the largest candidate, each in [0, 1].
+        candidates: strictly increasing ranks.
+        threshold: in (0, 1].
+        current: present rank, or None when the matrix has not been measured before.
+    """
+    margin = HYSTERESIS * (1.0 - threshold)
+
+    def smallest(level: float) -> int:
+        return next((r for r in candidates if captured[r - 1] >= level), candidates[-1])
+
+    chosen = smallest(threshold)
+    if current is None or current not in candidates or chosen == current:
+        return chosen
+    if chosen < current:
+        return min(smallest(threshold + margin), current)
+    return current if captured[current - 1] >= threshold - margin else chosen

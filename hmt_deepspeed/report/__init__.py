@@ -1,0 +1,1 @@
+"""What a run tells about itself: metrics, summary, tables. Imports no other room of the package."""

@@ -1,0 +1,368 @@
+"""The training loop over a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hmt_deepspeed.report.metrics import (
+    MetricsWriter,
+    device_memory,
+    format_bytes,
+    host_bytes,
+    model_flops_utilization,
+    peak_host_bytes,
+)
+from hmt_deepspeed.train.data import TrainingData
+from hmt_deepspeed.train.models import num_parameters
+from hmt_deepspeed.train.packing import GlobalOrder, PackedRows, share_of_rank
+from hmt_deepspeed.train.ranks import rank
+
+TRACED_STEPS = (3, 5)
+MATRIX_INTERVAL = 10  # steps between lines that also carry the values of every single matrix
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """What the loop does; `output_dir` is the run's folder, the same on every rank."""
+
+    output_dir: Path
+    max_steps: int
+    eval_interval: int = 0
+    eval_rows: int = 64
+    save_interval: int = 0
+    resume: bool = False
+    trace: bool = False
+    seed: int = 0
+    peak_flops: float | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+
+@dataclass
+class Progress:
+    """Where the run stands, and the step times of this process."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+
+    def median_step_seconds(self) -> float | None:
+        """Median without the first step, which also compiles, allocates and warms up."""
+        times = self.step_seconds[1:] or self.step_seconds
+        return median(times) if times else None
+
+    def tokens_per_second(self, tokens_per_step: int) -> float | None:
+        times = self.step_seconds[1:] or self.step_seconds
+        return tokens_per_step * len(times) / sum(times) if times else None
+
+
+class TrainingLoop:
+    """Trains `engine` on packed rows up to `max_steps`; what a step does is independent of the
+    number of ranks and of accumulation steps for the same global batch."""
+
+    def __init__(
+        self, engine: Any, data: TrainingData, options: LoopOptions, accelerator: Any
+    ) -> None:
+        self.engine = engine
+        self.data = data
+        self.options = options
+        self.accelerator = accelerator
+        self.progress = Progress()
+        self.order = GlobalOrder(data.train.num_rows, options.seed)
+        self.group = engine.data_parallel_group
+        self.num_ranks = dist.get_world_size(self.group)
+        self.group_rank = dist.get_rank(self.group)
+        self.global_batch = int(engine.train_batch_size())
+        self.tokens_per_step = self.global_batch * data.train.seq_length
+        self.num_parameters = num_parameters(engine.module)
+        self.packed = True
+
+    # -- the run ---------------------------------------------------------------------------
+
+    def run(self) -> Progress:
+        """Train, evaluate, save; returns where the run ended."""
+        options, progress = self.options, self.progress
+        if options.resume:
+            self._load_checkpoint()
+        steps_left = options.max_steps - progress.step
+        if options.trace and steps_left < TRACED_STEPS[1]:
+            raise ValueError(
+                f"--trace records steps {TRACED_STEPS[0]} to {TRACED_STEPS[1]}, but this run has "
+                f"{steps_left} left; raise --max_steps or leave --trace out"
+            )
+        self.packed = self._keeps_documents_apart()
+        if not self.packed and rank() == 0:
+            family = type(self.engine.module).__name__
+            print(
+                f"{family} does not keep packed documents apart: they are separated by the "
+                "end-of-document token only"
+            )
+        resume_step = progress.step if options.resume else None
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(self._progress_bar())
+            writer = None
+            if rank() == 0:
+                path = options.output_dir / "metrics.jsonl"
+                writer = stack.enter_context(MetricsWriter(path, resume_step))
+            trace = stack.enter_context(self._trace())
+            self.engine.train()
+            while progress.step < options.max_steps:
+                record = self._timed_step()
+                next(trace, None)
+                last = progress.step == options.max_steps
+                if last or _due(progress.step, options.eval_interval):
+                    progress.eval_loss = self.evaluate()
+                    record["eval_loss"] = progress.eval_loss
+                self._publish(record, writer, bar)
+                if options.save_interval and (last or _due(progress.step, options.save_interval)):
+                    self.save_checkpoint()
+        if progress.eval_loss is None:
+            progress.eval_loss = self.evaluate()
+        return progress
+
+    def _timed_step(self) -> dict[str, Any]:
+        progress = self.progress
+        self.accelerator.synchronize()
+        begin = time.perf_counter()
+        progress.loss = self._step()
+        self.accelerator.synchronize()
+        seconds = time.perf_counter() - begin
+        progress.step += 1
+        progress.samples += self.global_batch
+        progress.tokens += self.tokens_per_step
+        progress.step_seconds.append(seconds)
+        return self._record(seconds)
+
+    def _step(self) -> float:
+        """One optimizer step; returns the mean loss per predicted token of the global batch.
+
+        Every micro-batch's mean loss is weighted by n·k·a/N (n its predicted tokens, N the
+        global batch's, k ranks, a accumulation steps). DeepSpeed divides by k and a, so the
+        gradient is that of the mean over all N tokens, however they are dealt out.
+        """
+        engine, data = self.engine, self.data.train
+        # Dropout depends on seed, step and rank only, so a resumed run draws the same numbers.
+        seed = np.random.SeedSequence([self.options.seed, self.progress.step, rank()])
+        torch.manual_seed(int(seed.generate_state(1)[0]))
+        rows = self.order.rows(self.progress.samples, self.global_batch)
+        num_labels = data.count_labels(rows)
+        micro_batches = share_of_rank(
+            rows, self.group_rank, self.num_ranks, engine.train_micro_batch_size_per_gpu()
+        )
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for indices in micro_batches:
+            labels_here = data.count_labels(indices)
+            loss = engine(**self._inputs(data, indices)).loss
+            total += loss.detach().double() * labels_here
+            weight = labels_here * self.num_ranks * len(micro_batches) / num_labels
+            engine.backward(loss * weight)
+            engine.step()
+        dist.all_reduce(total, group=self.group)
+        return float(total) / num_labels
+
+    def _inputs(self, rows: PackedRows, indices: np.ndarray) -> dict[str, Any]:
+        batch: dict[str, Any] = {
+            name: tensor.to(self.engine.device) for name, tensor in rows.batch(indices).items()
+        }
+        if not self.packed:
+            del batch["position_ids"]
+        # A cache would make transformers skip the mask between packed documents.
+        return {**batch, "use_cache": False}
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss per predicted token of `eval_rows` held-out rows spread over all of them."""
+        held_out = self.data.held_out
+        count = min(self.options.eval_rows, held_out.num_rows)
+        chosen = np.linspace(0, held_out.num_rows - 1, count).round().astype(np.int64)
+        micro_batch = self.engine.train_micro_batch_size_per_gpu()
+        # Under ZeRO-3 every forward is a collective: all ranks run equally many.
+        num_batches = -(-count // (micro_batch * self.num_ranks))
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        mine = chosen[self.group_rank :: self.num_ranks]
+        self.engine.eval()
+        for index in range(num_batches):
+            indices = mine[index * micro_batch : (index + 1) * micro_batch]
+            inputs = self._inputs(held_out, indices if len(indices) else chosen[:1])
+            loss = self.engine(**inputs).loss
+            if len(indices):
+                total += loss.double() * held_out.count_labels(indices)
+        self.engine.train()
+        dist.all_reduce(total, group=self.group)
+        return float(total) / held_out.count_labels(chosen)
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self) -> bool:
+        """Ask the model: may a change in a row's first document reach the second one's logits?"""
+        size = min(_PROBE_TOKENS, self.data.train.seq_length)
+        half = size // 2
+        ids = torch.arange(size, device=self.engine.device)[None] % len(self.data.tokenizer)
+        other = ids.clone()
+        other[:, :half] = ids[:, :half].flip(1)
+        positions = torch.cat([torch.arange(half), torch.arange(size - half)])[None]
+        positions = positions.to(self.engine.device)
+        self.engine.eval()
+        try:
+            first, second = (
+                self.engine(input_ids=x, position_ids=positions, use_cache=False).logits[:, half:]
+                for x in (ids, other)
+            )
+        except TypeError:  # a forward without position_ids
+            return False
+        finally:
+            self.engine.train()
+        return torch.equal(first, second)
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """DeepSpeed's checkpoint with the position in the data, tagged `global_step<N>`."""
+        progress = self.progress
+        state = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "eval_loss": progress.eval_loss,
+        }
+        self.engine.save_checkpoint(str(self.options.checkpoints), client_state=state)
+
+    def _load_checkpoint(self) -> None:
+        path, state = self.engine.load_checkpoint(str(self.options.checkpoints))
+        if path is None:
+            raise ValueError(
+                f"--resume found no checkpoint that loads in {self.options.checkpoints}; "
+                "start again without --resume in another --output_dir"
+            )
+        for name in ("step", "samples", "tokens", "loss", "eval_loss"):
+            setattr(self.progress, name, state[name])
+        if rank() == 0:
+            print(f"resumed at step {self.progress.step} from {path}")
+
+    # -- what people see -------------------------------------------------------------------
+
+    def _progress_bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self.options.max_steps,
+            initial=self.progress.step,
+            disable=rank() != 0,
+            unit="step",
+            dynamic_ncols=True,
+        )
+
+    @contextlib.contextmanager
+    def _trace(self) -> Iterator[Iterator[None]]:
+        """Yields an iterator to advance after every step; profiles this process's steps 3 to 5."""
+        if not self.options.trace or rank() != 0:
+            yield iter(())
+            return
+        first, last = TRACED_STEPS
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.accelerator.device_name().startswith("cuda"):
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        path = self.options.output_dir / "trace.json"
+
+        def steps() -> Iterator[None]:
+            for _ in range(first - 2):
+                yield
+            profiler.start()
+            for _ in range(last - first + 1):
+                yield
+            profiler.stop()
+            profiler.export_chrome_trace(str(path))
+            yield
+
+        advance = steps()
+        yield advance
+
+    def _record(self, seconds: float) -> dict[str, Any]:
+        progress, memory = self.progress, device_memory(self.accelerator)
+        speed = self.tokens_per_step / seconds
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "lr": float(self.engine.get_lr()[0]),
+            "grad_norm": _number(self.engine.get_global_grad_norm()),
+            "skipped_steps": int(self.engine.skipped_steps),
+            "step_seconds": seconds,
+            "tokens_per_second": speed,
+            "device": memory.device,
+            "device_bytes": memory.allocated,
+            "peak_device_bytes": memory.peak,
+            "host_bytes": host_bytes(),
+            "peak_host_bytes": peak_host_bytes(),
+        }
+        if self.options.peak_flops is not None:
+            flops = self.options.peak_flops * dist.get_world_size()
+            record["mfu"] = model_flops_utilization(self.num_parameters, speed, flops)
+        every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
+        for name, value in optimizer_metrics(self.engine).items():
+            if every_matrix or not isinstance(value, Mapping):
+                record[name] = value
+        return record
+
+    def _publish(self, record: dict[str, Any], writer: MetricsWriter | None, bar: Any) -> None:
+        if writer is not None:
+            writer.write(record)
+        shown = {
+            "loss": f"{record['loss']:.4f}",
+            "tok/s": f"{record['tokens_per_second']:,.0f}",
+            "mem": format_bytes(record["device_bytes"]),
+        }
+        if "mfu" in record:
+            shown["mfu"] = f"{record['mfu']:.1%}"
+        if self.progress.eval_loss is not None:
+            shown["eval"] = f"{self.progress.eval_loss:.4f}"
+        bar.set_postfix(shown, refresh=False)
+        bar.update()
+        if self.engine.monitor.enabled:
+            self.engine.monitor.write_events(_events(record))
+
+
+def optimizer_metrics(engine: Any) -> dict[str, Any]:
+    """What our optimizer says about itself; nothing when the optimizer is a stock one."""
+    metrics = getattr(engine.optimizer, "metrics", None)
+    return dict(metrics()) if callable(metrics) else {}
+
+
+def _events(record: Mapping[str, Any]) -> list[tuple[str, float, int]]:
+    """Monitor events (name, value, samples) of every number in a metrics record."""
+    events = []
+    for name, value in record.items():
+        values = value.items() if isinstance(value, Mapping) else [("", value)]
+        for part, number in values:
+            if isinstance(number, (int, float)) and name not in ("step", "samples"):
+                label = f"HMT/{name}/{part}" if part else f"HMT/{name}"
+                events.append((label, float(number), record["samples"]))
+    return events
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,214 @@
+"""The model of a run: a Llama preset with random weights, a local folder, or a hub id.
+
+Under ZeRO-3 no rank ever holds the whole model: presets are built and checkpoints are loaded
+partitioned, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hmt_deepspeed.train.hub import existing_path, hub_error
+
+
+class Preset(NamedTuple):
+    """A Llama shape. The vocabulary is the tokeniser's, so totals differ from the name."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    max_positions: int
+
+
+# 125m and 350m: the shapes of GPT-3 small and medium with SwiGLU (8/3 of hidden); 1b: TinyLlama;
+# 3b: OpenLLaMA-3B; 7b and 13b: Llama 2.
+PRESETS = {
+    "tiny": Preset(256, 704, 4, 8, 4, 2048),
+    "125m": Preset(768, 2048, 12, 12, 12, 2048),
+    "350m": Preset(1024, 2736, 24, 16, 16, 2048),
+    "1b": Preset(2048, 5632, 22, 32, 4, 2048),
+    "3b": Preset(3200, 8640, 26, 32, 32, 2048),
+    "7b": Preset(4096, 11008, 32, 32, 32, 4096),
+    "13b": Preset(5120, 13824, 40, 40, 40, 4096),
+}
+LEGAL_MODELS = f"{', '.join(PRESETS)}, a local model folder, or a hub id"
+_VOCAB_MULTIPLE = 64
+
+
+def resolve_bf16(ds_config: dict[str, Any], bf16_is_fast: bool) -> dict[str, Any]:
+    """`ds_config` with `"bf16": {"enabled": "auto"}` replaced by whether the machine has it.
+
+    A processor without bf16 instructions emulates them some twenty times slower than fp32.
+    """
+    section = ds_config.get("bf16")
+    if not isinstance(section, dict) or section.get("enabled") != "auto":
+        return ds_config
+    return {**ds_config, "bf16": {**section, "enabled": bf16_is_fast}}
+
+
+def bf16_is_fast(device: str) -> bool:
+    """Whether bf16 matrix products run on hardware: any accelerator's answer, or oneDNN's."""
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.startswith("cpu"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return True
+
+
+def config_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """The weights' dtype that a DeepSpeed config asks for."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if (ds_config.get(name) or {}).get("enabled") is True:
+            return dtype
+    return torch.float32
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    return int((ds_config.get("zero_optimization") or {}).get("stage", 0))
+
+
+def model_path(name: str) -> Path | None:
+    """The folder that `--model NAME` means, None for a preset or a hub id; ValueError otherwise."""
+    if name in PRESETS:
+        return None
+    path = existing_path("--model", name)
+    if path is not None and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {name!r} has no config.json, so it is no Hugging Face model folder; "
+            f"legal: {LEGAL_MODELS}"
+        )
+    return path
+
+
+def build_model(
+    name: str, tokenizer: Any, seq_length: int, seed: int, ds_config: dict[str, Any]
+) -> Any:
+    """The causal LM of the run, in the config's dtype, partitioned under ZeRO-3.
+
+    Under ZeRO-3 `deepspeed.init_distributed()` must have been called. A preset's weights depend
+    on `seed` alone, not on stage or world size. Raises ValueError for a model that is not there
+    or takes fewer than `seq_length` positions or tokens than the tokeniser has.
+    """
+    dtype = config_dtype(ds_config)
+    with _partitioned(ds_config):
+        if name in PRESETS:
+            return _random_model(PRESETS[name], name, tokenizer, seq_length, seed, dtype)
+        return _pretrained_model(name, tokenizer, seq_length, dtype)
+
+
+@contextlib.contextmanager
+def _partitioned(ds_config: dict[str, Any]) -> Iterator[None]:
+    """Inside, transformers builds and loads models under `deepspeed.zero.Init` if stage is 3.
+
+    transformers keeps only a weak reference to the config object: it must outlive the loading.
+    """
+    if zero_stage(ds_config) < 3:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        del alive
+
+
+def _random_model(
+    preset: Preset, name: str, tokenizer: Any, seq_length: int, seed: int, dtype: torch.dtype
+) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    _check_positions(name, preset.max_positions, seq_length)
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.intermediate,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        max_position_embeddings=preset.max_positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    _initialize(model, seed, config.initializer_range)
+    return model
+
+
+def _initialize(model: Any, seed: int, std: float) -> None:
+    """Norm weights 1, matrices normal(0, std) drawn in fp32 from a generator per parameter.
+
+    Rank 0 draws and gives away partitioned parameters; replicas draw the same numbers.
+    """
+    for index, parameter in enumerate(model.parameters()):
+        with _gathered(parameter) as writes, torch.no_grad():
+            if not writes:
+                continue
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            generator = torch.Generator().manual_seed((seed << 20) + index)
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(values.normal_(0.0, std, generator=generator))
+
+
+@contextlib.contextmanager
+def _gathered(parameter: Any) -> Iterator[bool]:
+    """The whole parameter; yields whether this rank's writes count."""
+    if not hasattr(parameter, "ds_id"):
+        yield True
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield deepspeed.comm.get_rank() == 0
+
+
+def _pretrained_model(name: str, tokenizer: Any, seq_length: int, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    target = str(model_path(name) or name)
+    try:
+        config = AutoConfig.from_pretrained(target)
+        text_config = config.get_text_config()
+        _check_positions(name, getattr(text_config, "max_position_embeddings", None), seq_length)
+        if len(tokenizer) > text_config.vocab_size:
+            raise ValueError(
+                f"--model {name!r} has {text_config.vocab_size} token embeddings, the tokeniser "
+                f"{len(tokenizer)} tokens; give --tokenizer the model's own"
+            )
+        return AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    except OSError as error:
+        raise hub_error("--model", name, LEGAL_MODELS, error) from error
+
+
+def _check_positions(name: str, max_positions: int | None, seq_length: int) -> None:
+    if max_positions is not None and seq_length > max_positions:
+        raise ValueError(
+            f"--seq_length is {seq_length}, but --model {name!r} takes at most {max_positions} "
+            "positions; give a shorter --seq_length or another model"
+        )
+
+
+def num_parameters(model: Any) -> int:
+    """Parameters of the whole model, shared ones once, partitioned or not."""
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+
+
+def model_signature(model: Any) -> str:
+    """Digest of every parameter's name and full shape: equal for the same architecture."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}:{tuple(getattr(parameter, 'ds_shape', parameter.shape))}\n".encode())
+    return digest.hexdigest()

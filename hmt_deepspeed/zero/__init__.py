@@ -1,0 +1,1 @@
+"""The only room that imports deepspeed: engine, ZeRO optimizer, sharding, checkpoints, registration."""

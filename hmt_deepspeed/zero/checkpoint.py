@@ -1,0 +1,384 @@
+"""Checkpoints: states by parameter name as plain tensors, loadable at any world size and ZeRO stage.
+
+A checkpoint is DeepSpeed's folder with DeepSpeed's file names, plus ``manifest.json`` with the size and
+checksum of every file. It is written as ``TAG.saving`` and renamed when it is complete, so a tag that
+exists is whole; ``latest`` is replaced atomically afterwards.
+
+``optimizer_state_dict`` of a rank's file holds the fp32 weights where ``zero_to_fp32.py`` looks for them
+(and nowhere else: loading reads them from there too) and everything of ours under ``"hmt"``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor
+
+from hmt_deepspeed.zero.files import (
+    MANIFEST,
+    AtomicCheckpointEngine,
+    candidate_tags,
+    damage,
+    replace_text,
+    sync_folder,
+)
+from hmt_deepspeed.zero.saved import SavedState
+from hmt_deepspeed.zero.shards import padded
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.engine import HMTEngine
+    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
+
+__all__ = [
+    "SavedState",
+    "atomic_engine",
+    "commit",
+    "load",
+    "optimizer_state",
+    "prepare",
+    "restore_optimizer",
+    "saving_tag",
+]
+
+FORMAT = 1
+_MODULE_KEYS = {"module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps"}
+_MODULE_KEYS |= {"dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def atomic_engine(stock: Any, config: Any) -> AtomicCheckpointEngine:
+    """Replace DeepSpeed's default checkpoint engine by the atomic one.
+
+    Raises:
+        ValueError: when the config chose another engine, whose files we could not verify.
+    """
+    if stock.__class__.__name__ != "TorchCheckpointEngine":
+        raise ValueError(
+            f"checkpoint: the config selects {stock.__class__.__name__}, which HMT does not support. "
+            "Remove the checkpoint writer (or nebula) section to use the default engine."
+        )
+    return AtomicCheckpointEngine(config)
+
+
+def saving_tag(tag: str) -> str:
+    """Name of a checkpoint's folder while it is being written."""
+    return f"{tag}.saving"
+
+
+def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
+    """Remove what an earlier, killed save of the same tag left behind."""
+    engine.checkpoint_engine.checksums.clear()
+    if _is_writer(engine):
+        shutil.rmtree(os.path.join(save_dir, saving_tag(tag)), ignore_errors=True)
+    dist.barrier()
+
+
+def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> None:
+    """Write the manifest, give the folder its name, point ``latest`` at it."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, engine.checkpoint_engine.checksums)
+    if _is_writer(engine):
+        files = {name: entry for part in gathered for name, entry in part.items()}
+        folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
+        present = {name: files[name] for name in sorted(files) if name in os.listdir(folder)}
+        manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
+        replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
+        sync_folder(folder)
+        old = f"{final}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(final):
+            os.rename(final, old)
+        os.rename(folder, final)
+        sync_folder(save_dir)
+        shutil.rmtree(old, ignore_errors=True)
+        if save_latest:
+            replace_text(os.path.join(save_dir, "latest"), tag)
+    dist.barrier()
+
+
+def _is_writer(engine: HMTEngine) -> bool:
+    """One process per file system does the renaming."""
+    return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
+
+
+def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+    """What goes into this rank's ``*_optim_states.pt``; plain tensors, numbers and strings only."""
+    stage, world = max(optimizer.settings.stage, 1), optimizer.collectives.world
+    state: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
+    if stage == 3:
+        state["fp32_flat_groups"] = _stage3_groups(optimizer)
+    else:
+        state["single_partition_of_fp32_groups"] = _stage12_groups(optimizer)
+    state["hmt"] = {
+        "format": FORMAT,
+        "stage": optimizer.settings.stage,
+        "world": world,
+        "groups": [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups],
+        "shapes": {e.name: list(_shape(e)) for e in optimizer.entries},
+        "step_count": optimizer.step_count,
+        "schedule": _schedule_state(optimizer),
+        "matrices": _matrix_states(optimizer),
+        "dense": _dense_states(optimizer),
+        "param_groups": [
+            {k: v for k, v in g.items() if k not in ("params", "param_names")}
+            for g in optimizer.param_groups
+        ],
+        "loss_scaler": _scaler_state(optimizer.loss_scaler),
+        "rng": _rng_state(),
+    }
+    return state
+
+
+def _stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
+    """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
+    by_param = {e.gradient.param: e for e in optimizer.entries}
+    groups = []
+    for params in optimizer.round_robin_bit16_groups:
+        parts = [by_param[p] for p in params]
+        flat = [padded(e.weight.master_values(), e.gradient.shards.partition) for e in parts]
+        groups.append(torch.cat(flat).cpu() if flat else torch.empty(0))
+    return groups
+
+
+def _stage12_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
+    """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
+    by_param = {e.gradient.param: e for e in optimizer.entries}
+    world, rank = optimizer.collectives.world, optimizer.collectives.rank
+    groups = []
+    for params in optimizer.round_robin_bit16_groups:
+        entries = [by_param[p] for p in params]
+        total = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
+        length = -(-total // (2 * world)) * 2
+        begin, own, offset = rank * length, torch.zeros(length), 0
+        for entry in entries:
+            whole = optimizer.state_access.get_full_hp_param(entry.gradient.param).view(-1)
+            first, last = max(begin, offset), min(begin + length, offset + whole.numel())
+            if first < last:
+                own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()
+            offset += whole.numel()
+        groups.append(own)
+    return groups
+
+
+def _holds_states(optimizer: HMTZeroOptimizer) -> bool:
+    """Stage 0 keeps the same states everywhere; its first rank saves them."""
+    return optimizer.settings.stage > 0 or optimizer.collectives.rank == 0
+
+
+def _matrix_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+    if not _holds_states(optimizer):
+        return {}
+    states = {}
+    for entry in optimizer.low_rank:
+        assert entry.matrix is not None
+        state = {k: _to_cpu(v) for k, v in entry.matrix.state_dict().items()}
+        if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
+            state = {k: state[k] for k in ("exp_avg", "exp_avg_sq")}
+        states[entry.name] = {"rows": list(entry.matrix.rows), **state}
+    return states
+
+
+def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+    if not _holds_states(optimizer):
+        return {}
+    states = {}
+    for entry in optimizer.entries:
+        if entry.dense_state is not None:
+            first, second, step = map(_to_cpu, entry.dense_state)
+            flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
+            states[entry.name] = {
+                "flat": flat,
+                "exp_avg": first,
+                "exp_avg_sq": second,
+                "step": float(step),
+            }
+    return states
+
+
+def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
+    schedule = optimizer.schedule
+    times = zip(schedule.next_refresh, schedule.num_refreshes, strict=True)
+    return {e.name: list(t) for e, t in zip(optimizer.low_rank, times, strict=True)}
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        state["device"] = accelerator.get_rng_state().cpu()
+    return state
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _shape(entry: Any) -> tuple[int, ...]:
+    return tuple(getattr(entry.gradient.param, "ds_shape", entry.gradient.param.shape))
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def load(
+    engine: HMTEngine,
+    load_dir: str,
+    tag: str | None,
+    *,
+    optimizer_states: bool,
+    lr_scheduler: bool,
+    module_only: bool,
+    strict: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load weights, and what else is asked for, into an engine of any world size and stage.
+
+    Without a tag the newest whole checkpoint is used: a damaged one is named and passed over.
+
+    Returns:
+        ``(path of the checkpoint, client state)``, or ``(None, None)`` when there is none.
+
+    Raises:
+        ValueError: a damaged checkpoint asked for by its tag, or one of another model.
+    """
+    chosen = _choose(engine, load_dir, tag)
+    if chosen is None:
+        logger.warning(f"no checkpoint found under {load_dir}; nothing was loaded")
+        return None, None
+    folder = os.path.join(load_dir, chosen)
+    if not SavedState.is_ours(folder):
+        if not module_only:
+            raise ValueError(
+                f"{folder} was not written with HMT: it has no low-rank states. Load its weights with "
+                "load_module_only=True."
+            )
+        return _load_stock_weights(engine, load_dir, chosen, strict)
+    saved = SavedState(folder)
+    engine.optimizer.checkpoint_event_prologue()
+    _restore_weights(engine, saved)
+    if optimizer_states:
+        engine.optimizer.load_saved(saved)
+    engine.optimizer.checkpoint_event_epilogue()
+    state = saved.model_state
+    if not module_only:
+        engine.global_steps, engine.skipped_steps = state["global_steps"], state["skipped_steps"]
+        engine.global_samples = state["global_samples"]
+        engine.loaded_checkpoint_dp_world_size = state["dp_world_size"]
+        engine.loaded_checkpoint_mp_world_size = state["mp_world_size"]
+    if lr_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    dist.barrier()
+    return folder, {k: v for k, v in state.items() if k not in _MODULE_KEYS}
+
+
+def _choose(engine: HMTEngine, load_dir: str, tag: str | None) -> str | None:
+    """The tag to load: verified by one process per file system, the same on all ranks."""
+    verdict: list[Any] = [None, None]
+    if engine.global_rank == 0:
+        try:
+            verdict[0] = _newest_whole(load_dir, tag)
+        except ValueError as error:
+            verdict[1] = str(error)
+    dist.broadcast_object_list(verdict, src=0)
+    if verdict[1] is not None:
+        raise ValueError(verdict[1])
+    chosen: str | None = verdict[0]
+    return chosen
+
+
+def _newest_whole(load_dir: str, tag: str | None) -> str | None:
+    for candidate in candidate_tags(load_dir, tag):
+        problem = damage(os.path.join(load_dir, candidate))
+        if problem is None:
+            return candidate
+        if tag is not None:
+            raise ValueError(f"checkpoint {tag!r} under {load_dir} cannot be loaded: {problem}")
+        print(f"hmt: checkpoint {candidate!r} is damaged ({problem}); trying the one before", flush=True)
+    if tag is not None:
+        raise ValueError(f"no checkpoint {tag!r} under {load_dir}; found {candidate_tags(load_dir, None)}")
+    return None
+
+
+def _restore_weights(engine: HMTEngine, saved: SavedState) -> None:
+    optimizer = engine.optimizer
+    saved.check_same_model({e.name: _shape(e) for e in optimizer.entries})
+    for entry in optimizer.entries:
+        flat = saved.master(entry.name)
+        entry.weight.set_values(entry.gradient.shards.shard_of(flat, optimizer.shard_rank))
+        if not entry.weight.partitioned:
+            entry.gradient.param.data.copy_(flat.view(_shape(entry)))
+    trained = {id(e.gradient.param) for e in optimizer.entries}
+    with torch.no_grad():
+        for param, name in engine.param_names.items():
+            if id(param) in trained:
+                continue
+            flat = saved.frozen(name).reshape(-1)
+            if hasattr(param, "ds_tensor"):
+                part = param.ds_tensor.numel()
+                begin = part * optimizer.collectives.rank
+                piece = flat[begin : begin + part]
+                param.ds_tensor.view(-1)[: piece.numel()].copy_(piece)
+            else:
+                param.data.copy_(flat.view(param.shape))
+        for name, buffer in engine.module.named_buffers():
+            if name in saved.model_state["module"]:
+                buffer.copy_(saved.model_state["module"][name])
+
+
+def _load_stock_weights(
+    engine: HMTEngine, load_dir: str, tag: str, strict: bool
+) -> tuple[str, dict[str, Any]]:
+    """Weights of a checkpoint that stock DeepSpeed wrote, by DeepSpeed's own consolidation."""
+    weights = get_fp32_state_dict_from_zero_checkpoint(load_dir, tag)
+    optimizer = engine.optimizer
+    missing = [e.name for e in optimizer.entries if e.name not in weights]
+    if strict and missing:
+        raise ValueError(f"checkpoint {tag!r} under {load_dir} has no weights for {missing[:5]}")
+    optimizer.checkpoint_event_prologue()
+    for entry in optimizer.entries:
+        if entry.name in weights:
+            optimizer.state_access.set_full_hp_param(weights[entry.name], entry.gradient.param)
+    optimizer.checkpoint_event_epilogue()
+    return os.path.join(load_dir, tag), {}
+
+
+def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
+    """States, schedule, hyperparameters, loss scale and random numbers.
+
+    Raises:
+        ValueError: when a parameter had another rule.
+    """
+    hmt = saved.hmt
+    saved.check_same_rules({e.name: e.assignment.rule for e in optimizer.entries})
+    optimizer.step_count = hmt["step_count"]
+    for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
+        group.update(values)
+    for place, entry in enumerate(optimizer.low_rank):
+        assert entry.matrix is not None
+        entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
+        times = hmt["schedule"][entry.name]
+        optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
+    for entry in optimizer.entries:
+        if entry.dense_state is not None:
+            flat = entry.gradient.shards.flat(optimizer.shard_rank)
+            for tensor, value in zip(entry.dense_state, saved.dense(entry.name, flat), strict=True):
+                tensor.copy_(value)
+    vars(optimizer.loss_scaler).update(hmt["loss_scaler"])
+    if hmt["world"] == optimizer.collectives.world:
+        rng = saved.rng(optimizer.collectives.rank)
+        torch.set_rng_state(rng["cpu"])
+        if "device" in rng:
+            get_accelerator().set_rng_state(rng["device"])

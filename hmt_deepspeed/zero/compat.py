@@ -1,0 +1,56 @@
+"""Every DeepSpeed symbol this package relies on, looked up once, with one clear error if one is gone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["SYMBOLS", "check_deepspeed", "symbol"]
+
+SYMBOLS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("DeepSpeedEngine", "initialize"),
+    "deepspeed.accelerator": ("get_accelerator",),
+    "deepspeed.comm": (
+        "all_gather_into_tensor",
+        "all_reduce",
+        "broadcast",
+        "get_global_rank",
+        "reduce",
+        "reduce_scatter_tensor",
+    ),
+    "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": ("TorchCheckpointEngine",),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "ZERO_OPTIMIZATION"),
+    "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler",),
+    "deepspeed.runtime.utils": ("count_used_parameters_in_backward", "is_optimized_parameter"),
+    "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
+    "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
+    "deepspeed.utils": ("groups", "logger"),
+    "deepspeed.utils.torch": ("register_grad_hook",),
+    "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
+}
+
+
+def symbol(module: str, name: str) -> Any:
+    """``module.name`` of the installed DeepSpeed.
+
+    Raises:
+        ImportError: naming the symbol and the versions this package was checked with.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        import deepspeed
+
+        raise ImportError(
+            f"DeepSpeed {deepspeed.__version__} has no {module}.{name}, which hmt_deepspeed relies on. "
+            "Install deepspeed>=0.19.8,<0.20."
+        ) from error
+
+
+def check_deepspeed() -> None:
+    """Look up every symbol of :data:`SYMBOLS`; raises ImportError for the first that is missing."""
+    for module, names in SYMBOLS.items():
+        for name in names:
+            symbol(module, name)

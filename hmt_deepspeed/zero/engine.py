@@ -1,0 +1,259 @@
+"""HMTEngine: DeepSpeed's engine with HMT's ZeRO optimizer; stock when the config asks for no HMT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils.timer import NoopTimer
+
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.zero import checkpoint
+from hmt_deepspeed.zero.gradients import ReductionScale
+from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer, ZeroSettings
+from hmt_deepspeed.zero.support import check_engine, check_supported
+
+__all__ = ["HMTEngine", "hmt_options", "refusing"]
+
+OPTIMIZER_NAME = "HMT"
+
+
+def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
+    """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
+
+    Raises:
+        ValueError: an ``hmt`` block beside another optimizer, the HMT optimizer without a block, or
+            fields given both in the block and to a client's HMT object.
+    """
+    block = config.get("hmt")
+    named = (config.get("optimizer") or {}).get("type")
+    client_is_hmt = isinstance(client_optimizer, HMT)
+    if block is None:
+        if client_is_hmt:
+            return dict(client_optimizer.options)
+        if named == OPTIMIZER_NAME and client_optimizer is None:
+            raise ValueError(
+                'optimizer.type is "HMT", but the config has no "hmt" block. Add "hmt": {} for the '
+                "defaults."
+            )
+        return None
+    fields = HMTConfig.from_block(block).optimizer
+    if client_is_hmt:
+        if fields.model_fields_set:
+            raise ValueError(
+                f"hmt.optimizer gives {sorted(fields.model_fields_set)}, and the HMT object passed to "
+                "initialize has options of its own. Give them in one place: empty the block, or let "
+                'the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
+            )
+        return dict(client_optimizer.options)
+    if client_optimizer is not None or named != OPTIMIZER_NAME:
+        other = type(client_optimizer).__name__ if client_optimizer is not None else named
+        raise ValueError(
+            f'the config has an "hmt" block, but the optimizer is {other!r}. '
+            f'Legal is "optimizer": {{"type": "HMT", ...}} or an HMT object. '
+            'Change the optimizer, or remove the "hmt" block.'
+        )
+    return fields.model_dump()
+
+
+class HMTEngine(DeepSpeedEngine):
+    """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered."""
+
+    def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
+        config, config_class = keyword.get("config"), keyword.get("config_class")
+        self._hmt_options: dict[str, Any] | None = None
+        if isinstance(config, dict) and config_class is not None:
+            self._hmt_options = hmt_options(config, keyword.get("optimizer"))
+        if self._hmt_options is not None:
+            check_supported(config, config_class, self._hmt_options)  # type: ignore[arg-type]
+            self._hmt_stage = int(config_class.zero_optimization_stage)
+            if self._hmt_stage == 0:
+                # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
+                config_class.zero_config.stage = 1
+                config_class.zero_optimization_stage = 1
+                config_class.zero_enabled = True
+        super().__init__(args, model, *positional, **keyword)
+        if self._hmt_options is not None and self.global_rank == 0:
+            print(self.optimizer.describe(), flush=True)
+
+    @property
+    def hmt_enabled(self) -> bool:
+        """Whether this engine runs HMT's optimizer."""
+        return self._hmt_options is not None
+
+    # -- optimizer --------------------------------------------------------------------------------
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        if self._hmt_options is None:
+            return super()._do_optimizer_sanity_check(basic_optimizer)
+        # Stock would send stage 1 with bf16 weights and fp32 accumulation to BF16_Optimizer.
+        return ZERO_OPTIMIZATION
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        if self._hmt_options is None:
+            return super()._configure_zero_optimizer(optimizer)
+        check_engine(self)
+        return HMTZeroOptimizer(
+            optimizer,
+            self._hmt_options,
+            self.module,
+            self.param_names,
+            self.seq_data_parallel_group,
+            self._zero_settings(),
+            self._loss_scaler(),
+            self._parameter_offload() if self._hmt_stage == 3 else None,
+        )
+
+    def _zero_settings(self) -> ZeroSettings:
+        model_dtype, accumulate_dtype = self.get_data_types()
+        overflow = self.fp16_enabled() or (
+            self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow
+        )
+        return ZeroSettings(
+            stage=self._hmt_stage,
+            model_dtype=model_dtype,
+            accumulate_dtype=accumulate_dtype,
+            comm_dtype=self.communication_data_type,
+            clip=float(self.gradient_clipping()),
+            micro_batches=self.gradient_accumulation_steps(),
+            check_overflow=bool(overflow),
+            overlap=bool(self.zero_overlap_comm()),
+            reduce_elements=int(self.zero_reduce_bucket_size()),
+            gather_elements=int(self.zero_allgather_bucket_size()),
+            scale=self._reduction_scale(),
+        )
+
+    def _reduction_scale(self) -> ReductionScale:
+        """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""
+        world = self.seq_dp_world_size if self.gradient_average else 1
+        if not self.postscale_gradients():
+            return ReductionScale(1.0 / world, 1.0)
+        before = float(self.gradient_predivide_factor())
+        return ReductionScale(1.0 / before, before / world)
+
+    def _loss_scaler(self) -> Any:
+        return CreateLossScaler(
+            dtype=self.get_data_types()[0],
+            static_loss_scale=self.loss_scale(),
+            dynamic_scaling=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args(),
+        )
+
+    def _parameter_offload(self) -> Any:
+        """DeepSpeed's own coordinator gathers and partitions the parameters of stage 3."""
+        return DeepSpeedZeRoOffload(
+            self.module,
+            timers=self.timers if self.wall_clock_breakdown() else NoopTimer(),
+            ds_config=self.config,
+            overlap_comm=self.zero_overlap_comm(),
+            prefetch_bucket_size=self.zero_prefetch_bucket_size(),
+            max_reuse_distance=self.zero_max_reuse_distance(),
+            max_live_parameters=self.zero_max_live_parameters(),
+            param_persistence_threshold=self.zero_param_persistence_threshold(),
+            model_persistence_threshold=self.zero_model_persistence_threshold(),
+            dp_process_group=self.seq_data_parallel_group,
+            offload_param_config=self.zero_offload_param(),
+            mpu=self.mpu,
+            zero_module_granularity_threshold=self.zero_module_granularity_threshold(),
+            log_trace_cache_warnings=self.zero_log_trace_cache_warnings(),
+        )
+
+    # -- training loop ----------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing; stages 0 and 1, as in DeepSpeed."""
+        with super().no_sync():
+            if self._hmt_options is None:
+                yield
+                return
+            self.optimizer.reduction_enabled = False
+            try:
+                yield
+            finally:
+                self.optimizer.reduction_enabled = True
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        if self._hmt_options is not None:
+            self.checkpoint_engine = checkpoint.atomic_engine(self.checkpoint_engine, self._config)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As in DeepSpeed; every file whole or absent, and the tag committed by its manifest."""
+        client_state = {} if client_state is None else client_state
+        if self._hmt_options is None:
+            return super().save_checkpoint(
+                save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            )
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        checkpoint.prepare(self, save_dir, tag)
+        super().save_checkpoint(
+            save_dir, checkpoint.saving_tag(tag), client_state, False, exclude_frozen_parameters
+        )
+        checkpoint.commit(self, save_dir, tag, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As in DeepSpeed, from any world size and ZeRO stage, verified against the manifest."""
+        if self._hmt_options is None:
+            return super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        if custom_load_fn is not None:
+            raise ValueError(
+                "custom_load_fn is not supported with HMT: weights are loaded from the fp32 masters, "
+                "shard by shard. Load them into the model before deepspeed.initialize."
+            )
+        return checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            lr_scheduler=load_lr_scheduler_states and not load_module_only,
+            module_only=load_module_only,
+            strict=load_module_strict,
+        )
+
+
+def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:
+    """A subclass of one of DeepSpeed's other engines that refuses configs which ask for HMT."""
+
+    class RefusingEngine(engine_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            config = kwargs.get("config")
+            wanted = isinstance(config, dict) and hmt_options(config, kwargs.get("optimizer"))
+            if wanted:
+                raise ValueError(f'the "hmt" block does not work with {engine_class.__name__}. {remedy}')
+            super().__init__(*args, **kwargs)
+
+    RefusingEngine.__name__ = RefusingEngine.__qualname__ = engine_class.__name__
+    return RefusingEngine

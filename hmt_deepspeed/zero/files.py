@@ -1,0 +1,140 @@
+"""Files of a checkpoint: written whole or not at all, with checksums, verified before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+__all__ = [
+    "MANIFEST",
+    "AtomicCheckpointEngine",
+    "candidate_tags",
+    "damage",
+    "replace_text",
+    "sync_folder",
+]
+
+MANIFEST = "manifest.json"
+
+
+class AtomicCheckpointEngine(TorchCheckpointEngine):
+    """Saves to a temporary name, syncs, renames; remembers size and checksum of what it wrote.
+
+    Attributes:
+        checksums: by file name within the checkpoint's folder: ``{"bytes": ..., "sha256": ...}``.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.checksums: dict[str, dict[str, Any]] = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file; it appears under ``path`` complete and on disk, or not at all."""
+        temporary = f"{path}.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(state_dict, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self.checksums[os.path.basename(path)] = fingerprint(temporary)
+        os.replace(temporary, path)
+
+
+def fingerprint(path: str) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else None
+        if digest is None:  # Python 3.10
+            digest = hashlib.sha256()
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
+
+
+def replace_text(path: str, text: str) -> None:
+    """Replace a small text file atomically and durably."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(os.path.dirname(path) or ".")
+
+
+def sync_folder(path: str) -> None:
+    """Make renames inside a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(folder: str) -> str | None:
+    """What is wrong with a checkpoint's folder, or None. A stock checkpoint has no manifest to check."""
+    path = os.path.join(folder, MANIFEST)
+    if not os.path.isdir(folder):
+        return "the folder does not exist"
+    if not os.path.isfile(path):
+        stock = any(name.endswith("model_states.pt") for name in os.listdir(folder))
+        return None if stock and not _was_ours(folder) else f"{MANIFEST} is missing"
+    try:
+        with open(path) as file:
+            files = json.load(file)["files"]
+    except (ValueError, KeyError):
+        return f"{MANIFEST} is not readable"
+    for name, expected in files.items():
+        member = os.path.join(folder, name)
+        if not os.path.isfile(member):
+            return f"{name} is missing"
+        size = os.path.getsize(member)
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        if fingerprint(member)["sha256"] != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def candidate_tags(load_dir: str, tag: str | None) -> list[str]:
+    """Tags to try, best first: the one asked for, or ``latest`` and then the others by step.
+
+    ``TAG.old`` stands in for a tag whose replacement was interrupted between two renames.
+    """
+    if not os.path.isdir(load_dir):
+        return []
+    names = [n for n in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, n))]
+    if tag is not None:
+        tag = str(tag)
+        return [name for name in (tag, f"{tag}.old") if name in names]
+    whole = [n for n in names if os.path.isfile(os.path.join(load_dir, n, MANIFEST))]
+    whole = [n for n in whole if not n.endswith(".saving")]
+    whole.sort(key=lambda n: _steps(os.path.join(load_dir, n)), reverse=True)
+    latest = os.path.join(load_dir, "latest")
+    if os.path.isfile(latest):
+        with open(latest) as file:
+            named = file.read().strip()
+        first = [n for n in (named, f"{named}.old") if n in names]
+        whole = first + [n for n in whole if n not in first]
+    return whole
+
+
+def _steps(folder: str) -> int:
+    try:
+        with open(os.path.join(folder, MANIFEST)) as file:
+            return int(json.load(file)["global_steps"])
+    except (ValueError, KeyError):
+        return -1
+
+
+def _was_ours(folder: str) -> bool:
+    from hmt_deepspeed.zero.saved import SavedState
+
+    try:
+        return SavedState.is_ours(folder)
+    except Exception:  # unreadable: torn or foreign, either way not a whole stock checkpoint
+        return True

@@ -1,0 +1,346 @@
+"""Accumulation and reduction of projected and dense gradients.
+
+Every trainable parameter has one :class:`Gradient`. Backward leaves a contribution in it: ``[A | S]``
+(m x (r + k)) for a low-rank matrix, the flat gradient for a dense parameter, the full gradient for a
+matrix that refreshes its basis. Contributions travel in buckets of constant size whose contents are
+fixed before backward starts, so all ranks reduce the same things in the same order whatever a rank's
+own graph touched; a bucket leaves as soon as its last member has arrived, while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.linear import ProjectedSite
+from hmt_deepspeed.optim.matrix import LowRankMatrix
+from hmt_deepspeed.zero.collectives import Collectives, Work
+from hmt_deepspeed.zero.shards import RowShards
+
+__all__ = ["Gradient", "GradientReducer", "ReductionScale"]
+
+
+@dataclass(eq=False)
+class Gradient:
+    """Gradient of one parameter on its way to its shard.
+
+    Attributes:
+        shards: rows of the matrix over ranks (numel x 1 for a dense parameter).
+        matrix, site: of a low-rank matrix; ``site`` is None without projected backward.
+        refreshing: this window forms the full gradient, for the basis.
+        owner: rank that finds the basis.
+        arrived: contribution of this rank, complete, waiting for its bucket.
+        local: contributions of earlier micro-batches that were not reduced.
+        reduced: mean over ranks of the rows held here, rows x width; None when nothing came.
+        full: mean full gradient, m x n, at the owner of a refreshing matrix.
+    """
+
+    index: int
+    name: str
+    param: nn.Parameter
+    shards: RowShards
+    matrix: LowRankMatrix | None = None
+    site: ProjectedSite | None = None
+    refreshing: bool = False
+    owner: int = 0
+    arrived: Tensor | None = None
+    local: Tensor | None = None
+    reduced: Tensor | None = None
+    full: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the contribution that is sharded by rows."""
+        return 1 if self.matrix is None else self.matrix.width
+
+    def collect(self) -> Tensor | None:
+        """Take what backward left: m x width, or the full m x n for a refreshing matrix."""
+        grad, self.param.grad = self.param.grad, None
+        if grad is not None:
+            grad = grad.detach().reshape(self.shards.m, self.shards.n)
+        if self.matrix is None or self.refreshing:
+            return grad
+        product = self.site.take() if self.site is not None else None
+        if grad is not None:
+            projected = grad @ self.matrix.projection.to(grad.dtype)
+            product = projected if product is None else product + projected
+        return product
+
+    def nbytes(self) -> int:
+        """Bytes of gradient alive in this object."""
+        tensors = (self.arrived, self.local, self.reduced, self.full)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def clear(self) -> None:
+        """Forget everything accumulated."""
+        self.arrived = self.local = self.reduced = self.full = self.param.grad = None
+        if self.site is not None:
+            self.site.take()
+
+
+@dataclass(frozen=True)
+class ReductionScale:
+    """Factors before and after the sum over ranks; their product makes it a mean."""
+
+    before: float
+    after: float
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Members reduced by one collective; ``offsets`` count elements of one rank's chunk."""
+
+    index: int
+    members: list[Gradient]
+    offsets: list[int] = field(default_factory=list)
+    chunk: int = 0
+    waiting: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A collective on its way; ``result`` is fresh memory, ``buffer`` goes back to the pool."""
+
+    bucket: _Bucket
+    work: Work
+    result: Tensor
+    buffer: Tensor | None = None
+
+
+class GradientReducer:
+    """Moves gradients from backward to their shards.
+
+    Args:
+        gradients: of all trainable parameters, in order of registration.
+        collectives: of the data-parallel group.
+        sharded: False at stage 0, where every rank keeps everything.
+        bucket_elements: size of a bucket, in elements over all ranks.
+        comm_dtype: of the buckets. accumulate_dtype: of the accumulators.
+        scale: see :class:`ReductionScale`.
+
+    Attributes:
+        events: ("arrive", name), ("launch", index), ("wait", index) in order, when recorded.
+        peak_bytes: most bytes of gradient alive at once so far, buckets included.
+    """
+
+    MAX_IN_FLIGHT = 2
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        collectives: Collectives,
+        *,
+        sharded: bool,
+        bucket_elements: int,
+        comm_dtype: torch.dtype,
+        accumulate_dtype: torch.dtype,
+        scale: ReductionScale,
+    ) -> None:
+        self.gradients = list(gradients)
+        self.collectives, self.sharded = collectives, sharded
+        self.bucket_elements = bucket_elements
+        self.comm_dtype, self.accumulate_dtype = comm_dtype, accumulate_dtype
+        self.scale = scale
+        self.events: list[tuple[str, str | int]] | None = None
+        self.peak_bytes = 0
+        self._pool: list[Tensor] = []
+        self._in_flight: list[_InFlight] = []
+        self.plan()
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Fix the buckets of the coming window: last parameters first, as backward will meet them."""
+        signature = [(g.width, g.refreshing) for g in self.gradients]
+        if getattr(self, "_signature", None) != signature:
+            self._signature = signature
+            self._buckets = self._build()
+            self._home = {g.index: b for b in self._buckets for g in b.members}
+        self._begin_round()
+
+    def _build(self) -> list[_Bucket]:
+        buckets: list[_Bucket] = []
+        open_bucket: _Bucket | None = None
+        parts = self.collectives.world if self.sharded else 1
+        for gradient in reversed(self.gradients):
+            if gradient.refreshing:
+                buckets.append(_Bucket(len(buckets), [gradient]))
+                continue
+            rows = gradient.shards.max_rows if self.sharded else gradient.shards.m
+            size = rows * gradient.width
+            full = open_bucket is not None and (
+                (open_bucket.chunk + size) * parts > self.bucket_elements
+            )
+            if open_bucket is None or full:
+                open_bucket = _Bucket(len(buckets), [])
+                buckets.append(open_bucket)
+            open_bucket.offsets.append(open_bucket.chunk)
+            open_bucket.chunk += size
+            open_bucket.members.append(gradient)
+        return buckets
+
+    def _begin_round(self) -> None:
+        """A round reduces every bucket once."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = {g.index for g in bucket.members}
+
+    # -- during backward ------------------------------------------------------------------------
+
+    def arrive(self, gradient: Gradient, reduce_now: bool) -> None:
+        """Take what backward left of one parameter; reduce its bucket if it was the last one."""
+        contribution = gradient.collect()
+        if contribution is None:
+            return
+        if self.events is not None:
+            self.events.append(("arrive", gradient.name))
+        bucket = self._home[gradient.index]
+        if not reduce_now or bucket.index < self._next:
+            # A parameter that fires again after its bucket left waits for the end of the backward.
+            gradient.local = self._accumulated(gradient.local, contribution)
+            return
+        gradient.arrived = (
+            contribution if gradient.arrived is None else gradient.arrived + contribution
+        )
+        bucket.waiting.discard(gradient.index)
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._launch(self._buckets[self._next])
+
+    def flush(self) -> None:
+        """End of a backward: reduce what has not left yet, then wait for everything.
+
+        Members that no backward reached count as zero. A second round carries what arrived late.
+        """
+        while True:
+            while self._next < len(self._buckets):
+                self._launch(self._buckets[self._next])
+            while self._in_flight:
+                self._land()
+            self._begin_round()
+            if all(g.local is None for g in self.gradients):
+                return
+
+    def reset(self) -> None:
+        """Drop everything accumulated and in flight."""
+        for flight in self._in_flight:
+            flight.work.wait()
+        self._in_flight.clear()
+        for gradient in self.gradients:
+            gradient.clear()
+        self._begin_round()
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if self.events is not None:
+            self.events.append(("launch", bucket.index))
+        self._next += 1
+        self._watch()
+        for gradient in bucket.members:
+            if gradient.local is not None:
+                gradient.arrived = self._accumulated(gradient.local, gradient.arrived)
+                gradient.local = None
+        if self.collectives.world == 1:
+            for gradient in bucket.members:
+                self._deliver(gradient, gradient.arrived)
+                gradient.arrived = None
+        elif bucket.members[0].refreshing:
+            self._launch_full(bucket)
+        else:
+            if len(self._in_flight) >= self.MAX_IN_FLIGHT:
+                self._land()
+            self._launch_rows(bucket)
+
+    def _launch_full(self, bucket: _Bucket) -> None:
+        gradient = bucket.members[0]
+        shape = (gradient.shards.m, gradient.shards.n)
+        if gradient.arrived is None:
+            buffer = torch.zeros(shape, dtype=self.comm_dtype, device=gradient.param.device)
+        else:
+            buffer = gradient.arrived.to(self.comm_dtype).mul(self.scale.before)
+        gradient.arrived = None
+        work = self.collectives.reduce(buffer, gradient.owner)
+        self._in_flight.append(_InFlight(bucket, work, buffer))
+
+    def _launch_rows(self, bucket: _Bucket) -> None:
+        world = self.collectives.world if self.sharded else 1
+        device = bucket.members[0].param.device
+        buffer = self._buffer(world * bucket.chunk, device)
+        packed = buffer[: world * bucket.chunk].view(world, bucket.chunk)
+        packed.zero_()  # padding, and members that no backward reached
+        for gradient, offset in zip(bucket.members, bucket.offsets, strict=True):
+            if gradient.arrived is not None:
+                rows = gradient.shards.max_rows if self.sharded else gradient.shards.m
+                region = packed[:, offset : offset + rows * gradient.width]
+                region = region.view(world, rows, gradient.width)
+                if self.sharded:
+                    gradient.shards.pack(gradient.arrived, region)
+                else:
+                    region[0].copy_(gradient.arrived)
+            gradient.arrived = None
+        if self.scale.before != 1.0:
+            packed.mul_(self.scale.before)
+        if self.sharded:
+            result = torch.empty(bucket.chunk, dtype=self.comm_dtype, device=device)
+            work = self.collectives.reduce_scatter(result, packed)
+            self._in_flight.append(_InFlight(bucket, work, result, buffer))
+        else:
+            work = self.collectives.all_reduce(packed, wait=not self.collectives.overlap)
+            self._in_flight.append(_InFlight(bucket, work, packed.view(-1)))
+
+    def _land(self) -> None:
+        """Wait for the oldest collective and add its result to the shards."""
+        flight = self._in_flight.pop(0)
+        if self.events is not None:
+            self.events.append(("wait", flight.bucket.index))
+        flight.work.wait()
+        result, members = flight.result, flight.bucket.members
+        if members[0].refreshing:
+            if self.collectives.rank == members[0].owner:
+                self._deliver(members[0], result)
+            return
+        for gradient, offset in zip(members, flight.bucket.offsets, strict=True):
+            rows = gradient.shards.rows(self.collectives.rank) if self.sharded else None
+            count = gradient.shards.m if rows is None else rows[1] - rows[0]
+            part = result[offset : offset + count * gradient.width]
+            self._deliver(gradient, part.view(count, gradient.width))
+        if flight.buffer is not None:
+            self._pool.append(flight.buffer)
+
+    # -- accumulators ---------------------------------------------------------------------------
+
+    def _deliver(self, gradient: Gradient, part: Tensor | None) -> None:
+        """Add a reduced part (nobody else's memory) to the accumulator of its gradient."""
+        if part is None:
+            return
+        scaled = part if self.scale.after == 1.0 else part.mul_(self.scale.after)
+        if gradient.refreshing:
+            gradient.full = self._accumulated(gradient.full, scaled)
+        else:
+            gradient.reduced = self._accumulated(gradient.reduced, scaled)
+
+    def _accumulated(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return total
+        return part.to(self.accumulate_dtype) if total is None else total.add_(part)
+
+    def _buffer(self, numel: int, device: torch.device) -> Tensor:
+        """A flat buffer as large as the largest bucket: one from the pool, or a new one.
+
+        Stage 0 keeps the result of the all-reduce, so its buffers are exact and never pooled.
+        """
+        if not self.sharded:
+            return torch.empty(numel, dtype=self.comm_dtype, device=device)
+        largest = self.collectives.world * max(bucket.chunk for bucket in self._buckets)
+        while self._pool:
+            buffer = self._pool.pop()
+            if buffer.numel() == largest:
+                return buffer
+        return torch.empty(largest, dtype=self.comm_dtype, device=device)
+
+    def _watch(self) -> None:
+        alive = sum(g.nbytes() for g in self.gradients)
+        pooled = sum(b.numel() * b.element_size() for b in self._pool)
+        flying = sum(f.buffer.nbytes for f in self._in_flight if f.buffer is not None)
+        self.peak_bytes = max(self.peak_bytes, alive + pooled + flying)

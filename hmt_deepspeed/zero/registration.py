@@ -1,0 +1,74 @@
+"""Put HMT where ``deepspeed.initialize`` looks, and take it out again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import utils as zero_utils
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.zero.compat import check_deepspeed
+
+__all__ = ["initialize", "is_registered", "register", "unregister"]
+
+# Engines that cannot run HMT, and what to do instead.
+_OTHER_ENGINES = {
+    "PipelineEngine": "Use ZeRO-3 in place of pipeline stages.",
+    "DualPipeVEngine": "Use ZeRO-3 in place of pipeline stages.",
+    "DeepSpeedHybridEngine": "Turn hybrid_engine off.",
+}
+
+_stock: dict[str, Any] = {}
+
+
+def is_registered() -> bool:
+    """Whether ``deepspeed.initialize`` builds HMT's engine."""
+    return bool(_stock)
+
+
+def register() -> None:
+    """Let every later ``deepspeed.initialize`` honour the ``"hmt"`` block. Idempotent.
+
+    What changes: the engine classes that ``deepspeed.initialize`` looks up in ``deepspeed`` (the
+    pipeline and hybrid engines only learn to refuse the block), ``torch.optim.HMT`` (where DeepSpeed
+    looks optimizer types up) and DeepSpeed's list of optimizers that ZeRO accepts.
+
+    Raises:
+        ImportError: when the installed DeepSpeed lacks what we rely on.
+    """
+    if _stock:
+        return
+    check_deepspeed()
+    from hmt_deepspeed.zero.engine import HMTEngine, refusing  # after the check: it needs the symbols
+
+    for name in ("DeepSpeedEngine", *_OTHER_ENGINES):
+        _stock[name] = getattr(deepspeed, name)
+    deepspeed.DeepSpeedEngine = HMTEngine
+    for name, remedy in _OTHER_ENGINES.items():
+        setattr(deepspeed, name, refusing(_stock[name], remedy))
+    torch.optim.HMT = HMT  # type: ignore[attr-defined]
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(HMT)
+
+
+def unregister() -> None:
+    """Undo :func:`register`; a no-op when not registered. Engines already built go on working."""
+    if not _stock:
+        return
+    for name, engine in _stock.items():
+        setattr(deepspeed, name, engine)
+    _stock.clear()
+    del torch.optim.HMT  # type: ignore[attr-defined]
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(HMT)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with HMT registered for the call; same signature and return."""
+    was_registered = is_registered()
+    register()
+    try:
+        return deepspeed.initialize(*args, **kwargs)
+    finally:
+        if not was_registered:
+            unregister()

@@ -1,0 +1,171 @@
+"""Reads a checkpoint of ours whole, whatever world size and ZeRO stage wrote it.
+
+Files are memory-mapped; a parameter is assembled from the ranks' parts when it is asked for.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SavedState"]
+
+
+def _read(path: str) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # type: ignore[no-any-return]
+
+
+def _by_rank(folder: str, kind: str) -> list[str]:
+    """Files of one kind, in order of rank."""
+
+    def rank(path: str) -> int:
+        found = re.search(r"zero_pp_rank_(\d+)", os.path.basename(path))
+        return int(found.group(1)) if found else -1
+
+    return sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt")), key=rank)
+
+
+class SavedState:
+    """One checkpoint folder.
+
+    Attributes:
+        hmt: our part of the first rank's optimizer state.
+        model_state: DeepSpeed's model-state file of the first rank.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._optimizer = [f["optimizer_state_dict"] for f in map(_read, _by_rank(folder, "optim"))]
+        self._models = [_read(path) for path in _by_rank(folder, "model")]
+        self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
+        self.model_state = self._models[0]
+        if len(self._optimizer) != self.hmt["world"]:
+            raise ValueError(
+                f"{folder} was written by {self.hmt['world']} ranks, but holds "
+                f"{len(self._optimizer)} optimizer files. Copy the missing ones."
+            )
+
+    @staticmethod
+    def is_ours(folder: str) -> bool:
+        """Whether HMT wrote the checkpoint."""
+        files = _by_rank(folder, "optim")
+        if not files:
+            return False
+        try:
+            return "hmt" in _read(files[0])["optimizer_state_dict"]
+        except Exception:  # stock files hold pickled classes that weights_only refuses
+            return False
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check_same_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ValueError when trainable parameters differ in name or shape."""
+        saved = {name: tuple(shape) for name, shape in self.hmt["shapes"].items()}
+        wrong = [n for n in sorted(saved.keys() | shapes.keys()) if saved.get(n) != shapes.get(n)]
+        if wrong:
+            lines = [f"{n}: saved {saved.get(n)}, model {shapes.get(n)}" for n in wrong[:5]]
+            raise ValueError(
+                f"{self.folder} belongs to another model; {len(wrong)} trainable parameters differ: "
+                + "; ".join(lines)
+            )
+
+    def check_same_rules(self, rules: Mapping[str, str]) -> None:
+        """Raises ValueError when a parameter was dense and is low-rank now, or the reverse."""
+        low_rank = set(self.hmt["matrices"])
+        wrong = [n for n, rule in rules.items() if (rule != "adamw") != (n in low_rank)]
+        if wrong:
+            raise ValueError(
+                f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
+                "do not fit. Keep method, target_modules and exclude_modules, or load with "
+                "load_optimizer_states=False."
+            )
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def master(self, name: str) -> Tensor:
+        """Whole fp32 weight of a trainable parameter, flat."""
+        if "fp32_flat_groups" in self._optimizer[0]:
+            return self._master_stage3(name)
+        return self._master_stage12(name)
+
+    def _place(self, name: str) -> tuple[int, list[str]]:
+        for index, names in enumerate(self.hmt["groups"]):
+            if name in names:
+                return index, names[: names.index(name)]
+        raise KeyError(name)
+
+    def _numel(self, name: str) -> int:
+        return prod(self.hmt["shapes"][name])
+
+    def _master_stage12(self, name: str) -> Tensor:
+        group, before = self._place(name)
+        begin = sum(map(self._numel, before))
+        end = begin + self._numel(name)
+        pieces, offset = [], 0
+        for state in self._optimizer:
+            part = state["single_partition_of_fp32_groups"][group]
+            first, last = max(begin, offset), min(end, offset + part.numel())
+            if first < last:
+                pieces.append(part[first - offset : last - offset])
+            offset += part.numel()
+        return torch.cat(pieces)
+
+    def _master_stage3(self, name: str) -> Tensor:
+        group, before = self._place(name)
+        world = self.hmt["world"]
+        offset = sum(-(-self._numel(n) // world) for n in before)
+        length = -(-self._numel(name) // world)
+        parts = [s["fp32_flat_groups"][group][offset : offset + length] for s in self._optimizer]
+        return torch.cat(parts)[: self._numel(name)]
+
+    def frozen(self, name: str) -> Tensor:
+        """Whole weight of a parameter that is not trained, any shape."""
+        fragments = self.model_state.get("frozen_param_fragments")
+        if not fragments or name not in fragments:
+            if name not in self.model_state["module"]:
+                raise ValueError(f"{self.folder} holds no weights for the frozen parameter {name}")
+            return self.model_state["module"][name]
+        shape = self.model_state["frozen_param_shapes"][name]
+        parts = [m["frozen_param_fragments"][name].reshape(-1) for m in self._models]
+        return torch.cat(parts)[: prod(shape)]
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
+        """State of a low-rank matrix with the moments of the given rows."""
+        common = dict(self.hmt["matrices"][name])
+        common.pop("rows")
+        m = self.hmt["shapes"][name][0]
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = torch.empty(m, common["basis"].shape[1])
+            for state in self._optimizer:
+                held = state["hmt"]["matrices"].get(name)
+                if held is not None:
+                    begin, end = held["rows"]
+                    whole[begin:end] = held[key]
+            common[key] = whole[rows[0] : rows[1]]
+        return common
+
+    def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Moments of flat elements of a dense parameter, and its step count."""
+        moments = []
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = torch.empty(self._numel(name))
+            for state in self._optimizer:
+                held = state["hmt"]["dense"].get(name)
+                if held is not None:
+                    whole[held["flat"][0] : held["flat"][1]] = held[key]
+            moments.append(whole[flat[0] : flat[1]])
+        return moments[0], moments[1], torch.tensor(self.hmt["dense"][name]["step"])
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """Random number states a rank saved."""
+        state: dict[str, Tensor] = self._optimizer[rank]["hmt"]["rng"]
+        return state

@@ -1,0 +1,110 @@
+"""Who holds which rows of what.
+
+ZeRO deals the flat elements of a parameter to ranks in equal parts of ``ceil(numel / world)``. Such a
+part may start and end inside a row of the m x n matrix; a rank then holds the optimizer states of every
+row it touches. A row that two ranks touch is held by both and counted by the one with its first element.
+
+Dense parameters are the special case of numel rows of one element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["RowShards"]
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """Partition of an m x n matrix over ``world`` ranks. All ranges are half-open."""
+
+    m: int
+    n: int
+    world: int
+
+    @property
+    def partition(self) -> int:
+        """Flat elements per rank, the last ranks padded: ``ceil(m n / world)``."""
+        return -(-self.m * self.n // self.world)
+
+    def flat(self, rank: int) -> tuple[int, int]:
+        """Flat elements of the weight that a rank holds."""
+        numel = self.m * self.n
+        begin = min(rank * self.partition, numel)
+        return begin, min(begin + self.partition, numel)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Rows a rank touches: those whose states it holds."""
+        begin, end = self.flat(rank)
+        if begin == end:
+            return self.m, self.m
+        return begin // self.n, -(-end // self.n)
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Rows whose first element a rank holds: every row is owned by exactly one rank."""
+        begin, end = self.flat(rank)
+        return -(-begin // self.n), -(-end // self.n)
+
+    @cached_property
+    def max_rows(self) -> int:
+        """Most rows that any rank touches."""
+        return max(end - begin for begin, end in map(self.rows, range(self.world)))
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every part consists of whole rows."""
+        return self.partition % self.n == 0
+
+    def pack(self, matrix: Tensor, out: Tensor) -> None:
+        """Copy the rows of every rank into ``out`` (world x max_rows x width), padding untouched."""
+        if self.aligned and self.max_rows * self.world == self.m:
+            out.copy_(matrix.view(self.world, self.max_rows, -1))
+            return
+        for rank in range(self.world):
+            begin, end = self.rows(rank)
+            out[rank, : end - begin].copy_(matrix[begin:end])
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Inverse of :meth:`pack`: the owned rows of every rank into ``out`` (m x width)."""
+        if self.aligned and self.max_rows * self.world == self.m:
+            out.view(self.world, self.max_rows, -1).copy_(packed)
+            return
+        for rank in range(self.world):
+            first = self.rows(rank)[0]
+            begin, end = self.owned(rank)
+            out[begin:end].copy_(packed[rank, begin - first : end - first])
+
+    def unpack_flat(self, packed: Tensor, out: Tensor) -> None:
+        """Flat parts (world x partition) into the whole flat tensor ``out`` (m n)."""
+        if out.numel() == packed.numel():
+            out.view(self.world, self.partition).copy_(packed)
+            return
+        for rank in range(self.world):
+            begin, end = self.flat(rank)
+            out[begin:end].copy_(packed[rank, : end - begin])
+
+    def shard_of(self, flat: Tensor, rank: int) -> Tensor:
+        """This rank's part of a whole flat tensor: a view of at most ``partition`` elements."""
+        begin, end = self.flat(rank)
+        return flat[begin:end]
+
+    def rows_to_shard(self, rows: Tensor, rank: int) -> Tensor:
+        """Flat part of a rank inside ``rows`` (its rows x n, contiguous): a view."""
+        begin, end = self.flat(rank)
+        offset = self.rows(rank)[0] * self.n
+        return rows.reshape(-1)[begin - offset : end - offset]
+
+    def counted(self, rank: int) -> slice:
+        """Owned rows, relative to the rows held: what this rank contributes to sums over rows."""
+        first = self.rows(rank)[0]
+        begin, end = self.owned(rank)
+        return slice(begin - first, end - first)
+
+
+def padded(flat: Tensor, numel: int) -> Tensor:
+    """A flat tensor with zeros appended up to ``numel`` elements; a view when none are missing."""
+    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))

@@ -1,0 +1,206 @@
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` tools on HMT's states, and moving states off the device.
+
+Keys are DeepSpeed's: ``None`` is the fp32 weight, ``exp_avg`` and ``exp_avg_sq`` the moments. Moments
+of a low-rank matrix live in its projected space and come back as m x r.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.zero.shards import padded
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer, _Entry
+
+__all__ = ["StateAccess", "link", "local_state", "move_states"]
+
+
+def local_state(entry: _Entry) -> dict[str, Tensor]:
+    """States of one parameter held by this rank, by DeepSpeed's keys."""
+    if entry.matrix is not None:
+        return {"exp_avg": entry.matrix.exp_avg, "exp_avg_sq": entry.matrix.exp_avg_sq}
+    assert entry.dense_state is not None
+    return dict(zip(("exp_avg", "exp_avg_sq", "step"), entry.dense_state, strict=True))
+
+
+class StateAccess:
+    """The methods that DeepSpeed's tools call, for one optimizer."""
+
+    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
+        self.optimizer = optimizer
+        self._entries = {e.gradient.param: e for e in optimizer.entries}
+
+    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+        """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
+        entry = self._entries[param]
+        if optim_state_key is None:
+            return self._whole_flat(entry, entry.weight.master_values()).view(_shape(param))
+        state = self._state(entry, optim_state_key)
+        if entry.matrix is None:
+            return self._whole_flat(entry, state).view(_shape(param))
+        return self._whole_rows(entry, state)
+
+    def set_full_hp_param(
+        self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Overwrite a whole weight or state; every rank passes the same value."""
+        entry, rank = self._entries[param], self.optimizer.shard_rank
+        if optim_state_key is None:
+            flat = value.reshape(-1).float()
+            entry.weight.set_values(entry.gradient.shards.shard_of(flat, rank))
+            if not entry.weight.partitioned:
+                param.data.copy_(value.to(param.dtype))
+        elif entry.matrix is None:
+            shard = entry.gradient.shards.shard_of(value.reshape(-1), rank)
+            self._state(entry, optim_state_key).copy_(shard)
+        else:
+            begin, end = entry.matrix.rows
+            self._state(entry, optim_state_key).copy_(value[begin:end])
+
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """Whole mean gradient; of a low-rank matrix the part that was kept, ``A Q^T``, m x n."""
+        entry = self._entries[param]
+        reduced = entry.gradient.reduced
+        if entry.gradient.full is not None and self.optimizer.collectives.world == 1:
+            return entry.gradient.full.float()
+        if reduced is None:
+            return None
+        if entry.matrix is None:
+            return self._whole_flat(entry, reduced.reshape(-1).float()).view(_shape(param))
+        rows = self._whole_rows(entry, reduced[:, : entry.matrix.rank].float())
+        return rows @ entry.matrix.basis.float().t()
+
+    def get_local_fp32_param(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> Tensor:
+        """This rank's flat part of the weight, or its rows of a state."""
+        entry = self._entries[param]
+        if optim_state_key is None:
+            return entry.weight.master_values()
+        return self._state(entry, optim_state_key)
+
+    def set_local_hp_param(
+        self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Overwrite this rank's part."""
+        entry = self._entries[param]
+        if optim_state_key is None:
+            entry.weight.set_values(value.reshape(-1).float())
+        else:
+            self._state(entry, optim_state_key).copy_(value)
+
+    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """This rank's rows of the reduced gradient (projected for a low-rank matrix)."""
+        return self._entries[param].gradient.reduced
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """Overwrite the reduced gradient of a dense parameter.
+
+        Raises:
+            ValueError: for a low-rank matrix, whose full gradient is never kept.
+        """
+        entry = self._entries[param]
+        if entry.matrix is not None:
+            raise ValueError(
+                f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
+                "set. Add the module to hmt.optimizer.exclude_modules to keep it dense."
+            )
+        flat = entry.gradient.shards.shard_of(value.reshape(-1), self.optimizer.shard_rank)
+        dtype = self.optimizer.settings.accumulate_dtype
+        entry.gradient.reduced = flat.to(dtype, copy=True).view(-1, 1)
+
+    def _state(self, entry: _Entry, key: str) -> Tensor:
+        states = local_state(entry)
+        if key not in states:
+            raise ValueError(f"{entry.name} has no state {key!r}; legal keys: {sorted(states)}")
+        return states[key]
+
+    def _whole_flat(self, entry: _Entry, shard: Tensor) -> Tensor:
+        shards, collectives = entry.gradient.shards, self.optimizer.collectives
+        if shards.world == 1:
+            return shard.clone()
+        part = padded(shard.contiguous(), shards.partition)
+        packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=shard.device)
+        collectives.all_gather(packed, part).wait()
+        whole = torch.empty(shards.m * shards.n, dtype=shard.dtype, device=shard.device)
+        shards.unpack_flat(packed, whole)
+        return whole
+
+    def _whole_rows(self, entry: _Entry, rows: Tensor) -> Tensor:
+        shards, collectives = entry.gradient.shards, self.optimizer.collectives
+        if shards.world == 1:
+            return rows.clone()
+        width = rows.shape[1]
+        part = padded(rows.reshape(-1), shards.max_rows * width)
+        packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
+        collectives.all_gather(packed, part).wait()
+        whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
+        shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
+        return whole
+
+
+def link(optimizer: HMTZeroOptimizer) -> None:
+    """Attach to every parameter what ``deepspeed.utils.safe_*`` look for."""
+    access = StateAccess(optimizer)
+    optimizer.state_access = access
+    for entry in optimizer.entries:
+        param: Any = entry.gradient.param
+        if optimizer.parameter_offload is not None:
+            param._z3_optimizer = access
+            continue
+        param._hp_mapping = access
+        param.get_full_hp_param = MethodType(_get_param, param)
+        param.set_full_hp_param = MethodType(_set_param, param)
+        param.get_full_hp_grad = MethodType(_get_grad, param)
+        param.set_full_hp_grad = MethodType(_set_grad, param)
+
+
+def unlink(optimizer: HMTZeroOptimizer) -> None:
+    """Undo :func:`link`."""
+    for entry in optimizer.entries:
+        for name in ("_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
+            vars(entry.gradient.param).pop(name, None)
+        for name in ("get_full_hp_grad", "set_full_hp_grad"):
+            vars(entry.gradient.param).pop(name, None)
+
+
+def move_states(optimizer: HMTZeroOptimizer, device: torch.device | str, non_blocking: bool) -> None:
+    """Move moments and masters (not the weights themselves) to a device."""
+    for entry in optimizer.entries:
+        if entry.weight.master_bytes():
+            assert entry.weight.master is not None
+            entry.weight.master = entry.weight.master.to(device, non_blocking=non_blocking)
+        if entry.matrix is not None:
+            for key in ("exp_avg", "exp_avg_sq"):
+                moved = getattr(entry.matrix, key).to(device, non_blocking=non_blocking)
+                setattr(entry.matrix, key, moved)
+        elif entry.dense_state is not None:
+            first, second, step = (
+                t.to(device, non_blocking=non_blocking) for t in entry.dense_state
+            )
+            entry.dense_state = (first, second, step)
+
+
+def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor:
+    return self._hp_mapping.get_full_hp_param(self, optim_state_key)
+
+
+def _set_param(self: Any, value: Tensor, optim_state_key: str | None = None) -> None:
+    self._hp_mapping.set_full_hp_param(value, self, optim_state_key)
+
+
+def _get_grad(self: Any) -> Tensor | None:
+    return self._hp_mapping.get_fp32_grad_for_param(self)
+
+
+def _set_grad(self: Any, value: Tensor) -> None:
+    self._hp_mapping.set_fp32_grad_for_param(value, self)
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))

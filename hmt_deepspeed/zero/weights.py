@@ -1,0 +1,174 @@
+"""Model weights as an optimizer step sees them: this rank's shard, its fp32 master, and their gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_
+from hmt_deepspeed.optim.rules import adamw_
+from hmt_deepspeed.zero.collectives import Collectives, Work
+from hmt_deepspeed.zero.shards import RowShards, padded
+
+__all__ = ["GatherPipeline", "Weight"]
+
+
+class Weight:
+    """One parameter's weights on this rank.
+
+    Attributes:
+        shard: flat elements held here; under stage 3 the parameter's partition, else a view of it.
+        master: flat fp32 master of the shard; the shard itself for an fp32 model; None when the
+            weights are their own master (bf16 with stochastic rounding).
+    """
+
+    def __init__(
+        self, param: nn.Parameter, shards: RowShards, rank: int, keep_master: bool
+    ) -> None:
+        self.param, self.shards, self.rank = param, shards, rank
+        self.partitioned = hasattr(param, "ds_tensor")
+        self.device = param.device
+        if param.dtype == torch.float32 and not self._offloaded:
+            self.master: Tensor | None = self.shard
+        elif keep_master or param.dtype == torch.float32:
+            self.master = self.shard.to(device=self.device, dtype=torch.float32, copy=True)
+        else:
+            self.master = None
+
+    @property
+    def _offloaded(self) -> bool:
+        return self.partitioned and self.param.ds_tensor.device != self.device
+
+    @property
+    def shard(self) -> Tensor:
+        begin, end = self.shards.flat(self.rank)
+        if self.partitioned:
+            return self.param.ds_tensor.detach().view(-1)[: end - begin]
+        return self.param.detach().view(-1)[begin:end]
+
+    def master_bytes(self) -> int:
+        """Bytes of a master that is not the weights themselves."""
+        if self.master is None or self.master.data_ptr() == self.shard.data_ptr():
+            return 0
+        return self.master.numel() * self.master.element_size()
+
+    def master_values(self) -> Tensor:
+        """fp32 values of the shard: the master, or the weights where they are their own."""
+        return self.shard.float() if self.master is None else self.master
+
+    def set_values(self, values: Tensor) -> None:
+        """Overwrite master and shard from flat fp32 values of the shard."""
+        values = values.to(self.device)
+        if self.master is not None:
+            self.master.copy_(values)
+        self.shard.copy_(values)
+
+    def refresh_master(self) -> None:
+        """Take the shard's values into the master, after someone loaded weights."""
+        if self.master is not None:
+            self.master.copy_(self.shard)
+
+    # -- updates --------------------------------------------------------------------------------
+
+    def step_dense(
+        self,
+        gradient: Tensor,
+        state: tuple[Tensor, Tensor, Tensor],
+        key: int,
+        **hyper: object,
+    ) -> None:
+        """AdamW on the shard; ``state`` is (exp_avg, exp_avg_sq, step), ``gradient`` flat fp32."""
+        values = self.master_values()
+        adamw_(values, gradient, *state, **hyper)  # type: ignore[arg-type]
+        self._write(values, key)
+
+    def step_rows(
+        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard; ``update`` of its rows."""
+        values = self.master_values()
+        if not values.numel():
+            return
+        if self.shards.aligned:
+            apply_low_rank_(values.view(-1, self.shards.n), update, projection, lr, weight_decay)
+        else:
+            change = update.float() @ projection.float().t()
+            change = self.shards.rows_to_shard(change, self.rank)
+            values.mul_(1 - lr * weight_decay).add_(change, alpha=-lr)
+        self._write(values, key)
+
+    def step_whole(
+        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
+        whole = self.param.detach().view(self.shards.m, self.shards.n)
+        apply_low_rank_rounded_(whole, update, projection, lr, weight_decay, key, 0)
+
+    def _write(self, values: Tensor, key: int) -> None:
+        shard = self.shard
+        if self.master is not None:
+            if self.master.data_ptr() != shard.data_ptr():
+                shard.copy_(values)
+        elif self._offloaded:
+            rounded = torch.empty_like(shard, device=self.device)
+            stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
+            shard.copy_(rounded)
+        else:
+            stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
+
+
+class GatherPipeline:
+    """All-gathers parts of many parameters in buckets while later parts are still computed.
+
+    Args:
+        collectives: of the group.
+        bucket_elements: size of a bucket in elements over all ranks.
+    """
+
+    MAX_IN_FLIGHT = 2
+
+    def __init__(self, collectives: Collectives, bucket_elements: int) -> None:
+        self.collectives, self.bucket_elements = collectives, bucket_elements
+        self._open: dict[torch.dtype, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
+        self._in_flight: list[
+            tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]
+        ] = []
+
+    def add(self, part: Tensor, length: int, deliver: Callable[[Tensor], None]) -> None:
+        """Queue a flat part (padded to ``length``, equal on all ranks).
+
+        ``deliver`` gets the gathered world x length tensor, a view of the bucket.
+        """
+        members = self._open.setdefault(part.dtype, [])
+        members.append((padded(part, length), deliver))
+        if sum(p.numel() for p, _ in members) * self.collectives.world >= self.bucket_elements:
+            self._launch(part.dtype)
+
+    def finish(self) -> None:
+        """Gather what is queued and deliver everything."""
+        for dtype in list(self._open):
+            self._launch(dtype)
+        while self._in_flight:
+            self._land()
+
+    def _launch(self, dtype: torch.dtype) -> None:
+        members = self._open.pop(dtype)
+        part = torch.cat([p for p, _ in members])
+        packed = torch.empty(
+            (self.collectives.world, part.numel()), dtype=dtype, device=part.device
+        )
+        work = self.collectives.all_gather(packed, part)
+        if len(self._in_flight) >= self.MAX_IN_FLIGHT:
+            self._land()
+        self._in_flight.append((work, packed, [(p.numel(), d) for p, d in members]))
+
+    def _land(self) -> None:
+        work, packed, members = self._in_flight.pop(0)
+        work.wait()
+        offset = 0
+        for length, deliver in members:
+            deliver(packed[:, offset : offset + length])
+            offset += length

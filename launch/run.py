@@ -1,0 +1,154 @@
+"""Train a causal language model on text: the main job.
+
+    deepspeed --num_gpus 1 launch/run.py --deepspeed_config ds_configs/hmt.json
+
+Without more options: a small Llama on the source of Python's standard library, no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import hmt_deepspeed
+from hmt_deepspeed.config import read_json_config
+from hmt_deepspeed.report.metrics import format_bytes, format_table
+from hmt_deepspeed.train import finish, models
+from hmt_deepspeed.train.data import DEFAULT_CACHE, prepare_data
+from hmt_deepspeed.train.loop import LoopOptions, TrainingLoop
+from hmt_deepspeed.train.ranks import rank
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a causal language model with DeepSpeed and HMT.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--deepspeed_config", required=True, help="DeepSpeed JSON, with or without an hmt block")
+    add("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    add("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}")
+    add("--data", default="stdlib", help="stdlib, a file, a folder, a .jsonl, a hub dataset id")
+    add("--text_field", default="text", help="field that holds the text, for JSONL and datasets")
+    add("--tokenizer", help="bpe, bytes, a folder or a hub id; bpe for presets, else the model's")
+    add("--vocab_size", type=int, default=4096, help="tokens of the bpe tokeniser")
+    add("--seq_length", type=int, default=256, help="tokens in a row")
+    add("--max_steps", type=int, default=200, help="optimizer steps of the whole run")
+    add("--eval_interval", type=int, default=100, help="steps between evaluations, 0: at the end")
+    add("--eval_rows", type=int, default=64, help="held-out rows that an evaluation reads")
+    add("--save_interval", type=int, default=100, help="steps between checkpoints, 0: none")
+    add("--output_dir", help="the run's folder; runs/CONFIG-MODEL, numbered if it exists")
+    add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
+    add("--resume", action="store_true", help="continue from the run's latest checkpoint")
+    add("--seed", type=int, default=0, help="of weights, order of the data, dropout")
+    add("--trace", action="store_true", help="profile steps 3 to 5 into trace.json")
+    add("--peak_tflops", type=float, help="one device's peak, to show MFU")
+    return parser.parse_args()
+
+
+def loop_options(args: argparse.Namespace, output_dir: Path) -> LoopOptions:
+    return LoopOptions(
+        output_dir=output_dir,
+        max_steps=args.max_steps,
+        eval_interval=args.eval_interval,
+        eval_rows=args.eval_rows,
+        save_interval=args.save_interval,
+        resume=args.resume,
+        trace=args.trace,
+        seed=args.seed,
+        peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
+    )
+
+
+def main() -> None:
+    args = parse_arguments()
+    finish.check_loop_options(loop_options(args, Path()))
+    accelerator = get_accelerator()
+    config = models.resolve_bf16(
+        read_json_config(args.deepspeed_config), models.bf16_is_fast(accelerator.device_name())
+    )
+    models.model_path(args.model)
+    if args.local_rank >= 0:
+        accelerator.set_device(args.local_rank)
+    deepspeed.init_distributed()
+    default = f"runs/{Path(args.deepspeed_config).stem}-{Path(args.model).name}"
+    output_dir = finish.choose_output_dir(args.output_dir, default, args.resume)
+
+    data = prepare_data(
+        args.data,
+        args.tokenizer or ("bpe" if args.model in models.PRESETS else args.model),
+        args.seq_length,
+        args.vocab_size,
+        args.text_field,
+        args.cache_dir,
+    )
+    model = models.build_model(args.model, data.tokenizer, args.seq_length, args.seed, config)
+    identity = {
+        "model": args.model,
+        "model_signature": models.model_signature(model),
+        "data_digest": data.digest,
+        "seq_length": args.seq_length,
+        "seed": args.seed,
+    }
+    finish.check_identity(output_dir, identity, args.resume)
+    engine, *_ = hmt_deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    loop = TrainingLoop(engine, data, loop_options(args, output_dir), accelerator)
+    if rank() == 0:
+        print(
+            f"model {args.model}: {loop.num_parameters:,} parameters; data: "
+            f"{data.num_documents:,} documents, {data.train.num_rows:,} rows of "
+            f"{args.seq_length} tokens, {data.held_out.num_rows:,} held out; folder {output_dir}"
+        )
+    finish_run(loop, engine.zero_optimization_stage())
+
+
+def finish_run(loop: TrainingLoop, zero_stage: int) -> None:
+    progress = loop.run()
+    finish.generate_sample(loop, zero_stage)
+    folder = finish.save_model(loop, zero_stage)
+    summary = finish.write_run_summary(loop, progress, zero_stage, {"model_folder": str(folder)})
+    if rank() == 0:
+        print(format_table(summary_rows(summary), ("result", "value")))
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in summary.items():
+        if isinstance(value, (int, float)) and name.endswith(("_bytes", "_bytes_per_step")):
+            rows.append((name, format_bytes(value)))
+        elif isinstance(value, float):
+            rows.append((name, f"{value:.5g}"))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            rows.append((name, f"{value:,}"))
+        elif isinstance(value, (bool, str)) and name != "command":
+            rows.append((name, str(value)))
+    return rows
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether our own code refused something, and not a library under it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(hmt_deepspeed.config.__file__).resolve().parent
+    return bool(frames) and package in Path(frames[-1].filename).resolve().parents
+
+
+if __name__ == "__main__":
+    try:
+        main()
+        dist.barrier()
+    except ValueError as error:
+        if not raised_by_us(error):
+            raise
+        sys.exit(f"error: {error}" if rank() == 0 else 1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,42 @@
+"""Packaging of hmt_deepspeed. The version is read from `hmt_deepspeed/version.py`."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = runpy.run_path(str(ROOT / "hmt_deepspeed" / "version.py"))["__version__"]
+
+setup(
+    name="hmt_deepspeed",
+    version=VERSION,
+    description="Low-rank full-parameter training for DeepSpeed on too little GPU memory",
+    packages=find_packages(include=["hmt_deepspeed*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6,<=2.13.0",
+        "deepspeed>=0.19.8,<0.20",
+        "transformers>=5.0,<6",
+        # 3.2 is what torch 2.6 pins; a CUDA torch picks its own version inside this range.
+        'triton>=3.2,<4; platform_system=="Linux"',
+        "accelerate>=1.1",
+        "pydantic>=2.7,<3",
+        "tokenizers>=0.22",
+        "safetensors>=0.4.3",
+        "tqdm>=4.60",
+        "psutil>=5.9",
+        "numpy>=1.26",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<3",
+            "galore-torch==1.0",
+            "ninja>=1.11",
+        ],
+        "hub": ["datasets>=2.15"],
+    },
+)

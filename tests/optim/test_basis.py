@@ -1,0 +1,134 @@
+"""Range finder against an SVD, probe columns, keyed seeds."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hmt_deepspeed.optim.basis import (
+    keyed_generator,
+    keyed_seed,
+    probe_columns,
+    random_basis,
+    range_finder,
+    transfer_second_moment,
+)
+
+CPU = torch.device("cpu")
+
+
+def generator(*labels):
+    return keyed_generator(CPU, 0, *labels)
+
+
+def decaying(m, n, decay=0.9, seed=0):
+    """A matrix with singular values decay^i and random singular vectors."""
+    g = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(m, min(m, n), generator=g)).Q
+    right = torch.linalg.qr(torch.randn(n, min(m, n), generator=g)).Q
+    return left * decay ** torch.arange(min(m, n)) @ right.t()
+
+
+def overlap(first, second):
+    """Mean squared cosine of the principal angles, 1 when the subspaces are equal."""
+    return ((first.t() @ second).square().sum() / first.shape[1]).item()
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (48, 100)])
+def test_range_finder_matches_svd(shape):
+    gradient, rank = decaying(*shape), 12
+    found = range_finder(gradient, rank, generator("sketch"))
+    _, sigma, right = torch.linalg.svd(gradient, full_matrices=False)
+    eye = torch.eye(rank)
+    torch.testing.assert_close(found.basis.t() @ found.basis, eye, atol=1e-5, rtol=0)
+    # Two power iterations damp the next direction beyond the oversampling by 0.9^(8*5) ~ 1e-2.
+    assert overlap(found.basis, right[:rank].t()) > 0.99
+    torch.testing.assert_close(found.energies, sigma[:rank].square(), rtol=2e-2, atol=0)
+    torch.testing.assert_close(found.total, gradient.square().sum())
+    exact = (sigma[:rank].square().cumsum(0) / sigma.square().sum())[-1]
+    assert found.captured()[-1] <= exact + 1e-5  # no subspace captures more than the SVD's
+    assert found.captured()[-1] > exact - 5e-3
+    # The energies are what the columns capture, and the true norm is below them.
+    measured = (gradient @ found.basis).square().sum(0)
+    torch.testing.assert_close(found.energies, measured, rtol=1e-3, atol=1e-6)
+    assert (found.energies.diff() <= 0).all()
+
+
+def test_energy_divides_by_the_true_norm():
+    """Of white noise a rank-8 basis of 64 directions captures little, not everything."""
+    gradient = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    assert range_finder(gradient, 8, generator("x")).captured()[-1] < 0.35
+
+
+def test_warm_start_beats_cold_start():
+    """A slow spectrum: one warm iteration from a nearby basis finds what one cold one does not."""
+    gradient = decaying(200, 160, decay=0.985)
+    _, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    exact = right[:16].t()
+    near = torch.linalg.qr(exact + 0.02 * torch.randn(160, 16, generator=generator("n"))).Q
+    warm = range_finder(gradient, 16, generator("s"), start=near)
+    cold = range_finder(gradient, 16, generator("s"), power_iterations=0)
+    assert overlap(warm.basis, exact) > overlap(cold.basis, exact) + 0.05
+    # A start of another rank is taken as far as it goes.
+    grown = range_finder(gradient, 24, generator("s"), start=near)
+    assert grown.basis.shape == (160, 24)
+    assert overlap(exact, grown.basis) > 0.9
+
+
+def test_rank_deficient_gradient_and_legal_ranks():
+    thin = torch.randn(40, 3) @ torch.randn(3, 30)
+    found = range_finder(thin, 10, generator("thin"))
+    torch.testing.assert_close(found.basis.t() @ found.basis, torch.eye(10), atol=1e-5, rtol=0)
+    assert found.captured()[2] > 0.999
+    for rank in (0, 31):
+        with pytest.raises(ValueError, match=r"legal is 1\.\.30"):
+            range_finder(thin, rank, generator("thin"))
+
+
+@pytest.mark.parametrize(("rank", "num_probes"), [(8, 4), (8, 20), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probes_are_orthonormal_and_in_the_complement(rank, num_probes, dtype):
+    basis = random_basis(32, rank, generator("q")).to(dtype)
+    probes = probe_columns(basis, num_probes, generator("p"))
+    torch.testing.assert_close(probes.t() @ probes, torch.eye(num_probes), atol=1e-4, rtol=0)
+    # Two passes leave the square of a bf16 basis' own error (2^-8): 1e-4 or so.
+    assert (basis.float().t() @ probes).abs().max() < 1e-3
+    with pytest.raises(ValueError, match="do not fit"):
+        probe_columns(basis, 32 - rank + 1, generator("p"))
+
+
+def test_probes_are_uniform_in_the_complement():
+    n, rank, num_probes, draws = 24, 6, 4, 3000
+    basis = random_basis(n, rank, generator("q"))
+    total = torch.zeros(n, n)
+    for i in range(draws):
+        probes = probe_columns(basis, num_probes, generator("p", i))
+        total += probes @ probes.t()
+    share = num_probes / (n - rank)
+    expected = share * (torch.eye(n) - basis @ basis.t())
+    # An entry's standard deviation is at most sqrt(share)/sqrt(draws) = .009; five of them.
+    torch.testing.assert_close(total / draws, expected, atol=0.045, rtol=0)
+    assert abs((total / draws).trace().item() - num_probes) < 1e-3
+
+
+def test_seeds_are_keyed_by_labels_in_every_process():
+    assert keyed_seed(0, "a", 1) != keyed_seed(0, "a", 2) != keyed_seed(1, "a", 2)
+    assert 0 <= keyed_seed(0, "a") < 1 << 63
+    code = (
+        "from hmt_deepspeed.optim.basis import keyed_seed; print(keyed_seed(7, 'w', 'probes', 3))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == keyed_seed(7, "w", "probes", 3)
+    first, again = (torch.randn(4, generator=generator("w", 3)) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_second_moment_is_floored():
+    """LDAdam's absolute value can come out near zero; the floor is relative to the row."""
+    mean = torch.tensor([[1.0, -1.0]])
+    second = torch.tensor([[1.0, 1.0]])  # no variance, and (m R) cancels in the first direction
+    half = 0.5**0.5
+    moved = transfer_second_moment(mean, second, torch.tensor([[half, half], [half, -half]]))
+    torch.testing.assert_close(moved[0, 1], torch.tensor(2.0))
+    torch.testing.assert_close(moved[0, 0], torch.tensor(1e-3))

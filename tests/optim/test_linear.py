@@ -1,0 +1,320 @@
+"""Projected backward: exactness, what it saves, and what users do to modules."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hmt_deepspeed.optim.linear import (
+    ProjectedSite,
+    SharedInputs,
+    can_project,
+    patch_linear,
+    unpatch_linear,
+)
+
+D = 32
+
+
+def columns(width=6, seed=0, n=D, dtype=torch.float64):
+    return torch.randn(n, width, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def patched(modules, width=6, dtype=torch.float64, project=True):
+    """Sites of the modules, their shared inputs laid out."""
+    sites = [ProjectedSite(f"site{i}") for i in range(len(modules))]
+    shared = SharedInputs(sites)
+    for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
+        if project:
+            site.projection = columns(width, i, module.in_features, dtype)
+        patch_linear(module, site, shared)
+    shared.lay_out()
+    return sites, shared
+
+
+class Attention(nn.Module):
+    """q, k, v read one input, o another: enough of a block to see who shares."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, dtype=dtype) for _ in range(4))
+
+    def forward(self, x):
+        return x + self.o(torch.sigmoid(self.q(x)) * torch.tanh(self.k(x)) + self.v(x))
+
+    def linears(self):
+        return [self.q, self.k, self.v, self.o]
+
+
+def data(*shape, dtype=torch.float64, seed=9):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def full_gradients(model, *inputs):
+    """Weight gradients of an unpatched copy."""
+    twin = copy.deepcopy(model)
+    sum(twin(x).square().sum() for x in inputs).backward()
+    return twin, [module.weight.grad for module in twin.linears()]
+
+
+def assert_projected(sites, gradients):
+    for i, (site, gradient) in enumerate(zip(sites, gradients, strict=True)):
+        expected = gradient @ columns(6, i)
+        # fp64: the order of summation is all that differs
+        assert (site.take() - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(5, D), (2, 3, D), (D,)])
+def test_exact_against_projecting_the_full_gradient(shape):
+    model, x = Attention(), data(*shape).requires_grad_()
+    twin, gradients = full_gradients(model, x)
+    expected_dx, x.grad = x.grad, None
+    sites, _ = patched(model.linears())
+    model(x).square().sum().backward()
+    assert_projected(sites, gradients)
+    torch.testing.assert_close(x.grad, expected_dx, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(model.linears(), twin.linears(), strict=True):
+        assert ours.weight.grad is None
+        torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_hook_fires_without_a_gradient():
+    """DeepSpeed counts parameters by this hook."""
+    module, seen = nn.Linear(D, D, dtype=torch.float64), []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    (site,), _ = patched([module])
+    module(data(4, D)).sum().backward()
+    assert seen == [None]
+    assert site.take() is not None
+    assert site.take() is None
+
+
+def test_no_projection_means_an_ordinary_backward():
+    module = nn.Linear(D, D, dtype=torch.float64)
+    (site,), _ = patched([module], project=False)
+    module(data(4, D)).sum().backward()
+    assert module.weight.grad is not None
+    assert site.take() is None
+
+
+def forward_flops(model, x):
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    return counter.get_total_flops()
+
+
+def test_q_k_v_share_one_product_and_o_does_not():
+    model, x = Attention(), data(4, D)
+    sites, shared = patched(model.linears())
+    assert shared.groups() == []
+    model(x)
+    shared.lay_out()
+    assert shared.groups() == [["site0", "site1", "site2"]]
+    assert sites[3].group.sites == [sites[3]]
+    calls = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:  # the linears with bias are addmm
+                calls.append(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    _, gradients = full_gradients(model, x)
+    with Count():
+        y = model(x)
+    assert calls == [(D, 18), (D, 6)]  # X [B_q B_k B_v], then o's own
+    y.square().sum().backward()
+    assert_projected(sites, gradients)
+    # The groups survive a checkpoint.
+    fresh, again = patched(model.linears())
+    again.restore(shared.groups())
+    again.lay_out()
+    assert again.groups() == shared.groups()
+    assert fresh[1].span == (6, 12)
+
+
+def test_groups_are_learned_once():
+    model = Attention()
+    _, shared = patched(model.linears())
+    model(data(4, D))
+    shared.lay_out()
+    groups = shared.groups()
+    for _ in range(3):
+        x = data(4, D)
+        model.v(x), model.o(x)  # neighbours of another kind, later
+        shared.lay_out()
+        assert shared.groups() == groups
+
+
+def test_a_member_without_projection_leaves_the_product():
+    """One of the sharers refreshes its basis: the others go on."""
+    model, x = Attention(), data(4, D)
+    sites, shared = patched(model.linears())
+    model(x)
+    sites[1].projection = None
+    shared.lay_out()
+    _, gradients = full_gradients(model, x)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(model.k.weight.grad, gradients[1])
+    for i in (0, 2, 3):
+        torch.testing.assert_close(sites[i].take(), gradients[i] @ columns(6, i))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    model, x = Attention(), data(2, 3, D).requires_grad_()
+    _, gradients = full_gradients(model, x)
+    expected_dx, x.grad = x.grad, None
+    sites, shared = patched(model.linears())
+    for _ in range(2):  # the first round learns the groups, the second uses them
+        x.grad = None
+        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        assert_projected(sites, gradients)
+        torch.testing.assert_close(x.grad, expected_dx)
+        shared.lay_out()
+    assert shared.groups() == [["site0", "site1", "site2"]]
+
+
+def test_called_twice_in_one_graph_and_several_backwards():
+    model, first, second = Attention(), data(4, D), data(3, D, seed=2)
+    sites, shared = patched(model.linears())
+    model(first)
+    shared.lay_out()
+    _, gradients = full_gradients(model, first, second)
+    (model(first).square().sum() + model(second).square().sum()).backward()
+    assert_projected(sites, gradients)
+    for x in (first, second):
+        model(x).square().sum().backward()
+    assert_projected(sites, gradients)
+
+
+def test_input_changed_in_place_is_not_the_same_input():
+    model, x = Attention(), data(4, D)
+    sites, shared = patched(model.linears())
+    model(x)
+    shared.lay_out()
+    first = model.q(x)
+    before = x.clone()
+    x.mul_(3)
+    (first.sum() + model.k(x).sum()).backward()
+    ones = torch.ones(4, D, dtype=torch.float64)
+    torch.testing.assert_close(sites[0].take(), ones.t() @ before @ columns(6, 0))
+    torch.testing.assert_close(sites[1].take(), ones.t() @ x @ columns(6, 1))
+
+
+def test_freed_input_is_not_mistaken_for_a_new_one():
+    """The address of a dead tensor may be given to the next one."""
+    model = Attention()
+    sites, shared = patched(model.linears())
+    model(data(4, D))
+    shared.lay_out()
+    for seed in range(5):
+        model.q(data(4, D, seed=seed))  # k and v do not read it
+        gc.collect()
+        x = data(4, D, seed=100 + seed)
+        model.k(x).sum().backward()
+        expected = torch.ones(D, 4, dtype=torch.float64) @ x @ columns(6, 1)
+        torch.testing.assert_close(sites[1].take(), expected)
+
+
+def test_no_grad_computes_and_keeps_nothing():
+    model, x = Attention(), data(4, D)
+    expected = copy.deepcopy(model)(x)
+    sites, shared = patched(model.linears())
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert shared._last is None
+    assert all(site.group._product is None for site in sites)
+
+
+def test_frozen_weight_is_left_alone():
+    module = nn.Linear(D, D, dtype=torch.float64)
+    (site,), _ = patched([module])
+    module.weight.requires_grad_(False)
+    module(data(4, D).requires_grad_()).sum().backward()
+    assert site.take() is None
+
+
+def test_deep_copy_and_unpatched_are_ordinary_linears():
+    module, x = nn.Linear(D, D, dtype=torch.float64), data(4, D)
+    (site,), _ = patched([module])
+    twin = copy.deepcopy(module)
+    twin(x).sum().backward()
+    assert twin.weight.grad is not None
+    assert site.take() is None
+    assert can_project(twin)  # so that a copy can be trained by another optimizer
+    unpatch_linear(module, ProjectedSite("another's"))
+    module(x).sum().backward()
+    assert module.weight.grad is None  # still the first site's
+    unpatch_linear(module, site)
+    module(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, twin.weight.grad)
+    assert "forward" not in vars(module)
+
+
+def test_can_project_only_plain_linears():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert can_project(nn.Linear(2, 2))
+    assert not can_project(Scaled(2, 2))
+    assert not can_project(nn.Conv1d(2, 2, 1))
+    wrapped = nn.Linear(2, 2)
+    wrapped.forward = lambda x: F.linear(x, wrapped.weight)
+    assert not can_project(wrapped)
+
+
+def saved_bytes(model, x):
+    """Bytes kept for backward besides the parameters, each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    del out
+    return sum(size for size, _ in kept.values())
+
+
+def test_saves_the_product_instead_of_the_input():
+    n, rank = 256, 16
+    model = nn.Sequential(*(nn.Linear(n, n) for _ in range(3)))
+    x = data(64, n, dtype=torch.float32)
+    ordinary = saved_bytes(model, x)
+    assert ordinary == 3 * 64 * n * 4
+    patched(list(model), width=rank, dtype=torch.float32)
+    projected = saved_bytes(model, x)
+    assert projected == 3 * 64 * rank * 4
+    assert projected <= ordinary / 8
+
+
+def test_saves_the_flops_of_the_weight_gradient():
+    n, rank, tokens = 256, 16, 64
+    model, x = nn.Linear(n, n, bias=False), data(64, n, dtype=torch.float32).requires_grad_()
+    patched([model], width=rank, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    # Forward, dX, and twice a thin product instead of D^T X.
+    assert counter.get_total_flops() == 2 * tokens * n * (2 * n + 2 * rank)
+
+
+def test_bf16_micro_batches_add_up_in_fp32():
+    module = nn.Linear(D, D, bias=False, dtype=torch.bfloat16)
+    (site,), _ = patched([module], dtype=torch.bfloat16)
+    x = torch.ones(1, D, dtype=torch.bfloat16)
+    for _ in range(600):
+        module(x).sum().backward()
+    one = columns(6, 0, D, torch.bfloat16).sum(0).bfloat16().float()
+    # In bf16 a sum stops growing after 256 equal terms; in fp32 600 terms are exact to rounding.
+    torch.testing.assert_close(site.take()[0], 600 * one, rtol=1e-2, atol=1e-2 * 600)

@@ -1,0 +1,141 @@
+"""Update rules against torch's and against their formulas."""
+
+import pytest
+import torch
+
+from hmt_deepspeed.optim.basis import keyed_generator, probe_columns, random_basis
+from hmt_deepspeed.optim.rules import (
+    adam_direction,
+    adamw_,
+    estimated_square_norm,
+    growth_factor,
+    probe_residual,
+)
+
+CPU = torch.device("cpu")
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(*labels):
+    return keyed_generator(CPU, 0, *labels)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torchs(weight_decay):
+    ours, theirs = randn(7, 5), torch.nn.Parameter(randn(7, 5))
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=1e-2, betas=BETAS, eps=EPS, weight_decay=weight_decay, foreach=False
+    )
+    mean, second, step = torch.zeros(7, 5), torch.zeros(7, 5), torch.zeros(())
+    for i in range(10):
+        gradient = randn(7, 5, seed=i)
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        adamw_(
+            ours,
+            gradient,
+            mean,
+            second,
+            step,
+            lr=1e-2,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=weight_decay,
+        )
+    assert step.item() == 10
+    # Fused and unfused kernels round differently: a few ulp per step.
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_direction_with_fresh_evidence_is_adams():
+    weight = torch.nn.Parameter(torch.zeros(6, 4))
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=BETAS, eps=EPS)
+    mean, second, evidence, weight_of_mean = (
+        torch.zeros(6, 4),
+        torch.zeros(6, 4),
+        torch.zeros(4),
+        0.0,
+    )
+    for i in range(8):
+        before, gradient = weight.detach().clone(), randn(6, 4, seed=i)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        weight_of_mean = 1 - BETAS[0] ** (i + 1)
+        evidence.fill_(1 - BETAS[1] ** (i + 1))
+        direction = adam_direction(
+            gradient, mean, second, (weight_of_mean, evidence), betas=BETAS, eps=EPS
+        )
+        torch.testing.assert_close(direction, before - weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_less_evidence_of_a_direction_counts_the_new_gradient_more():
+    gradient, second = torch.ones(1, 2), torch.zeros(1, 2)
+    evidence = torch.tensor([0.05, 0.5])  # beta2 = .95: the first has seen this gradient only
+    direction = adam_direction(
+        gradient, torch.zeros(1, 2), second, (0.1, evidence), betas=BETAS, eps=0
+    )
+    torch.testing.assert_close(direction, torch.tensor([[1.0, 10**0.5]]))
+
+
+def test_norm_estimate_is_unbiased_and_exact_with_a_whole_complement():
+    m, n, rank, num_probes, draws = 10, 30, 6, 3, 1500
+    gradient, basis = randn(m, n), random_basis(n, rank, draw("q"))
+    inside = (gradient @ basis).square().sum()
+    estimates = []
+    for i in range(draws):
+        outside = (gradient @ probe_columns(basis, num_probes, draw("p", i))).square().sum()
+        estimates.append(estimated_square_norm(inside, outside, n, rank, num_probes))
+    estimates = torch.stack(estimates)
+    error = (estimates.mean() - gradient.square().sum()).abs()
+    assert error < 4 * estimates.std() / draws**0.5
+    everything = (gradient @ probe_columns(basis, n - rank, draw("all"))).square().sum()
+    exact = estimated_square_norm(inside, everything, n, rank, n - rank)
+    torch.testing.assert_close(exact, gradient.square().sum(), rtol=1e-5, atol=0)
+    assert estimated_square_norm(inside, everything, n, rank, 0) is inside
+
+
+def test_expected_probe_residual_is_phi_times_the_exact_one():
+    m, n, rank, num_probes, draws = 6, 20, 5, 4, 4000
+    basis = random_basis(n, rank, draw("q"))
+    # A basis of a gradient sees more of every row than four random columns do.
+    gradient = 3 * randn(m, rank, seed=1) @ basis.t() + 0.3 * randn(m, n, seed=2)
+    projected, direction = gradient @ basis, randn(m, rank, seed=3)
+    total = torch.zeros(m, n)
+    for i in range(draws):
+        probes = probe_columns(basis, num_probes, draw("p", i))
+        scale = (n - rank) / num_probes
+        total += probe_residual(direction, projected, gradient @ probes, scale) @ probes.t()
+    phi = direction.norm(dim=1, keepdim=True) / projected.norm(dim=1, keepdim=True)
+    exact = phi * (gradient - projected @ basis.t())
+    # Per entry the draws' deviation is about |row| sqrt(c/n): 3 % of a row's norm after 4000 draws.
+    error = (total / draws - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max() < 0.1
+
+
+def test_probe_residual_of_a_row_the_basis_misses_is_bounded():
+    direction, probes = torch.full((2, 4), 1.0), torch.full((2, 3), 5.0)
+    projected = torch.tensor([[0.0] * 4, [1e-20] * 4])
+    residual = probe_residual(direction, projected, probes, 4.0)
+    # c ||U_j|| = 4 * 2
+    torch.testing.assert_close(residual.norm(dim=1), torch.full((2,), 8.0))
+
+
+@pytest.mark.parametrize(
+    ("norm", "previous", "expected"),
+    [(1.0, 1.0, 1.0), (2.0, 1.0, 0.505), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0), (0.0, 1.0, 1.0)],
+)
+def test_growth_factor(norm, previous, expected):
+    factor = growth_factor(torch.tensor(norm), torch.tensor(previous), 1.01)
+    torch.testing.assert_close(factor, torch.tensor(expected))
+
+
+def test_growth_is_limited_step_by_step():
+    previous = torch.tensor(1.0)
+    for _ in range(10):
+        norm = torch.tensor(100.0)
+        previous = norm * growth_factor(norm, previous, 1.01)
+    torch.testing.assert_close(previous, torch.tensor(1.01**10))

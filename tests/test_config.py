@@ -1,0 +1,478 @@
+"""The "hmt" block: what is accepted, what is refused, and what the refusal says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hmt_deepspeed.config import (
+    HMTConfig,
+    OptimizerConfig,
+    describe_fields,
+    read_json_config,
+)
+
+DEFAULTS = {
+    "method": "lowrank_adamw",
+    "rank": "auto",
+    "rank_candidates": (32, 64, 128, 256),
+    "energy_threshold": 0.95,
+    "update_interval": 200,
+    "residual": "probe",
+    "probes": "auto",
+    "residual_scale": "auto",
+    "projected_backward": "auto",
+    "scale": "auto",
+    "norm_growth_limit": "auto",
+    "max_full_gradient_bytes": "auto",
+    "master_weights": "fp32",
+    "target_modules": None,
+    "exclude_modules": ("embed", "lm_head"),
+    "seed": 0,
+}
+KEPT_BY_ADAMW = {"method", "master_weights", "seed"}
+
+
+def problems_of(block: object) -> dict[str, str]:
+    """The lines of the one ValueError that `block` raises, by key."""
+    with pytest.raises(ValueError) as caught:
+        HMTConfig.from_block(block)
+    assert type(caught.value) is ValueError
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith('The "hmt" block of the DeepSpeed config has ')
+    assert f" {len(lines)} problem" in first
+    assert all(line.startswith("  - hmt.") for line in lines)
+    return dict(line.removeprefix("  - ").split(": ", 1) for line in lines)
+
+
+def problem_of_field(**fields: object) -> tuple[str, str]:
+    problems = problems_of({"optimizer": fields})
+    assert len(problems) == 1, problems
+    return next(iter(problems.items()))
+
+
+# --- accepted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [{}, {"optimizer": {}}])
+def test_defaults(block):
+    config = HMTConfig.from_block(block)
+    assert config.optimizer.model_dump() == DEFAULTS
+    assert config == HMTConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "expected"),
+    [
+        ({"method": "adamw"}, "method", "adamw"),
+        ({"rank": 1}, "rank", 1),
+        ({"rank_candidates": [8]}, "rank_candidates", (8,)),
+        ({"rank_candidates": (4, 8)}, "rank_candidates", (4, 8)),
+        ({"energy_threshold": 1}, "energy_threshold", 1.0),
+        ({"energy_threshold": 1e-9}, "energy_threshold", 1e-9),
+        ({"update_interval": 1}, "update_interval", 1),
+        ({"residual": "none", "probes": 0}, "probes", 0),
+        ({"residual": "none", "probes": 4}, "probes", 4),
+        ({"probes": 1}, "probes", 1),
+        ({"residual_scale": 2}, "residual_scale", 2.0),
+        ({"projected_backward": True}, "projected_backward", True),
+        ({"projected_backward": False}, "projected_backward", False),
+        ({"scale": 1}, "scale", 1.0),
+        ({"norm_growth_limit": None}, "norm_growth_limit", None),
+        ({"norm_growth_limit": 1}, "norm_growth_limit", 1.0),
+        ({"max_full_gradient_bytes": 1}, "max_full_gradient_bytes", 1),
+        ({"master_weights": "none"}, "master_weights", "none"),
+        ({"target_modules": [r"\.q_proj\."]}, "target_modules", (r"\.q_proj\.",)),
+        ({"exclude_modules": []}, "exclude_modules", ()),
+        ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
+    ],
+)
+def test_legal_value_is_taken(fields, key, expected):
+    value = getattr(HMTConfig.from_block({"optimizer": fields}).optimizer, key)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_models_are_frozen_and_hashable():
+    config = HMTConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optimizer.rank = 4
+    assert hash(config) == hash(HMTConfig())
+
+
+def test_adamw_keeps_its_own_fields():
+    fields = {"method": "adamw", "master_weights": "none", "seed": 3}
+    assert HMTConfig.from_block({"optimizer": fields}).optimizer.seed == 3
+
+
+# --- refused values ---------------------------------------------------------------------------
+
+INTEGER_FIELDS = ["rank", "update_interval", "probes", "max_full_gradient_bytes", "seed"]
+FLOAT_FIELDS = ["energy_threshold", "residual_scale", "scale", "norm_growth_limit"]
+NAME_FIELDS = ["method", "residual", "master_weights"]
+REGEX_FIELDS = ["target_modules", "exclude_modules"]
+
+BAD_VALUES = [
+    *[(key, value) for key in INTEGER_FIELDS for value in ("64", True, 8.0, -1, [8], "Auto")],
+    *[(key, value) for key in FLOAT_FIELDS for value in ("0.5", True, -1.0, [0.5], {})],
+    *[(key, value) for key in FLOAT_FIELDS for value in (float("nan"), float("inf"))],
+    *[(key, value) for key in NAME_FIELDS for value in ("fp64", 1, True, None)],
+    *[(key, None) for key in DEFAULTS if key not in ("target_modules", "norm_growth_limit")],
+    *[(key, 0) for key in ("rank", "update_interval", "max_full_gradient_bytes")],
+    *[(key, "auto") for key in ("energy_threshold", "update_interval", "seed")],
+    *[("projected_backward", value) for value in (1, 0, "true", "on")],
+    *[("rank_candidates", value) for value in ([], 32, "auto", [64, 32], [32, 32], {32: 64})],
+    *[(key, value) for key in REGEX_FIELDS for value in ("q_proj", 3, {"q_proj": True})],
+    ("energy_threshold", 0),
+    ("energy_threshold", 1.0001),
+    ("residual_scale", 0),
+    ("scale", 0.0),
+    ("norm_growth_limit", 0.999),
+    ("target_modules", []),
+    ("seed", 2**63),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+def test_bad_value_is_refused_with_key_value_and_legal_range(key, value):
+    rows = {row[0]: row for row in describe_fields()}
+    path, text = problem_of_field(**{key: value})
+    _, legal, default, _ = rows[f"hmt.optimizer.{key}"]
+    assert path == f"hmt.optimizer.{key}"
+    assert text.startswith(f"got {value!r}")
+    assert f"Legal: {legal}." in text
+    assert f"remove the key to get the default {default}." in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "index", "element"),
+    [
+        ("rank_candidates", [32, "64"], 1, "'64'"),
+        ("rank_candidates", [True, 64], 0, "True"),
+        ("rank_candidates", [0, 64], 0, "0"),
+        ("rank_candidates", [32, 64.0], 1, "64.0"),
+        ("target_modules", ["q_proj", "("], 1, "'('"),
+        ("exclude_modules", ["*", "embed"], 0, "'*'"),
+        ("exclude_modules", ["embed", 3], 1, "3"),
+        ("exclude_modules", [""], 0, "''"),
+        ("target_modules", [None], 0, "None"),
+    ],
+)
+def test_bad_list_element_is_named_by_its_index(key, value, index, element):
+    path, text = problem_of_field(**{key: value})
+    assert path == f"hmt.optimizer.{key}[{index}]"
+    assert text.startswith(f"got {element}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"rank": "64"}, "Write it without quotes."),
+        ({"rank_candidates": ["64"]}, "Write it without quotes."),
+        ({"projected_backward": "true"}, "Write it without quotes."),
+        ({"norm_growth_limit": "null"}, "Write it without quotes."),
+        ({"method": "lowrank-adam"}, 'Did you mean "lowrank_adamw"?'),
+        ({"rank": "AUTO"}, 'Did you mean "auto"?'),
+        ({"exclude_modules": ["("]}, "not a regular expression: missing )"),
+        ({"rank_candidates": [8, 32, 16]}, "16 follows 32"),
+    ],
+)
+def test_hint(fields, hint):
+    assert hint in problem_of_field(**fields)[1]
+
+
+@pytest.mark.parametrize("fields", [{"method": "64"}, {"exclude_modules": "1"}, {"rank": 0}])
+def test_no_hint_about_quotes_where_it_would_mislead(fields):
+    assert "quotes" not in problem_of_field(**fields)[1]
+
+
+# --- misspelt and misplaced keys --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "path", "suggestion"),
+    [
+        ({"optimizer": {"energy_treshold": 0.9}}, "energy_treshold", "energy_threshold"),
+        ({"optimizer": {"energy_treshold": 0.9}}, "energy_treshold", "got 0.9."),
+        ({"optimizer": {"Rank": 8}}, "Rank", '"hmt.optimizer.rank"'),
+        ({"optimizer": {"update-interval": 8}}, "update-interval", '"hmt.optimizer.update_int'),
+        ({"optimizer": {"TARGET_MODULES": []}}, "TARGET_MODULES", '"hmt.optimizer.target_mod'),
+    ],
+)
+def test_misspelt_key_gets_the_nearest_legal_key(block, path, suggestion):
+    text = problems_of(block)[f"hmt.optimizer.{path}"]
+    assert "did you mean" in text
+    assert suggestion in text
+
+
+def test_misspelt_section():
+    text = problems_of({"optimiser": {"rank": 8}})["hmt.optimiser"]
+    assert 'did you mean "hmt.optimizer"?' in text
+
+
+def test_key_one_level_too_high_is_sent_to_its_place():
+    assert problems_of({"rank": 8}) == {
+        "hmt.rank": 'got 8. Unknown key here: it belongs at "hmt.optimizer.rank". Move it there.'
+    }
+
+
+def test_unlike_any_key_gets_all_legal_keys():
+    text = problems_of({"optimizer": {"zzz": 1}})["hmt.optimizer.zzz"]
+    assert f"Legal: {', '.join(DEFAULTS)}." in text
+
+
+def test_key_that_is_no_string():
+    assert "hmt.optimizer.7" in problems_of({"optimizer": {7: 1}})
+
+
+# --- shape of the block -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [None, [], "auto", 3, True])
+def test_block_must_be_an_object(block):
+    with pytest.raises(ValueError) as caught:
+        HMTConfig.from_block(block)
+    assert f'"hmt" key of the DeepSpeed config: got {block!r}. Legal: an object' in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("section", [None, [], "adamw", 3, True])
+def test_section_must_be_an_object(section):
+    text = problems_of({"optimizer": section})["hmt.optimizer"]
+    assert text.startswith(f"got {section!r}. Legal: an object.")
+
+
+def test_every_problem_is_listed_at_once():
+    problems = problems_of(
+        {
+            "optimiser": {},
+            "optimizer": {
+                "energy_threshold": 2,
+                "probs": 4,
+                "target_modules": ["(", "ok", "["],
+                "residual": "none",
+                "residual_scale": 1.0,
+            },
+        }
+    )
+    assert set(problems) == {
+        "hmt.optimiser",
+        "hmt.optimizer.energy_threshold",
+        "hmt.optimizer.probs",
+        "hmt.optimizer.target_modules[0]",
+        "hmt.optimizer.target_modules[2]",
+        "hmt.optimizer.residual_scale",
+    }
+
+
+# --- fields that cannot be given together -----------------------------------------------------
+
+LOW_RANK_ONLY = {
+    "rank": 8,
+    "rank_candidates": [8],
+    "energy_threshold": 0.5,
+    "update_interval": 10,
+    "residual": "none",
+    "probes": 4,
+    "residual_scale": 1.0,
+    "projected_backward": False,
+    "scale": 1.0,
+    "norm_growth_limit": None,
+    "max_full_gradient_bytes": 1,
+    "target_modules": ["q_proj"],
+    "exclude_modules": [],
+}
+
+CONFLICTS = [
+    ({"rank": 8, "rank_candidates": [8]}, {"rank_candidates"}),
+    ({"rank": 8, "energy_threshold": 0.95}, {"energy_threshold"}),
+    (
+        {"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9},
+        {"rank_candidates", "energy_threshold"},
+    ),
+    ({"probes": 0}, {"probes"}),
+    ({"probes": 0, "residual": "probe"}, {"probes"}),
+    ({"residual": "none", "residual_scale": "auto"}, {"residual_scale"}),
+    ({"residual": "none", "norm_growth_limit": None}, {"norm_growth_limit"}),
+    *[({"method": "adamw", key: value}, {key}) for key, value in LOW_RANK_ONLY.items()],
+    *[
+        ({"method": "adamw", key: value}, {key})
+        for key, value in DEFAULTS.items()
+        if key not in KEPT_BY_ADAMW
+    ],
+]
+
+
+def test_the_table_covers_every_low_rank_field():
+    assert set(LOW_RANK_ONLY) == set(DEFAULTS) - KEPT_BY_ADAMW
+
+
+@pytest.mark.parametrize(("fields", "blamed"), CONFLICTS)
+def test_conflict_is_refused(fields, blamed):
+    problems = problems_of({"optimizer": fields})
+    assert set(problems) == {f"hmt.optimizer.{key}" for key in blamed}
+    for key in blamed:
+        text = problems[f"hmt.optimizer.{key}"]
+        assert text.startswith(f"got {fields[key]!r}. ")
+        assert "set " in text  # the way out
+
+
+@pytest.mark.parametrize(("fields", "blamed"), CONFLICTS)
+def test_conflict_is_refused_by_the_model_itself(fields, blamed):
+    with pytest.raises(ValidationError) as caught:
+        OptimizerConfig(**fields)
+    assert all(f"{key}: " in str(caught.value) for key in blamed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": "auto", "rank_candidates": [8], "energy_threshold": 0.5},
+        {"rank": 8, "probes": 4, "residual_scale": 1.0, "norm_growth_limit": None},
+        {"residual": "none", "probes": "auto"},
+        {"residual": "probe", "probes": 1},
+        {"method": "lowrank_adamw", "rank": 8},
+    ],
+)
+def test_no_conflict(fields):
+    HMTConfig.from_block({"optimizer": fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "blamed"),
+    [
+        ({"residual": "nne", "probes": 0}, "residual"),
+        ({"rank": "8", "energy_threshold": 0.9}, "rank"),
+        ({"rank": True, "energy_threshold": 0.9}, "rank"),
+    ],
+)
+def test_a_bad_value_does_not_also_make_a_conflict(fields, blamed):
+    assert set(problems_of({"optimizer": fields})) == {f"hmt.optimizer.{blamed}"}
+
+
+# --- describe_fields --------------------------------------------------------------------------
+
+
+def test_every_field_is_described_once():
+    rows = describe_fields()
+    assert [row[0] for row in rows] == [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    assert all(description.endswith(".") for _, _, _, description in rows)
+
+
+def test_described_defaults_are_the_defaults():
+    fields = {
+        key.rpartition(".")[2]: json.loads(default) for key, _, default, _ in describe_fields()
+    }
+    assert HMTConfig.from_block({"optimizer": fields}) == HMTConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "legal"),
+    [
+        ("method", '"lowrank_adamw" or "adamw"'),
+        ("rank", '"auto" or an integer >= 1'),
+        ("rank_candidates", "a non-empty, strictly increasing list of integers >= 1"),
+        ("energy_threshold", "a number > 0 and <= 1"),
+        ("update_interval", "an integer >= 1"),
+        ("probes", '"auto" or an integer >= 0'),
+        ("projected_backward", '"auto", true or false'),
+        ("scale", '"auto" or a number > 0'),
+        ("norm_growth_limit", '"auto", a number >= 1 or null'),
+        ("target_modules", "null or a non-empty list of non-empty regular expressions"),
+        ("seed", f"an integer >= 0 and <= {2**63 - 1}"),
+    ],
+)
+def test_legal_values_in_words(key, legal):
+    assert {row[0]: row[1] for row in describe_fields()}[f"hmt.optimizer.{key}"] == legal
+
+
+# --- read_json_config -------------------------------------------------------------------------
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("convert", [str, Path])
+def test_read_json_config(tmp_path, convert):
+    path = write(tmp_path, '{"hmt": {"optimizer": {"rank": 8}}, "name": "µ", "a": {"name": 1}}')
+    config = read_json_config(convert(path))
+    assert config == {"hmt": {"optimizer": {"rank": 8}}, "name": "µ", "a": {"name": 1}}
+
+
+def read_error(path: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_json_config(path)
+    assert type(caught.value) is ValueError
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    text = read_error(tmp_path / "none.json")
+    assert "does not exist" in text
+    assert "Give the path" in text
+
+
+def test_directory(tmp_path):
+    assert "is a directory. Give the path" in read_error(tmp_path)
+
+
+def test_path_through_a_file(tmp_path):
+    assert "cannot be read" in read_error(write(tmp_path, "{}") / "ds.json")
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    assert "not UTF-8 text: invalid start byte at byte 7" in read_error(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "shown"),
+    [
+        ('{\n  "a": 1\n  "b": 2\n}', 3, 3, '    "b": 2\n    ^\n'),
+        ('{\n\t"a": 1 // one\n}', 2, 9, '   "a": 1 // one\n          ^\n'),
+        ("", 1, 1, "\n  \n  ^\n"),
+        ('{"a": 1', 1, 8, '  {"a": 1\n         ^\n'),
+        ('{"a": "\u2028", b: 1}', 1, 12, '  {"a": "\u2028", b: 1}\n             ^\n'),
+    ],
+)
+def test_malformed_json_shows_the_place(tmp_path, text, line, column, shown):
+    message = read_error(write(tmp_path, text))
+    assert f"at line {line}, column {column}:" in message
+    assert shown in message
+    assert "no comments and no trailing commas" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('{"fp16": {}, "hmt": {}, "fp16": {}}', '"fp16"'),
+        ('{"hmt": {"optimizer": {"rank": 8, "rank": 8}}}', '"rank"'),
+        ('{"b": [{"a": 1, "a": 2, "c": 1, "c": 1}]}', '"a", "c"'),
+    ],
+)
+def test_duplicate_keys(tmp_path, text, names):
+    message = read_error(write(tmp_path, text))
+    assert f"gives {names} more than once" in message
+    assert "Remove all but one" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[]", "an array"),
+        ('"a"', "a string"),
+        ("3", "a number"),
+        ("1.5", "a number"),
+        ("true", "a boolean"),
+        ("null", "null"),
+    ],
+)
+def test_top_level_must_be_an_object(tmp_path, text, kind):
+    assert f"holds {kind} at its top level. Legal: an object" in read_error(write(tmp_path, text))

@@ -1,0 +1,241 @@
+"""Imports point one way (DESIGN section 2), and importing the package has no side effects.
+
+A room is a top-level file or folder of the package; `__init__` is the package itself.
+"""
+
+import ast
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "hmt_deepspeed"
+REPO = Path(__file__).resolve().parent.parent
+
+ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
+    "sites": set(),
+    "config": set(),
+    "version": set(),
+    "kernels": set(),
+    "memory": set(),
+    "report": set(),
+    "planner": {"sites"},
+    "optim": {"kernels"},
+    "activations": {"sites", "kernels", "memory", "planner"},
+    "fpdt": {"kernels", "memory"},
+    "train": {"__init__", "config", "report"},
+    "__init__": {"zero", "optim", "config", "version"},
+    "__main__": {"zero", "optim", "config", "version"},
+}
+ALLOWED["zero"] = set(ALLOWED) - {"train", "__init__", "__main__"}
+MAY_IMPORT_DEEPSPEED = {"zero", "train"}
+FORBIDDEN_LIBRARIES = {"optim": ("torch.distributed",), "config": ("torch",)}
+
+
+def room_of(module: str) -> str:
+    """`hmt_deepspeed.optim.hmt` is in room `optim`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def package_of(module: str, path: Path) -> str:
+    """The package that relative imports in `module` start from."""
+    return module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+
+def absolute(name: str, level: int, package: str) -> str:
+    """Resolve `level` leading dots of an import in `package`."""
+    if level == 0:
+        return name
+    base = package.split(".")[: len(package.split(".")) - level + 1]
+    return ".".join([*base, *([name] if name else [])])
+
+
+def dotted_name(node: ast.expr) -> str:
+    """`torch.distributed.get_rank` of an attribute chain on a name, else the empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted_name(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all a file imports anywhere in it, functions included.
+
+    `from a import b` yields `a.b`, whether b is a module or a name in a. Calls of import_module
+    and __import__ on a literal count; so does use of a submodule as an attribute of torch or of
+    the package.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node.module or "", node.level, package)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            if (name := dotted_name(node)).partition(".")[0] in ("torch", PACKAGE):
+                yield node.lineno, name
+        elif isinstance(node, ast.Call):
+            function = dotted_name(node.func).rpartition(".")[2]
+            literal = node.args[0] if node.args else None
+            if function in ("import_module", "__import__") and isinstance(literal, ast.Constant):
+                name = str(literal.value)
+                tail = name.lstrip(".")
+                yield node.lineno, absolute(tail, len(name) - len(tail), package)
+
+
+def is_within(name: str, library: str) -> bool:
+    return name == library or name.startswith(f"{library}.")
+
+
+def violations(source: str, module: str, path: Path) -> list[str]:
+    """What a file imports against the rules, one text each."""
+    room = room_of(module)
+    if room not in ALLOWED:
+        return [f"{path}: room {room!r} is not in the import table: add it to DESIGN and here"]
+    forbidden = FORBIDDEN_LIBRARIES.get(room, ())
+    if room not in MAY_IMPORT_DEEPSPEED:
+        forbidden += ("deepspeed",)
+    found = []
+    for line, name in imported_names(source, package_of(module, path)):
+        if is_within(name, PACKAGE):
+            target = room_of(name)
+            if target not in ALLOWED:  # a name defined in the package's __init__
+                target = "__init__"
+            if target != room and target not in ALLOWED[room]:
+                found.append(f"{path}:{line}: {room} may not import {target} ({name})")
+        elif any(is_within(name, library) for library in forbidden):
+            found.append(f"{path}:{line}: {room} may not import {name}")
+    return found
+
+
+def package_files() -> list[Path]:
+    return sorted((REPO / PACKAGE).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(REPO).with_suffix("").parts
+    # the package's own __init__ is the package; `hmt_deepspeed/__main__.py` keeps its name
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_walk_finds_the_package():
+    assert REPO / PACKAGE / "config.py" in package_files()
+
+
+@pytest.mark.parametrize("path", package_files(), ids=module_name)
+def test_imports_point_one_way(path):
+    found = violations(path.read_text(encoding="utf-8"), module_name(path), path.relative_to(REPO))
+    assert not found, "\n".join(found)
+
+
+# --- the checker itself -----------------------------------------------------------------------
+
+OPTIM, ZERO, MAIN = "optim/hmt.py", "zero/engine.py", "__main__.py"
+
+
+def check(file: str, source: str) -> list[str]:
+    path = REPO / PACKAGE / file
+    return violations(source, module_name(path), path.relative_to(REPO))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config.py", "from . import version"),
+        ("config.py", "import torch"),
+        ("config.py", "from torch import nn"),
+        ("sites.py", "import hmt_deepspeed.config"),
+        ("sites.py", "import hmt_deepspeed"),
+        ("kernels/__init__.py", "from ..optim import basis"),
+        ("kernels/op.py", "import deepspeed"),
+        ("planner/cost.py", "from ..kernels import op"),
+        (OPTIM, "from hmt_deepspeed import config"),
+        (OPTIM, "from hmt_deepspeed.config import HMTConfig"),
+        (OPTIM, "from .. import HMT"),
+        (OPTIM, "from .. import zero"),
+        (OPTIM, "from ..zero.engine import HMTEngine"),
+        (OPTIM, "def f():\n    from ..memory import host"),
+        (OPTIM, "import torch.distributed as dist"),
+        (OPTIM, "from torch import distributed"),
+        (OPTIM, "from torch.distributed import all_reduce"),
+        (OPTIM, "import torch\nranks = torch.distributed.get_world_size()"),
+        (OPTIM, "from deepspeed.runtime import utils"),
+        (OPTIM, "import importlib\nimportlib.import_module('deepspeed')"),
+        (OPTIM, "from importlib import import_module\nimport_module('..zero')"),
+        (OPTIM, "__import__('deepspeed.comm')"),
+        ("optim/inner/deep.py", "from ... import zero"),
+        ("activations/codecs.py", "from ..optim import basis"),
+        ("fpdt/block.py", "from ..planner import cost"),
+        (ZERO, "from ..train import loop"),
+        (ZERO, "from hmt_deepspeed import HMT"),
+        ("train/loop.py", "from hmt_deepspeed.zero import engine"),
+        ("train/loop.py", "from ..optim.hmt import HMT"),
+        ("train/loop.py", "import hmt_deepspeed\nhmt_deepspeed.zero.registration.register()"),
+        ("__init__.py", "import deepspeed"),
+        ("__init__.py", "def initialize():\n    import deepspeed"),
+        ("__init__.py", "from .kernels import op"),
+        ("__init__.py", "from .train import loop"),
+        (MAIN, "def main():\n    import deepspeed"),
+        ("unheard_of/room.py", "import math"),
+    ],
+)
+def test_checker_refuses(file, source):
+    assert check(file, source)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config.py", "import pydantic"),
+        ("planner/cost.py", "from .. import sites"),
+        (OPTIM, "from . import basis\nfrom .basis import refresh\nfrom ..kernels.op import op"),
+        (OPTIM, "import torch\nfrom torch import nn\nx = torch.distributions"),
+        ("optim/__init__.py", "from .hmt import HMT\nfrom ..kernels import op"),
+        ("optim/inner/deep.py", "from ..basis import refresh\nfrom ...kernels import op"),
+        ("optim/inner/__init__.py", "from ..basis import refresh\nfrom ...kernels import op"),
+        (OPTIM, "import deepspeed_kernels"),
+        (ZERO, "import deepspeed\nfrom .. import config, optim, memory\nfrom .shards import Shard"),
+        ("train/loop.py", "import deepspeed\nimport hmt_deepspeed\nfrom hmt_deepspeed import HMT"),
+        ("train/loop.py", "from ..config import read_json_config\nfrom ..report import page"),
+        ("__init__.py", "from .version import __version__\ndef f():\n    from .zero import engine"),
+        (MAIN, "from .zero.registration import register"),
+    ],
+)
+def test_checker_accepts(file, source):
+    assert check(file, source) == []
+
+
+# --- side effects -----------------------------------------------------------------------------
+
+PROBE = """
+import json, sys
+import hmt_deepspeed
+effects = {
+    "version": hmt_deepspeed.__version__,
+    "deepspeed": [name for name in sys.modules if name.partition(".")[0] == "deepspeed"],
+    "cuda": "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized(),
+}
+import torch
+effects["torch_optim_HMT"] = hasattr(torch.optim, "HMT")
+print(json.dumps(effects))
+"""
+
+
+def test_importing_has_no_side_effects():
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    version = runpy.run_path(str(REPO / PACKAGE / "version.py"))["__version__"]
+    assert json.loads(done.stdout) == {
+        "version": version,
+        "deepspeed": [],
+        "cuda": False,
+        "torch_optim_HMT": False,
+    }
