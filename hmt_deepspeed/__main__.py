@@ -10,7 +10,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-import hmt_deepspeed
+from hmt_deepspeed.zero.registration import register
 
 USAGE = "usage: deepspeed [launcher options] --module hmt_deepspeed SCRIPT.py [script options]"
 
@@ -28,7 +28,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
         raise ValueError(f"no script among the arguments {list(arguments)}. {USAGE}")
     script = arguments[leading]
     if not os.path.isfile(script):
-        raise ValueError(f"script {script!r} does not exist (working folder {os.getcwd()}). {USAGE}")
+        raise ValueError(
+            f"script {script!r} does not exist (working folder {os.getcwd()}). {USAGE}"
+        )
     return script, [*arguments[:leading], *arguments[leading + 1 :]]
 
 
@@ -38,7 +40,7 @@ def main() -> None:
         script, rest = split_arguments(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
-    hmt_deepspeed.register()
+    register()
     sys.argv = [script, *rest]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")

@@ -74,7 +74,7 @@ def main() -> None:
     config = models.resolve_bf16(
         read_json_config(args.deepspeed_config), models.bf16_is_fast(accelerator.device_name())
     )
-    models.model_path(args.model)
+    models.model_config(args.model)
     if args.local_rank >= 0:
         accelerator.set_device(args.local_rank)
     deepspeed.init_distributed()

@@ -24,11 +24,22 @@ __all__ = ["stochastic_round", "stochastic_round_reference", "stochastic_round_t
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
 _BLOCK = 4096
 _CHUNK = 1 << 20
+_MASK64 = (1 << 64) - 1
 
 
 def _signed32(value: int) -> int:
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """Two 32-bit halves of a mixed key (splitmix64's finaliser), so that keys 1 and 2 have nothing in
+    common: the per-element mixer alone would leave keys correlated that differ in a high bit."""
+    key = (key + 0x9E3779B97F4A7C15) & _MASK64
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+    key ^= key >> 31
+    return key & 0xFFFFFFFF, key >> 32
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -38,9 +49,10 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _noise16(index: Tensor, key: int) -> Tensor:
     """Sixteen uniform bits for each int32 counter in ``index``."""
-    h = index ^ _signed32(key)
+    low, high = _halves(key)
+    h = index ^ _signed32(low)
     h = (h ^ _shift_right(h, 16)) * _MIX_1
-    h = h ^ _signed32(key >> 32)
+    h = h ^ _signed32(high)
     h = (h ^ _shift_right(h, 15)) * _signed32(_MIX_2)
     return (h ^ _shift_right(h, 16)) & 0xFFFF
 
@@ -82,7 +94,7 @@ if triton is not None:
 
     def stochastic_round_triton(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:
         """Triton launcher; see :func:`stochastic_round`. Works on integer views of both tensors."""
-        numel = value.numel()
+        numel, (low, high) = value.numel(), _halves(key)
         if numel == 0:
             return
         _stochastic_round_kernel[(triton.cdiv(numel, _BLOCK),)](
@@ -90,8 +102,8 @@ if triton is not None:
             out.view(torch.int16),
             numel,
             offset,
-            key & 0xFFFFFFFF,
-            (key >> 32) & 0xFFFFFFFF,
+            low,
+            high,
             BLOCK=_BLOCK,
         )
 

@@ -48,7 +48,7 @@ def _choose_output_dir(wanted: str | None, default: str, resume: bool) -> Path:
         folder = Path(wanted)
     else:
         number = 1
-        while _numbered(default, number).exists():
+        while (_numbered(default, number) / "metrics.jsonl").exists():
             number += 1
         folder = _numbered(default, max(number - 1, 1) if resume else number)
     checkpoints = folder / "checkpoints"
@@ -62,7 +62,6 @@ def _choose_output_dir(wanted: str | None, default: str, resume: bool) -> Path:
             f"--output_dir {str(folder)!r} holds a run with checkpoints; continue it with "
             "--resume or give another --output_dir"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -88,6 +88,21 @@ def model_path(name: str) -> Path | None:
     return path
 
 
+def model_config(name: str) -> Any:
+    """The Hugging Face config of a local folder or hub id, None for a preset.
+
+    Raises ValueError for a model that is not there; asking costs one small file.
+    """
+    if name in PRESETS:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(model_path(name) or name))
+    except OSError as error:
+        raise hub_error("--model", name, LEGAL_MODELS, error) from error
+
+
 def build_model(
     name: str, tokenizer: Any, seq_length: int, seed: int, ds_config: dict[str, Any]
 ) -> Any:
@@ -176,19 +191,17 @@ def _gathered(parameter: Any) -> Iterator[bool]:
 
 
 def _pretrained_model(name: str, tokenizer: Any, seq_length: int, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    target = str(model_path(name) or name)
+    config = model_config(name).get_text_config()
+    _check_positions(name, getattr(config, "max_position_embeddings", None), seq_length)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"--model {name!r} has {config.vocab_size} token embeddings, the tokeniser "
+            f"{len(tokenizer)} tokens; give --tokenizer the model's own"
+        )
     try:
-        config = AutoConfig.from_pretrained(target)
-        text_config = config.get_text_config()
-        _check_positions(name, getattr(text_config, "max_position_embeddings", None), seq_length)
-        if len(tokenizer) > text_config.vocab_size:
-            raise ValueError(
-                f"--model {name!r} has {text_config.vocab_size} token embeddings, the tokeniser "
-                f"{len(tokenizer)} tokens; give --tokenizer the model's own"
-            )
-        return AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(str(model_path(name) or name), dtype=dtype)
     except OSError as error:
         raise hub_error("--model", name, LEGAL_MODELS, error) from error
 

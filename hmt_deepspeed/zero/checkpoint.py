@@ -123,10 +123,13 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "format": FORMAT,
         "stage": optimizer.settings.stage,
         "world": world,
-        "groups": [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups],
+        "groups": [
+            [optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups
+        ],
         "shapes": {e.name: list(_shape(e)) for e in optimizer.entries},
         "step_count": optimizer.step_count,
         "schedule": _schedule_state(optimizer),
+        "shared_inputs": optimizer.shared.groups(),
         "matrices": _matrix_states(optimizer),
         "dense": _dense_states(optimizer),
         "param_groups": [
@@ -268,7 +271,7 @@ def load(
         return _load_stock_weights(engine, load_dir, chosen, strict)
     saved = SavedState(folder)
     engine.optimizer.checkpoint_event_prologue()
-    _restore_weights(engine, saved)
+    _restore_weights(engine, saved, strict)
     if optimizer_states:
         engine.optimizer.load_saved(saved)
     engine.optimizer.checkpoint_event_epilogue()
@@ -306,13 +309,18 @@ def _newest_whole(load_dir: str, tag: str | None) -> str | None:
             return candidate
         if tag is not None:
             raise ValueError(f"checkpoint {tag!r} under {load_dir} cannot be loaded: {problem}")
-        print(f"hmt: checkpoint {candidate!r} is damaged ({problem}); trying the one before", flush=True)
+        print(
+            f"hmt: checkpoint {candidate!r} is damaged ({problem}); trying the one before",
+            flush=True,
+        )
     if tag is not None:
-        raise ValueError(f"no checkpoint {tag!r} under {load_dir}; found {candidate_tags(load_dir, None)}")
+        raise ValueError(
+            f"no checkpoint {tag!r} under {load_dir}; found {candidate_tags(load_dir, None)}"
+        )
     return None
 
 
-def _restore_weights(engine: HMTEngine, saved: SavedState) -> None:
+def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None:
     optimizer = engine.optimizer
     saved.check_same_model({e.name: _shape(e) for e in optimizer.entries})
     for entry in optimizer.entries:
@@ -323,7 +331,7 @@ def _restore_weights(engine: HMTEngine, saved: SavedState) -> None:
     trained = {id(e.gradient.param) for e in optimizer.entries}
     with torch.no_grad():
         for param, name in engine.param_names.items():
-            if id(param) in trained:
+            if id(param) in trained or not (strict or saved.holds_frozen(name)):
                 continue
             flat = saved.frozen(name).reshape(-1)
             if hasattr(param, "ds_tensor"):
@@ -364,6 +372,7 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     hmt = saved.hmt
     saved.check_same_rules({e.name: e.assignment.rule for e in optimizer.entries})
     optimizer.step_count = hmt["step_count"]
+    optimizer.shared.restore(hmt["shared_inputs"])
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update(values)
     for place, entry in enumerate(optimizer.low_rank):

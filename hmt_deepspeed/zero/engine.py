@@ -65,12 +65,13 @@ class HMTEngine(DeepSpeedEngine):
     """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered."""
 
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
-        config, config_class = keyword.get("config"), keyword.get("config_class")
+        config: Any = keyword.get("config")
+        config_class: Any = keyword.get("config_class")
         self._hmt_options: dict[str, Any] | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
-            check_supported(config, config_class, self._hmt_options)  # type: ignore[arg-type]
+            check_supported(config, config_class, self._hmt_options)
             self._hmt_stage = int(config_class.zero_optimization_stage)
             if self._hmt_stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
@@ -165,6 +166,12 @@ class HMTEngine(DeepSpeedEngine):
 
     # -- training loop ----------------------------------------------------------------------------
 
+    def zero_grad(self) -> None:
+        """Drop everything accumulated since the last step, reduced or not."""
+        super().zero_grad()
+        if self._hmt_options is not None:
+            self.optimizer.zero_grad()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing; stages 0 and 1, as in DeepSpeed."""
@@ -183,7 +190,9 @@ class HMTEngine(DeepSpeedEngine):
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if self._hmt_options is not None:
-            self.checkpoint_engine = checkpoint.atomic_engine(self.checkpoint_engine, self._config)
+            self.checkpoint_engine: Any = checkpoint.atomic_engine(
+                self.checkpoint_engine, self._config
+            )
 
     def save_checkpoint(
         self,
@@ -200,12 +209,24 @@ class HMTEngine(DeepSpeedEngine):
                 save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._exclude_frozen = exclude_frozen_parameters
         checkpoint.prepare(self, save_dir, tag)
         super().save_checkpoint(
             save_dir, checkpoint.saving_tag(tag), client_state, False, exclude_frozen_parameters
         )
         checkpoint.commit(self, save_dir, tag, save_latest)
         return True
+
+    def _common_checkpoint_state(
+        self, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: bool
+    ) -> dict[str, Any]:
+        if self._hmt_options is not None:
+            # Stock leaves them out at stages 0 and 1, and zero_to_fp32.py then loses them.
+            save_frozen_param = not self._exclude_frozen
+        state: dict[str, Any] = super()._common_checkpoint_state(
+            module_state_dict, zero_optimizer_state, save_frozen_param
+        )
+        return state
 
     def load_checkpoint(
         self,
@@ -247,12 +268,14 @@ class HMTEngine(DeepSpeedEngine):
 def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:
     """A subclass of one of DeepSpeed's other engines that refuses configs which ask for HMT."""
 
-    class RefusingEngine(engine_class):  # type: ignore[misc, valid-type]
+    class RefusingEngine(engine_class):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             config = kwargs.get("config")
             wanted = isinstance(config, dict) and hmt_options(config, kwargs.get("optimizer"))
             if wanted:
-                raise ValueError(f'the "hmt" block does not work with {engine_class.__name__}. {remedy}')
+                raise ValueError(
+                    f'the "hmt" block does not work with {engine_class.__name__}. {remedy}'
+                )
             super().__init__(*args, **kwargs)
 
     RefusingEngine.__name__ = RefusingEngine.__qualname__ = engine_class.__name__

@@ -189,7 +189,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
         rank = self.collectives.rank if self.settings.stage > 0 else 0
         self.shard_rank = rank
         entries = []
-        for index, (assignment, (_, param, group)) in enumerate(zip(assignments, placed, strict=True)):
+        for index, (assignment, (_, param, group)) in enumerate(
+            zip(assignments, placed, strict=True)
+        ):
             m, n = assignment.shape if assignment.low_rank else (param_numel(param), 1)
             shards = RowShards(m, n, world)
             weight = Weight(param, shards, rank, self.options["master_weights"] == "fp32")
@@ -250,7 +252,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         hooks = []
         params = [entry.gradient.param for entry in self.entries]
         for entry in self.entries:
-            param = entry.gradient.param
+            param: Any = entry.gradient.param
             if self.parameter_offload is not None:
                 param.all_gather()  # the gradient accumulator must see the whole parameter
             hooks.append(register_grad_hook(param, self._gradient_hook(entry.gradient, params)))
@@ -335,7 +337,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
     def _found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite."""
         held = [e.gradient for e in self.entries]
-        sums = [t.sum(dtype=torch.float32) for g in held for t in (g.reduced, g.full) if t is not None]
+        sums = [
+            t.sum(dtype=torch.float32) for g in held for t in (g.reduced, g.full) if t is not None
+        ]
         device = self.entries[0].weight.device
         bad = torch.zeros((), device=device)
         if sums:
@@ -583,7 +587,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
         state_access.unlink(self)
         for entry in self.low_rank:
             if entry.gradient.site is not None:
-                unpatch_linear(self._modules[entry.name])  # type: ignore[arg-type]
+                module = self._modules[entry.name]
+                unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         get_accelerator().empty_cache()

@@ -41,7 +41,10 @@ def register() -> None:
     if _stock:
         return
     check_deepspeed()
-    from hmt_deepspeed.zero.engine import HMTEngine, refusing  # after the check: it needs the symbols
+    from hmt_deepspeed.zero.engine import (
+        HMTEngine,
+        refusing,
+    )  # after the check: it needs the symbols
 
     for name in ("DeepSpeedEngine", *_OTHER_ENGINES):
         _stock[name] = getattr(deepspeed, name)

@@ -19,7 +19,7 @@ __all__ = ["SavedState"]
 
 
 def _read(path: str) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # type: ignore[no-any-return]
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _by_rank(folder: str, kind: str) -> list[str]:
@@ -125,12 +125,24 @@ class SavedState:
         parts = [s["fp32_flat_groups"][group][offset : offset + length] for s in self._optimizer]
         return torch.cat(parts)[: self._numel(name)]
 
+    def holds_frozen(self, name: str) -> bool:
+        """Whether the weight of a parameter that is not trained was saved."""
+        fragments = self.model_state.get("frozen_param_fragments") or {}
+        return name in fragments or name in (self.model_state["module"] or {})
+
     def frozen(self, name: str) -> Tensor:
-        """Whole weight of a parameter that is not trained, any shape."""
-        fragments = self.model_state.get("frozen_param_fragments")
-        if not fragments or name not in fragments:
-            if name not in self.model_state["module"]:
-                raise ValueError(f"{self.folder} holds no weights for the frozen parameter {name}")
+        """Whole weight of a parameter that is not trained, any shape.
+
+        Raises:
+            ValueError: it was not saved.
+        """
+        if not self.holds_frozen(name):
+            raise ValueError(
+                f"{self.folder} holds no weights for the frozen parameter {name}: it was saved with "
+                "exclude_frozen_parameters. Pass load_module_strict=False to keep the model's own."
+            )
+        fragments = self.model_state.get("frozen_param_fragments") or {}
+        if name not in fragments:
             return self.model_state["module"][name]
         shape = self.model_state["frozen_param_shapes"][name]
         parts = [m["frozen_param_fragments"][name].reshape(-1) for m in self._models]

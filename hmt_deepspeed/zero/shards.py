@@ -107,4 +107,6 @@ class RowShards:
 
 def padded(flat: Tensor, numel: int) -> Tensor:
     """A flat tensor with zeros appended up to ``numel`` elements; a view when none are missing."""
-    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+    return (
+        flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+    )

@@ -169,7 +169,9 @@ def unlink(optimizer: HMTZeroOptimizer) -> None:
             vars(entry.gradient.param).pop(name, None)
 
 
-def move_states(optimizer: HMTZeroOptimizer, device: torch.device | str, non_blocking: bool) -> None:
+def move_states(
+    optimizer: HMTZeroOptimizer, device: torch.device | str, non_blocking: bool
+) -> None:
     """Move moments and masters (not the weights themselves) to a device."""
     for entry in optimizer.entries:
         if entry.weight.master_bytes():

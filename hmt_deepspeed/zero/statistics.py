@@ -51,7 +51,9 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     low_rank = optimizer.low_rank
     energies: list[float] = []
     if low_rank:
-        stacked = torch.stack([e.matrix.smoothed_energy() for e in low_rank if e.matrix is not None])
+        stacked = torch.stack(
+            [e.matrix.smoothed_energy() for e in low_rank if e.matrix is not None]
+        )
         energies = stacked.tolist()
     ranks = {e.name: e.matrix.rank for e in low_rank if e.matrix is not None}
     return {
@@ -86,9 +88,9 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
             backward = "projected" if entry.gradient.site is not None else "full gradient"
         shape = "x".join(map(str, entry.assignment.shape)) if matrix is not None else "any"
         reason = entry.assignment.reason
-        lines[(numbers[id(entry.group)], entry.assignment.rule, rank, backward, shape, reason)].append(
-            entry
-        )
+        lines[
+            (numbers[id(entry.group)], entry.assignment.rule, rank, backward, shape, reason)
+        ].append(entry)
     rows = []
     for (group, rule, rank, backward, shape, reason), entries in lines.items():
         numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)

@@ -71,7 +71,9 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
     for section in ("fp16", "bf16"):
         for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "auto_cast"):
             if (config.get(section) or {}).get(key):
-                remedy = 'Remove it; "hmt": {"optimizer": {"master_weights": "none"}} drops masters.'
+                remedy = (
+                    'Remove it; "hmt": {"optimizer": {"master_weights": "none"}} drops masters.'
+                )
                 yield f"{section}.{key}", True, "false", remedy
     if (config.get("bf16") or {}).get("bf16_optimizer_states"):
         yield "bf16.bf16_optimizer_states", True, "false", "Remove it; moments are fp32."
@@ -128,7 +130,14 @@ def _parallelism(config: dict[str, Any], parsed: Any) -> Iterator[Refusal]:
     if getattr(getattr(parsed, "hybrid_engine", None), "enabled", False):
         yield "hybrid_engine.enabled", True, "false", "Train without the hybrid engine."
     if (config.get("checkpoint") or {}).get("load_universal"):
-        remedy = "HMT checkpoints load under any world size and stage without conversion: remove it."
+        remedy = (
+            "HMT checkpoints load under any world size and stage without conversion: remove it."
+        )
         yield "checkpoint.load_universal", True, "false", remedy
     if (config.get("compile") or {}).get("deepcompile"):
-        yield "compile.deepcompile", True, "false", "Remove it: compiled graphs bypass gradient hooks."
+        yield (
+            "compile.deepcompile",
+            True,
+            "false",
+            "Remove it: compiled graphs bypass gradient hooks.",
+        )

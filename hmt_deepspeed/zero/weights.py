@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ class Weight:
     def __init__(
         self, param: nn.Parameter, shards: RowShards, rank: int, keep_master: bool
     ) -> None:
-        self.param, self.shards, self.rank = param, shards, rank
+        self.param: Any = param  # DeepSpeed adds ds_tensor to a partitioned one
+        self.shards, self.rank = shards, rank
         self.partitioned = hasattr(param, "ds_tensor")
         self.device = param.device
         if param.dtype == torch.float32 and not self._offloaded:
@@ -40,14 +42,16 @@ class Weight:
 
     @property
     def _offloaded(self) -> bool:
-        return self.partitioned and self.param.ds_tensor.device != self.device
+        return self.partitioned and bool(self.param.ds_tensor.device != self.device)
 
     @property
     def shard(self) -> Tensor:
         begin, end = self.shards.flat(self.rank)
         if self.partitioned:
-            return self.param.ds_tensor.detach().view(-1)[: end - begin]
-        return self.param.detach().view(-1)[begin:end]
+            part: Tensor = self.param.ds_tensor.detach().view(-1)[: end - begin]
+            return part
+        flat: Tensor = self.param.detach().view(-1)
+        return flat[begin:end]
 
     def master_bytes(self) -> int:
         """Bytes of a master that is not the weights themselves."""
@@ -133,9 +137,7 @@ class GatherPipeline:
     def __init__(self, collectives: Collectives, bucket_elements: int) -> None:
         self.collectives, self.bucket_elements = collectives, bucket_elements
         self._open: dict[torch.dtype, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
-        self._in_flight: list[
-            tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]
-        ] = []
+        self._in_flight: list[tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]] = []
 
     def add(self, part: Tensor, length: int, deliver: Callable[[Tensor], None]) -> None:
         """Queue a flat part (padded to ``length``, equal on all ranks).

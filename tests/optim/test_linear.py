@@ -102,12 +102,6 @@ def test_no_projection_means_an_ordinary_backward():
     assert site.take() is None
 
 
-def forward_flops(model, x):
-    with FlopCounterMode(display=False) as counter:
-        model(x)
-    return counter.get_total_flops()
-
-
 def test_q_k_v_share_one_product_and_o_does_not():
     model, x = Attention(), data(4, D)
     sites, shared = patched(model.linears())

@@ -1,0 +1,52 @@
+"""A small network, its data and a training loop for the tests of HMT."""
+
+import torch
+from torch import nn
+
+WIDTHS = (24, 40, 40, 16)
+
+
+def network(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    layers = []
+    for m, n in zip(WIDTHS[1:], WIDTHS, strict=False):
+        layers += [nn.Linear(n, m), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def batches(count, size=32, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    teacher = torch.randn(WIDTHS[0], WIDTHS[-1], generator=generator) / WIDTHS[0] ** 0.5
+    for _ in range(count):
+        x = torch.randn(size, WIDTHS[0], generator=generator)
+        yield x.to(dtype), torch.tanh(x @ teacher).to(dtype)
+
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "rank": 8, "update_interval": 6}
+
+
+def train(model, optimizer, data, micro_batches=1, max_norm=None):
+    """Losses of a run; weights change in place."""
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            loss = (model(part_x) - part_y).float().square().mean() / micro_batches
+            loss.backward()
+        losses.append(loss.item())
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        optimizer.step()
+    return losses
+
+
+def assert_same_weights(first, second, tolerance=0.0):
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        error = (a.float() - b.float()).abs().max().item()
+        assert error <= tolerance, f"{name} differs by {error}"
+
+
+def movement(model, seed=0):
+    start = network(seed)
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)

@@ -1,0 +1,162 @@
+"""HMT's construction: what it allocates, patches, tells and refuses."""
+
+import gc
+
+import pytest
+import torch
+from hmt_runs import OPTIONS, batches, network, train
+from torch import nn
+
+from hmt_deepspeed.optim.hmt import HMT, low_rank_settings
+from hmt_deepspeed.optim.matrix import LowRankMatrix
+
+# -- construction ---------------------------------------------------------------------------------
+
+
+def test_construction_with_tensors_allocates_nothing(monkeypatch):
+    monkeypatch.setattr(LowRankMatrix, "__init__", lambda *a: pytest.fail("allocated"))
+    model = network()
+    optimizer = HMT(model.named_parameters(), projected_backward=True)
+    assert not optimizer.state
+    assert optimizer.options["rank"] == "auto"
+    assert "forward" not in vars(model[0])
+
+
+def test_options_and_settings():
+    settings = low_rank_settings(HMT([nn.Parameter(torch.ones(2))]).options)
+    assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
+    assert (settings.scale, settings.norm_growth_limit) == (0.25, 1.01)
+    options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, residual="none").options
+    assert low_rank_settings(options).norm_growth_limit is None
+    assert not low_rank_settings(options).residual
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("lr", -1.0, ">= 0"),
+        ("betas", (0.9, 1.0), "< 1"),
+        ("eps", float("nan"), ">= 0"),
+        ("weight_decay", -0.1, ">= 0"),
+        ("method", "galore", "lowrank_adamw"),
+        ("rank", 0, ">= 1"),
+        ("rank", 2.5, ">= 1"),
+        ("rank", "full", ">= 1"),
+        ("rank_candidates", (64, 32), "increasing"),
+        ("rank_candidates", (), "increasing"),
+        ("rank_candidates", 32, "increasing"),
+        ("energy_threshold", 1.5, "at most 1"),
+        ("energy_threshold", "high", "at most 1"),
+        ("update_interval", 0, ">= 1"),
+        ("residual", "full", "probe"),
+        ("probes", 0, ">= 1"),
+        ("probes", -1, ">= 0"),
+        ("residual_scale", 0.0, "> 0"),
+        ("projected_backward", "yes", "auto"),
+        ("scale", 0, "> 0"),
+        ("norm_growth_limit", 0.9, ">= 1"),
+        ("max_full_gradient_bytes", 0, ">= 1"),
+        ("master_weights", "bf16", "fp32"),
+        ("target_modules", "mlp", "list"),
+        ("exclude_modules", None, "list"),
+        ("seed", -1, "from 0"),
+    ],
+)
+def test_values_out_of_range(field, value, legal):
+    with pytest.raises(ValueError) as caught:
+        HMT([nn.Parameter(torch.ones(4, 4))], **{field: value})
+    message = str(caught.value)
+    assert field in message
+    assert repr(value) in message
+    assert legal in message
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options", "words"),
+    [
+        (torch.ones(4, 4), {"rank": 5}, "legal is 1..4"),
+        (torch.ones(4, 4), {"max_full_gradient_bytes": 63}, "64 bytes"),
+        (torch.ones(4, 4), {"projected_backward": True}, "pass the module"),
+        (torch.ones(4, 4), {"target_modules": ["nothing"]}, "matches no trainable"),
+        (torch.ones(4, 4), {"master_weights": "none"}, "no weight is bfloat16"),
+        (torch.ones(4, 4).half(), {"master_weights": "none"}, "float16"),
+        (torch.ones(4, 4).double(), {}, "float64"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_first_use(parameter, options, words):
+    parameter = nn.Parameter(parameter)
+    optimizer = HMT([parameter], **options)
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+
+
+def test_modules_that_cannot_be_patched():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8))
+    with pytest.raises(ValueError, match="Doubled"):
+        HMT(model, rank=2, projected_backward=True)
+    optimizer = HMT(model, rank=2)  # auto: what cannot be patched projects p.grad
+    before = model[1].weight.clone()
+    model(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight, before)
+    parallel = type("DistributedDataParallel", (nn.Module,), {})()
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        HMT(parallel)
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = HMT(model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
+
+
+def ordinary(model):
+    model.zero_grad()
+    x, y = next(iter(batches(1)))
+    (model(x) - y).square().mean().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+def test_close_and_garbage_collection_unpatch():
+    model = network()
+    optimizer = HMT(model, **OPTIONS)
+    assert not ordinary(model)
+    train(model, optimizer, batches(3))
+    optimizer.close()
+    assert ordinary(model)
+    train(model, optimizer, batches(3))  # goes on with p.grad
+    optimizer = HMT(model, **OPTIONS)
+    assert not ordinary(model)
+    del optimizer
+    gc.collect()
+    assert ordinary(model)
+
+
+def test_a_second_optimizer_takes_over():
+    model = network()
+    first = HMT(model, **OPTIONS)
+    second = HMT(model, **OPTIONS)
+    first.close()
+    before = model[2].weight.clone()
+    train(model, second, batches(1))
+    assert not ordinary(model)
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_describe():
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "up": nn.Linear(16, 40)})
+    rows = {row.name: row for row in HMT(model.to(torch.bfloat16), rank=4).describe()}
+    assert rows["embed.weight"][1:4] == ("adamw", "excluded by 'embed'", None)
+    assert rows["embed.weight"].state_bytes == 50 * 16 * 12
+    assert rows["up.weight"][1:4] == ("lowrank_adamw", "", 4)
+    # Two fp32 moments, evidence, bf16 basis, fp32 master.
+    assert rows["up.weight"].state_bytes == 2 * 40 * 4 * 4 + 4 * 4 + 16 * 4 * 2 + 40 * 16 * 4
+    rows = {row.name: row for row in HMT(model, rank=4, master_weights="none").describe()}
+    assert rows["embed.weight"].state_bytes == 50 * 16 * 8

@@ -1,0 +1,179 @@
+"""HMT's states: 16-bit weights with and without masters, checkpoint and resume."""
+
+import io
+
+import pytest
+import torch
+from hmt_runs import OPTIONS, assert_same_weights, batches, network, train
+from torch import nn
+
+from hmt_deepspeed.optim.hmt import HMT
+
+# -- 16-bit weights -------------------------------------------------------------------------------
+
+
+def test_master_keeps_updates_below_the_spacing():
+    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    optimizer = HMT([weight], lr=1e-4, method="adamw")
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    torch.testing.assert_close(weight.float(), torch.full((8, 8), 0.99), atol=2e-3, rtol=0)
+    assert optimizer.state[weight]["master"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["lowrank_adamw", "adamw"])
+def test_none_mode_drifts_as_fp32_does(method):
+    """Steps far below bf16's spacing of 1/128: rounding to nearest would never move."""
+    m, n, steps = 64, 48, 100
+    gradient = torch.randn(m, 1, generator=torch.Generator().manual_seed(0)) @ torch.ones(1, n)
+    moved = {}
+    for dtype, masters in ((torch.float32, "fp32"), (torch.bfloat16, "none")):
+        weight = nn.Parameter(torch.full((m, n), 1.5, dtype=dtype))
+        rule = {} if method == "adamw" else {"rank": 1, "residual": "none", "scale": 7.0}
+        optimizer = HMT([weight], lr=2e-4, method=method, master_weights=masters, **rule)
+        for _ in range(steps):
+            weight.grad = gradient.to(dtype)
+            optimizer.step()
+        assert set(optimizer.state[weight]) <= {"exp_avg", "exp_avg_sq", "step"}
+        moved[dtype] = weight.detach().float() - 1.5
+    exact, rounded = moved[torch.float32], moved[torch.bfloat16]
+    assert exact.abs().max() > 1e-4
+    # A step rounds to a neighbour 1/128 away with the right probability: a row's mean of 48 elements
+    # after 100 steps has a deviation of sqrt(|move| / 128 / 48), at most 2e-3.
+    torch.testing.assert_close(rounded.mean(1), exact.mean(1), atol=8e-3, rtol=0)
+    slope = (rounded * exact).sum() / exact.square().sum()
+    assert 0.9 < slope < 1.1
+
+
+@pytest.mark.parametrize("masters", ["fp32", "none"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_bf16_learns(masters, contiguous):
+    model = network(dtype=torch.bfloat16)
+    if not contiguous:
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    optimizer = HMT(model, lr=1e-2, rank=8, update_interval=10, scale=1.0, master_weights=masters)
+    losses = train(model, optimizer, batches(150, size=64, dtype=torch.bfloat16))
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+
+
+# -- checkpoint -----------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("given", ["module", "named", "tensors"])
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "none")],
+)
+def test_resume_is_bit_exact(given, dtype, masters):
+    def construct(model):
+        params = {"module": model, "named": model.named_parameters(), "tensors": model.parameters()}
+        return HMT(
+            params[given],
+            lr=1e-2,
+            weight_decay=0.1,
+            rank_candidates=(2, 4, 8),
+            update_interval=4,
+            master_weights=masters,
+        )
+
+    data = list(batches(24, dtype=dtype))
+    straight = network(dtype=dtype)
+    optimizer = construct(straight)
+    train(straight, optimizer, data[:11], max_norm=1.0)
+    optimizer.param_groups[0]["lr"] = 5e-3
+    saved = through_a_file({"model": straight.state_dict(), "optimizer": optimizer.state_dict()})
+    train(straight, optimizer, data[11:], max_norm=1.0)
+
+    resumed = network(seed=1, dtype=dtype)
+    resumed.load_state_dict(saved["model"])
+    fresh = construct(resumed)
+    fresh.load_state_dict(saved["optimizer"])
+    assert fresh.param_groups[0]["lr"] == 5e-3
+    train(resumed, fresh, data[11:], max_norm=1.0)
+    assert_same_weights(straight, resumed)
+    ours, theirs = optimizer.state_dict(), fresh.state_dict()
+    assert ours["hmt"] == theirs["hmt"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in ours["state"].items():
+        assert state.keys() == theirs["state"][index].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["state"][index][key]))
+
+
+class Sharing(nn.Module):
+    """Three linears that read one input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(24, 16) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) * torch.tanh(self.k(x)) + self.v(x)
+
+
+def test_resume_keeps_who_shares_a_product():
+    """One wide product and three narrow ones may differ in the last bit."""
+    data = list(batches(12))
+    straight, resumed = Sharing(), Sharing()
+    optimizer = HMT(straight, **OPTIONS)
+    train(straight, optimizer, data[:6])
+    saved = through_a_file(optimizer.state_dict())
+    assert saved["hmt"]["groups"] == [["q.weight", "k.weight", "v.weight"]]
+    resumed.load_state_dict(straight.state_dict())
+    train(straight, optimizer, data[6:])
+    fresh = HMT(resumed, **OPTIONS)
+    fresh.load_state_dict(saved)
+    assert fresh._shared.groups() == saved["hmt"]["groups"]
+    train(resumed, fresh, data[6:])
+    assert_same_weights(straight, resumed)
+
+
+def test_saving_does_not_disturb():
+    first, second = network(), network()
+    optimizers = [HMT(model, **OPTIONS) for model in (first, second)]
+    for batch in batches(8):
+        train(first, optimizers[0], [batch])
+        train(second, optimizers[1], [batch])
+        optimizers[1].state_dict()
+    assert_same_weights(first, second)
+    assert all("basis" not in state for state in optimizers[1].state.values())
+
+
+def test_loading_before_the_first_and_after_some_steps():
+    model = network()
+    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    start = through_a_file(optimizer.state_dict())
+    train(model, optimizer, batches(5))
+    again = network()
+    optimizer_again = HMT(again.named_parameters(), **OPTIONS)
+    train(again, optimizer_again, batches(5))
+    for m, o in ((model, optimizer), (again, optimizer_again)):
+        m.load_state_dict(network().state_dict())
+        o.load_state_dict(start)
+        train(m, o, batches(5))
+    fresh = network()
+    train(fresh, HMT(fresh.named_parameters(), **OPTIONS), batches(5))
+    assert_same_weights(model, fresh)
+    assert_same_weights(again, fresh)
+
+
+def test_foreign_states_are_refused():
+    model = network()
+    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    with pytest.raises(ValueError, match="no 'hmt' entry"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    train(model, optimizer, batches(1))
+    with pytest.raises(ValueError, match="param_0"):
+        HMT(network().parameters(), **OPTIONS).load_state_dict(optimizer.state_dict())
+    dense = HMT(network().named_parameters(), method="adamw")
+    with pytest.raises(ValueError, match=r"0\.weight: the state dict has lowrank_adamw"):
+        dense.load_state_dict(optimizer.state_dict())
