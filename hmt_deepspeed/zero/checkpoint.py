@@ -22,6 +22,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
+from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
     MANIFEST,
     AtomicCheckpointEngine,
@@ -126,7 +127,7 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "groups": [
             [optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups
         ],
-        "shapes": {e.name: list(_shape(e)) for e in optimizer.entries},
+        "shapes": {e.name: list(whole_shape(e.gradient.param)) for e in optimizer.entries},
         "step_count": optimizer.step_count,
         "schedule": _schedule_state(optimizer),
         "shared_inputs": optimizer.shared.groups(),
@@ -230,10 +231,6 @@ def _to_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _shape(entry: Any) -> tuple[int, ...]:
-    return tuple(getattr(entry.gradient.param, "ds_shape", entry.gradient.param.shape))
-
-
 # -- loading --------------------------------------------------------------------------------------
 
 
@@ -322,12 +319,12 @@ def _newest_whole(load_dir: str, tag: str | None) -> str | None:
 
 def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None:
     optimizer = engine.optimizer
-    saved.check_same_model({e.name: _shape(e) for e in optimizer.entries})
+    saved.check_same_model({e.name: whole_shape(e.gradient.param) for e in optimizer.entries})
     for entry in optimizer.entries:
         flat = saved.master(entry.name)
         entry.weight.set_values(entry.gradient.shards.shard_of(flat, optimizer.shard_rank))
         if not entry.weight.partitioned:
-            entry.gradient.param.data.copy_(flat.view(_shape(entry)))
+            entry.gradient.param.data.copy_(flat.view(whole_shape(entry.gradient.param)))
     trained = {id(e.gradient.param) for e in optimizer.entries}
     with torch.no_grad():
         for param, name in engine.param_names.items():

@@ -14,8 +14,9 @@ from deepspeed.utils.timer import NoopTimer
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero import checkpoint
+from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
-from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer, ZeroSettings
+from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.support import check_engine, check_supported
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]

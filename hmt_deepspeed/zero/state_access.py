@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer, _Entry
+    from hmt_deepspeed.zero.entries import Entry
+    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
 __all__ = ["StateAccess", "link", "local_state", "move_states"]
 
 
-def local_state(entry: _Entry) -> dict[str, Tensor]:
+def local_state(entry: Entry) -> dict[str, Tensor]:
     """States of one parameter held by this rank, by DeepSpeed's keys."""
     if entry.matrix is not None:
         return {"exp_avg": entry.matrix.exp_avg, "exp_avg_sq": entry.matrix.exp_avg_sq}
@@ -39,10 +41,10 @@ class StateAccess:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
         entry = self._entries[param]
         if optim_state_key is None:
-            return self._whole_flat(entry, entry.weight.master_values()).view(_shape(param))
+            return self._whole_flat(entry, entry.weight.master_values()).view(whole_shape(param))
         state = self._state(entry, optim_state_key)
         if entry.matrix is None:
-            return self._whole_flat(entry, state).view(_shape(param))
+            return self._whole_flat(entry, state).view(whole_shape(param))
         return self._whole_rows(entry, state)
 
     def set_full_hp_param(
@@ -71,7 +73,7 @@ class StateAccess:
         if reduced is None:
             return None
         if entry.matrix is None:
-            return self._whole_flat(entry, reduced.reshape(-1).float()).view(_shape(param))
+            return self._whole_flat(entry, reduced.reshape(-1).float()).view(whole_shape(param))
         rows = self._whole_rows(entry, reduced[:, : entry.matrix.rank].float())
         return rows @ entry.matrix.basis.float().t()
 
@@ -114,13 +116,13 @@ class StateAccess:
         dtype = self.optimizer.settings.accumulate_dtype
         entry.gradient.reduced = flat.to(dtype, copy=True).view(-1, 1)
 
-    def _state(self, entry: _Entry, key: str) -> Tensor:
+    def _state(self, entry: Entry, key: str) -> Tensor:
         states = local_state(entry)
         if key not in states:
             raise ValueError(f"{entry.name} has no state {key!r}; legal keys: {sorted(states)}")
         return states[key]
 
-    def _whole_flat(self, entry: _Entry, shard: Tensor) -> Tensor:
+    def _whole_flat(self, entry: Entry, shard: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
         if shards.world == 1:
             return shard.clone()
@@ -131,7 +133,7 @@ class StateAccess:
         shards.unpack_flat(packed, whole)
         return whole
 
-    def _whole_rows(self, entry: _Entry, rows: Tensor) -> Tensor:
+    def _whole_rows(self, entry: Entry, rows: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
         if shards.world == 1:
             return rows.clone()
@@ -202,7 +204,3 @@ def _get_grad(self: Any) -> Tensor | None:
 
 def _set_grad(self: Any, value: Tensor) -> None:
     self._hp_mapping.set_fp32_grad_for_param(value, self)
-
-
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))

@@ -11,12 +11,13 @@ from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer, _Entry
+    from hmt_deepspeed.zero.entries import Entry
+    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
 __all__ = ["describe", "metrics", "stock_communication_bytes"]
 
 
-def state_bytes(entry: _Entry) -> int:
+def state_bytes(entry: Entry) -> int:
     """Bytes of moments and basis of one parameter on this rank; masters not counted."""
     if entry.matrix is not None:
         return entry.matrix.state_bytes()
@@ -73,7 +74,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
 
 def describe(optimizer: HMTZeroOptimizer) -> str:
     """One line per kind of parameter in each group: nothing is silently dense."""
-    lines: dict[tuple[Any, ...], list[_Entry]] = defaultdict(list)
+    lines: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     numbers = {id(g): i for i, g in enumerate(optimizer.param_groups)}
     for entry in optimizer.entries:
         matrix = entry.matrix
@@ -127,7 +128,7 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
     return f"{title}\n{format_table(rows, headers)}"
 
 
-def _masters_kind(entry: _Entry) -> str:
+def _masters_kind(entry: Entry) -> str:
     return "weights are fp32" if entry.weight.master is not None else "none"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch import nn
 
 __all__ = ["check_engine", "check_supported"]
 
@@ -35,8 +36,14 @@ def check_engine(engine: Any) -> None:
     """Refuse what shows only once the engine has looked at the model and the process groups.
 
     Raises:
-        ValueError: experts, model or sequence parallelism.
+        ValueError: experts, embeddings with sparse gradients, model or sequence parallelism.
     """
+    for name, module in engine.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name or 'the model'} is an embedding with sparse=True, legal with HMT is False: "
+                "gradients are reduced dense. Build it with sparse=False."
+            )
     if engine.has_moe_layers:
         raise ValueError(
             "the model has DeepSpeed MoE layers, whose experts are reduced over groups of their own; HMT "
@@ -79,8 +86,6 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
         yield "bf16.bf16_optimizer_states", True, "false", "Remove it; moments are fp32."
     if config.get("amp", {}).get("enabled"):
         yield "amp.enabled", True, "false", "Use bf16 or fp16."
-    if config.get("sparse_gradients"):
-        yield "sparse_gradients", True, "false", "Remove it; embeddings are reduced dense."
 
 
 def _zero(parsed: Any) -> Iterator[Refusal]:
@@ -89,7 +94,7 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
     if offload is not None and offload.device != OffloadDeviceEnum.none:
         yield (
             "zero_optimization.offload_optimizer.device",
-            offload.device.value,
+            str(getattr(offload.device, "value", offload.device)),
             '"none"',
             "Remove the section: HMT keeps the moments in the low-rank space, on the device.",
         )
@@ -103,7 +108,6 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
         )
     switches = {
         "zenflow": getattr(zero, "zenflow", None),
-        "super_offload": getattr(zero, "super_offload", False),
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "zero_quantized_gradients": zero.zero_quantized_gradients,

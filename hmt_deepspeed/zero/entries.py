@@ -1,0 +1,160 @@
+"""Everything of each parameter, built once: rule, shard, weights, states, gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.assign import Assignment, assign_rules
+from hmt_deepspeed.optim.hmt import low_rank_settings
+from hmt_deepspeed.optim.linear import ProjectedSite, can_project
+from hmt_deepspeed.optim.matrix import LowRankMatrix
+from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
+from hmt_deepspeed.zero.shards import RowShards
+from hmt_deepspeed.zero.weights import Weight
+
+__all__ = ["Entry", "Placed", "ZeroSettings", "build_entries", "build_schedule", "whole_shape"]
+
+Placed = tuple[str, nn.Parameter, dict[str, Any]]  # name, parameter, its group
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Plain values the engine takes from the DeepSpeed JSON.
+
+    stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
+    clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
+    check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
+    reduce_elements, gather_elements: sizes of the buckets. scale: factors that make a sum a mean.
+    """
+
+    stage: int
+    model_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    clip: float
+    micro_batches: int
+    check_overflow: bool
+    overlap: bool
+    reduce_elements: int
+    gather_elements: int
+    scale: ReductionScale
+
+
+@dataclass(eq=False)
+class Entry:
+    """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
+
+    assignment: Assignment
+    group: dict[str, Any]
+    gradient: Gradient
+    weight: Weight
+    matrix: LowRankMatrix | None
+    dense_state: tuple[Tensor, Tensor, Tensor] | None  # exp_avg, exp_avg_sq, step
+
+    @property
+    def name(self) -> str:
+        return self.assignment.name
+
+    def hyper(self) -> dict[str, Any]:
+        keys = ("lr", "betas", "eps", "weight_decay")
+        return {key: self.group[key] for key in keys}
+
+
+def build_entries(
+    placed: Sequence[Placed],
+    options: Mapping[str, Any],
+    settings: ZeroSettings,
+    modules: Mapping[str, nn.Module],
+    world: int,
+    rank: int,
+) -> list[Entry]:
+    """One entry per trainable parameter, in the order of the parameter groups.
+
+    Args:
+        placed: every trainable parameter. options: fields of ``hmt.optimizer``.
+        modules: linear layers by the name of their weight.
+        world, rank: of the shards; 1 and 0 at stage 0.
+
+    Raises:
+        ValueError: options that cannot be honoured for these parameters.
+    """
+    low_rank = low_rank_settings(options)
+    assignments = assign_rules(
+        [(name, whole_shape(p)) for name, p, _ in placed],
+        method=options["method"],
+        target_modules=options["target_modules"],
+        exclude_modules=options["exclude_modules"],
+        linear_names=modules,
+        rank=low_rank.rank,
+    )
+    entries = []
+    for index, (assignment, (name, param, group)) in enumerate(
+        zip(assignments, placed, strict=True)
+    ):
+        shape = whole_shape(param)
+        m, n = shape if assignment.low_rank else (torch.Size(shape).numel(), 1)
+        shards = RowShards(m, n, world)
+        weight = Weight(param, shards, rank, options["master_weights"] == "fp32")
+        matrix, state = None, None
+        if assignment.low_rank:
+            rows, dtype = shards.rows(rank), settings.model_dtype
+            matrix = LowRankMatrix(name, (m, n), rows, low_rank, dtype, weight.device)
+        else:
+            moment = torch.zeros(weight.shard.numel(), device=weight.device)
+            step = torch.zeros((), device=weight.device)
+            state = (moment, torch.zeros_like(moment), step)
+        site = _site(assignment, modules, options["projected_backward"])
+        gradient = Gradient(index, name, param, shards, matrix, site)
+        entries.append(Entry(assignment, group, gradient, weight, matrix, state))
+    return entries
+
+
+def _site(
+    assignment: Assignment, modules: Mapping[str, nn.Module], wanted: bool | str
+) -> ProjectedSite | None:
+    """A site where the projected backward applies; refuses where it is insisted on and does not."""
+    if not assignment.low_rank or wanted is False:
+        return None
+    module = modules.get(assignment.name)
+    if module is not None and can_project(module):
+        return ProjectedSite(assignment.name)
+    if wanted is True:
+        raise ValueError(
+            f"hmt.optimizer.projected_backward is true, but {assignment.name} belongs to a "
+            f"{type(module).__name__}, whose forward is not that of nn.Linear. "
+            'Use "auto", or add the module to exclude_modules.'
+        )
+    return None
+
+
+def build_schedule(
+    low_rank: Sequence[Entry], options: Mapping[str, Any], dtype: torch.dtype
+) -> RefreshSchedule:
+    """When each matrix refreshes; ``dtype`` is that of the accumulated full gradients.
+
+    Raises:
+        ValueError: ``max_full_gradient_bytes`` below the largest matrix.
+    """
+    size = torch.empty(0, dtype=dtype).element_size()
+    nbytes = [size * e.gradient.shards.m * e.gradient.shards.n for e in low_rank]
+    budget = options["max_full_gradient_bytes"]
+    if budget == "auto":
+        budget = default_full_gradient_bytes(nbytes)
+    elif nbytes and budget < max(nbytes):
+        largest = low_rank[nbytes.index(max(nbytes))].name
+        raise ValueError(
+            f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the full gradient of {largest} "
+            f'takes {max(nbytes)} bytes. Give at least that, or "auto".'
+        )
+    return RefreshSchedule(nbytes, options["update_interval"], budget)
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, partitioned or not."""
+    return tuple(getattr(param, "ds_shape", param.shape))
