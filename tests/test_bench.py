@@ -1,0 +1,127 @@
+"""`launch/bench.py` at toy sizes: the code of the real cases, and what their JSON must hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "launch" / "bench.py"
+CASE_FIELDS = {
+    "command",
+    "measured_at",
+    "run_seconds",
+    "threads",
+    "load_average_before",
+    "machine",
+    "device",
+    "dtype",
+    "dtype_reason",
+    "toy",
+    "settings",
+    "measurements",
+    "samples",
+}
+MEASUREMENT_FIELDS = {
+    "label",
+    "value",
+    "unit",
+    "relation",
+    "target",
+    "reached",
+    "spread",
+    "note",
+}
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        env.pop(name, None)
+    command = [sys.executable, str(BENCH), *arguments]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def toy_case(name: str, folder: Path) -> dict[str, Any]:
+    """The record that one toy case leaves in the report."""
+    done = run_bench("foundations", "--toy", "--case", name, "--output", str(folder))
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = folder.glob("*/foundations.json")
+    assert "| case |" in path.with_suffix(".md").read_text(encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))["cases"][name]
+
+
+def value(case: dict[str, Any], words: str) -> float:
+    (found,) = [m["value"] for m in case["measurements"] if words in m["label"]]
+    return found
+
+
+def check_fields(case: dict[str, Any]) -> None:
+    assert set(case) >= CASE_FIELDS
+    assert {"cpu", "cpu_cores", "torch", "deepspeed", "transformers"} <= set(case["machine"])
+    assert case["toy"] is True
+    assert case["measurements"]
+    for measured in case["measurements"]:
+        assert set(measured) == MEASUREMENT_FIELDS
+        assert measured["reached"] is None  # a toy says nothing about a target
+        assert isinstance(measured["value"], float)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+def test_projected_backward(folder: Path) -> None:
+    case = toy_case("projected_backward", folder)
+    check_fields(case)
+    assert value(case, "fp64") < 1e-12
+    samples = case["samples"]["fp32, d=64 r=8, 128 tokens, 2 layers"]
+    assert len(samples["ordinary"]) == len(samples["projected"]) == 3
+    # Widths: the ordinary backward keeps d and 3 d of input per layer, the projected one r + k
+    # columns for each of gate, up and down.
+    (saved,) = samples["saved_input_bytes"]
+    assert saved["ordinary"] == 2 * 128 * (64 + 192) * 4
+    assert saved["projected"] == 2 * 128 * 3 * (8 + 8) * 4
+
+
+def test_memory(folder: Path) -> None:
+    case = toy_case("memory", folder)
+    check_fields(case)
+    assert value(case, "state bytes of low-rank matrices / formula") == 1.0
+    assert value(case, "AdamW's moments") <= 0.3
+    assert value(case, "(r + k)·m") == 1.0
+    assert value(case, "/ m·n") < 0.5
+
+
+def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
+    toy_case("projected_backward", folder)  # runs again: replaces its entry
+    done = run_bench("table", "--output", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fp64: largest error") == 1
+    assert "torch" in done.stdout
+
+
+def test_toy_results_are_kept_from_the_committed_ones() -> None:
+    done = run_bench("foundations", "--toy", "--case", "memory")
+    assert done.returncode == 2
+    assert "--toy needs --output" in done.stderr
+
+
+def test_table_of_an_empty_folder_says_what_to_run(tmp_path: Path) -> None:
+    done = run_bench("table", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "launch/bench.py foundations" in done.stderr

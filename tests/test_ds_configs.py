@@ -1,0 +1,86 @@
+"""Every JSON under ds_configs/ is complete and trains."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from training import furthest, loss_of, make_engine, model_weights, tiny_llama
+
+from hmt_deepspeed.config import HMTConfig, read_json_config
+from hmt_deepspeed.train.models import resolve_bf16
+
+FOLDER = Path(__file__).resolve().parents[1] / "ds_configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+SEVERAL_RANKS = ["hmt_zero0", "hmt_zero1", "hmt_zero2", "hmt_zero3"]
+EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
+    "hmt_zero0": 0,
+    "hmt_zero1": 1,
+    "hmt_zero2": 2,
+    "hmt_zero3": 3,
+    "hmt_zero3_offload_param": 3,
+}
+
+
+def trained(names: list[str], steps: int) -> dict[str, Any]:
+    """A few steps with every config, one engine after another."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    found = {}
+    for name in names:
+        config = resolve_bf16(read_json_config(FOLDER / f"{name}.json"), True)
+        engine = make_engine(config, tiny_llama(layers=1))
+        start = model_weights(engine)
+        tokens = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(3))
+        losses = []
+        for _ in range(steps):
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found[name] = {
+            "losses": losses,
+            "stage": engine.optimizer.settings.stage,
+            "moved": furthest(model_weights(engine), start),
+            "matrices": len(engine.optimizer.low_rank),
+            "masters": engine.optimizer.metrics()["master_weight_bytes"],
+            "dtype": engine.optimizer.settings.model_dtype,
+            "clip": engine.gradient_clipping(),
+            "lr": engine.get_lr()[0],
+        }
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks) -> dict[str, Any]:
+    return ranks.run(trained, 1, NAMES, 8)[0]
+
+
+def test_every_config_is_listed() -> None:
+    assert set(NAMES) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_trains(alone: dict[str, Any], name: str) -> None:
+    config, found = read_json_config(FOLDER / f"{name}.json"), alone[name]
+    HMTConfig.from_block(config["hmt"])
+    assert found["stage"] == EXPECTED[name]
+    assert all(map(isfinite, found["losses"]))
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["moved"] > 0
+    assert found["clip"] == 1.0
+    assert 0 < found["lr"] < config["optimizer"]["params"]["lr"]  # still warming up
+    assert found["matrices"] == (0 if name == "hmt_adamw" else 7)
+    assert found["dtype"] == (torch.float16 if name == "hmt_fp16" else torch.bfloat16)
+    assert (found["masters"] == 0) == (name == "hmt_no_masters")
+
+
+def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:
+    for name, found in ranks.run(trained, 2, SEVERAL_RANKS, 4)[0].items():
+        assert found["losses"][-1] < found["losses"][0], name

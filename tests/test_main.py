@@ -1,0 +1,77 @@
+"""``deepspeed --module hmt_deepspeed script.py``: a script that nobody changed runs with HMT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hmt_deepspeed.__main__ import split_arguments
+
+SCRIPT = """
+import argparse
+import sibling
+import deepspeed, torch
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--name")
+    deepspeed.add_config_arguments(parser)
+    args = parser.parse_args()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Linear(24, 1))
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    for _ in range(2):
+        loss = engine(torch.ones(4, 16)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    print("RESULT", type(engine).__name__, type(engine.optimizer).__name__, sibling.WORD, args.name,
+          args.local_rank, flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+CONFIG = """{"train_batch_size": 4, "zero_optimization": {"stage": 2},
+ "optimizer": {"type": "HMT", "params": {"lr": 0.001}},
+ "hmt": {"optimizer": {"rank": 4, "exclude_modules": ["1.weight"]}}}"""
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env["PYTHONPATH"] = f"{root}{os.pathsep}{env.get('PYTHONPATH', '')}"
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    port = str(20000 + os.getpid() % 20000)
+    command = ["deepspeed", "--num_gpus", "1", "--master_port", port, "--module", "hmt_deepspeed"]
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_an_unchanged_script_trains_with_hmt(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "train.py").write_text(SCRIPT)
+    (scripts / "sibling.py").write_text("WORD = 'beside'\n")
+    (tmp_path / "x.json").write_text(CONFIG)
+    done = launch(tmp_path, "scripts/train.py", "--deepspeed_config", "x.json", "--name", "a b")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RESULT HMTEngine HMTZeroOptimizer beside a b 0" in done.stdout
+
+
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
+    done = launch(tmp_path, "no_such.py")
+    assert done.returncode != 0
+    assert "error: script 'no_such.py' does not exist" in done.stderr + done.stdout
+    assert "Traceback" not in (done.stderr + done.stdout).partition("error: script")[0]
+
+
+def test_arguments_are_split_at_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    arguments = ["--local_rank=1", str(script), "--lr", "1", "other.py"]
+    assert split_arguments(arguments) == (str(script), ["--local_rank=1", "--lr", "1", "other.py"])
+    with pytest.raises(ValueError, match="no script among"):
+        split_arguments(["--local_rank=0"])

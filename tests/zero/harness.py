@@ -1,0 +1,208 @@
+"""Real gloo ranks for tests, cheaply: a zygote imports everything once, every case is a fork of it.
+
+Importing torch, DeepSpeed and transformers takes about ten seconds a process; a fork takes
+milliseconds, and each case still gets fresh processes, which start, train and end on their own.
+
+A case is a top-level function of a test module. :meth:`Ranks.run` calls it on every rank and returns
+the ranks' results in order; a rank that raises or hangs fails the test by the case's name.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT = 300.0  # seconds a case may take; the slowest needs ten, on a machine that swaps far more
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class CaseFailed(AssertionError):
+    """A case raised or hung on some rank."""
+
+
+class Ranks:
+    """Client of the zygote: ``run(case, world, *args)`` returns one result per rank."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-u", os.path.abspath(__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def run(self, case: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Any]:
+        """Results of ``case(*args, **kwargs)`` on ranks 0 .. world - 1.
+
+        Raises:
+            CaseFailed: with the case's name and the end of every failed rank's output.
+        """
+        codes, results, logs = self.attempt(case, world, *args, **kwargs)
+        if any(codes):
+            tails = "\n".join(
+                f"--- rank {r}, exit {c}\n{logs[r][-4000:]}" for r, c in enumerate(codes)
+            )
+            raise CaseFailed(f"{case.__name__}{args}{kwargs} on {world} ranks failed:\n{tails}")
+        return results
+
+    def attempt(
+        self, case: Callable[..., Any], world: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], list[Any], list[str]]:
+        """Like :meth:`run`, for cases that are meant to die: exit codes, results, outputs by rank."""
+        import torch
+
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save((args, kwargs), f"{folder}/arguments.pt")
+            job = {
+                "folder": folder,
+                "world": world,
+                "path": os.path.dirname(sys.modules[case.__module__].__file__ or HERE),
+                "module": case.__module__,
+                "case": case.__qualname__,
+                "timeout": TIMEOUT,
+            }
+            assert self._zygote.stdin is not None
+            assert self._zygote.stdout is not None
+            self._zygote.stdin.write(json.dumps(job) + "\n")
+            self._zygote.stdin.flush()
+            answer = self._zygote.stdout.readline()
+            if not answer:
+                raise CaseFailed("the zygote process is gone")
+            codes = json.loads(answer)
+            results, logs = [], []
+            for rank in range(world):
+                path = f"{folder}/result{rank}.pt"
+                found = os.path.exists(path)
+                results.append(torch.load(path, weights_only=False) if found else None)
+                with open(f"{folder}/rank{rank}.log", errors="replace") as file:
+                    logs.append(file.read())
+        return codes, results, logs
+
+    def close(self) -> None:
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.close()
+        self._zygote.wait(timeout=30)
+
+
+# -- inside the zygote and its children --------------------------------------------------------------
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import deepspeed  # noqa: F401  what every case needs, imported once
+    import pytest  # noqa: F401
+    import torch
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from deepspeed.comm.torch import build_shm_op
+
+    import hmt_deepspeed.zero.engine  # noqa: F401
+
+    build_shm_op()  # what init_distributed looks up and loads, half a second each time
+    assert torch.get_num_threads() == 1  # a pool of threads would not survive the fork
+    for line in sys.stdin:
+        print(json.dumps(_run_job(json.loads(line))), file=answers, flush=True)
+
+
+def _run_job(job: dict[str, Any]) -> list[int]:
+    port = _free_port()
+    pids = []
+    for rank in range(job["world"]):
+        pid = os.fork()
+        if pid == 0:
+            _child(job, rank, port)
+        pids.append(pid)
+    codes = _wait(pids, job["timeout"])
+    # DeepSpeed's shared-memory collectives leave 69 MB per rank and port behind.
+    for leftover in glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"):
+        os.remove(leftover)
+    return codes
+
+
+def _wait(pids: list[int], timeout: float) -> list[int]:
+    """Exit codes; a rank alive after the timeout, or long after another died, is killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    if codes[pid]:
+                        deadline = min(deadline, time.monotonic() + 5)
+        if time.monotonic() > deadline:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGUSR1)  # the stack of a rank that hangs, into its log
+                    time.sleep(0.2)
+                    os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+def _child(job: dict[str, Any], rank: int, port: int) -> None:
+    """One rank: own output file, own process group, case, clean end. Never returns."""
+    import faulthandler
+
+    import torch
+    import torch.distributed as dist
+
+    log = os.open(f"{job['folder']}/rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job["world"],
+        "LOCAL_SIZE": job["world"],
+    }
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    code = 1
+    try:
+        import deepspeed
+
+        sys.path.insert(0, job["path"])
+        case = getattr(importlib.import_module(job["module"]), job["case"])
+        args, kwargs = torch.load(f"{job['folder']}/arguments.pt", weights_only=False)
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        torch.manual_seed(1234)
+        result = case(*args, **kwargs)
+        torch.save(result, f"{job['folder']}/result{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [HERE, os.path.dirname(os.path.dirname(HERE))]
+    _serve()

@@ -1,0 +1,214 @@
+"""Resuming: the same run in new processes, bit for bit, and on any other layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from training import (
+    LOW_RANK,
+    bases,
+    ds_config,
+    furthest,
+    make_engine,
+    matrix_ranks,
+    model_weights,
+    subspace_distance,
+    tiny_llama,
+    train,
+    weights,
+)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "no masters": {"bf16": {"enabled": True}},
+    "scheduler": {
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3, "total_num_steps": 30},
+        }
+    },
+}
+
+
+def config_of(stage: int, variant: str = "fp32", **changes: Any) -> dict[str, Any]:
+    masters = {"master_weights": "none"} if variant == "no masters" else {}
+    return ds_config(stage, {**LOW_RANK, **masters}, **VARIANTS[variant], **changes)
+
+
+def lr_of(engine: Any) -> float:
+    return float(engine.optimizer.param_groups[0]["lr"])
+
+
+def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """All that must be the same after a resumed run."""
+    return {
+        "losses": losses,
+        "weights": weights(engine),
+        "model": model_weights(engine),
+        "bases": bases(engine),
+        "ranks": matrix_ranks(engine),
+        "lr": lr_of(engine),
+        "step": engine.optimizer.step_count,
+        "random": torch.rand(3),
+    }
+
+
+# -- cases: a run, and its continuation ------------------------------------------------------------------
+
+
+def straight_run(stage: int, variant: str, folder: str | None) -> dict[str, Any]:
+    """20 steps, saved after 10 when given a folder."""
+    engine = make_engine(config_of(stage, variant))
+    losses = train(engine, 10)
+    if folder is not None:
+        torch.rand(5)  # the random state that is saved is not the one a new process starts with
+        engine.save_checkpoint(folder, client_state={"position": 120})
+    return outcome(engine, losses + train(engine, 10, first=10))
+
+
+def resumed_run(stage: int, variant: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(999)
+    engine = make_engine(config_of(stage, variant), tiny_llama(seed=7))
+    path, client = engine.load_checkpoint(folder)
+    assert path == os.path.join(folder, "global_step10")
+    assert client["position"] == 120
+    assert engine.global_steps == 10
+    return outcome(engine, train(engine, 10, first=10))
+
+
+def resumed_at_stages(folders: list[str], stages: list[int]) -> dict[Any, Any]:
+    """Five more steps from every folder at every stage, one engine after another."""
+    found = {}
+    for folder in folders:
+        for stage in stages:
+            engine = make_engine(config_of(stage), tiny_llama(seed=7))
+            engine.load_checkpoint(folder)
+            loaded = weights(engine)
+            losses = train(engine, 5, first=10)
+            found[folder, stage] = (losses, weights(engine), bases(engine), loaded)
+            engine.destroy()
+    return found
+
+
+def partial_loads(stage: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, keyword in {
+        "module": {"load_module_only": True},
+        "no states": {"load_optimizer_states": False},
+        "no scheduler": {"load_lr_scheduler_states": False},
+    }.items():
+        engine = make_engine(config_of(stage, "scheduler"), tiny_llama(seed=7))
+        engine.load_checkpoint(folder, **keyword)
+        moments = max(
+            float(t.abs().max()) if t.numel() else 0.0
+            for state in engine.optimizer.state.values()
+            for name, t in state.items()
+            if name != "step"
+        )
+        found[key] = {
+            "weights": weights(engine),
+            "model": model_weights(engine),
+            "moments": moments,
+            "steps": engine.global_steps,
+            "own steps": engine.optimizer.step_count,
+            "scheduler": engine.lr_scheduler.last_batch_iteration,
+        }
+        engine.destroy()
+    return found
+
+
+def lr_set_by_hand(folder: str) -> tuple[float, float]:
+    engine = make_engine(config_of(2), tiny_llama(layers=1))
+    train(engine, 1)
+    engine.optimizer.param_groups[0]["lr"] = 1.25e-4
+    engine.save_checkpoint(folder)
+    fresh = make_engine(config_of(2), tiny_llama(layers=1))
+    before = lr_of(fresh)
+    fresh.load_checkpoint(folder)
+    return before, lr_of(fresh)
+
+
+# -- tests --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "variant"),
+    [(stage, 1, "fp32") for stage in range(4)]
+    + [(1, 2, "fp32"), (2, 2, "fp32"), (3, 2, "fp32")]
+    + [(2, 1, "scheduler"), (2, 2, "bf16"), (1, 2, "no masters"), (3, 2, "no masters")],
+)
+def test_resume_is_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, stage: int, world: int, variant: str
+) -> None:
+    straight = ranks.run(straight_run, world, stage, variant, str(tmp_path))
+    resumed = ranks.run(resumed_run, world, stage, variant, str(tmp_path))
+    for one, other in zip(straight, resumed, strict=True):
+        assert one["losses"][10:] == other["losses"]
+        for key in ("weights", "model", "bases"):
+            for name, value in one[key].items():
+                assert torch.equal(value, other[key][name]), (key, name)
+        assert one["ranks"] == other["ranks"]
+        assert (one["lr"], one["step"]) == (other["lr"], other["step"])
+        assert torch.equal(one["random"], other["random"])
+
+
+def test_saving_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    saving = ranks.run(straight_run, 2, 3, "fp32", str(tmp_path))[0]
+    plain = ranks.run(straight_run, 2, 3, "fp32", None)[0]
+    assert saving["losses"] == plain["losses"]
+    assert furthest(saving["weights"], plain["weights"]) == 0
+
+
+@pytest.fixture(scope="module")
+def saved_runs(ranks: Ranks, tmp_path_factory: Any) -> tuple[dict[Any, str], dict[str, Any]]:
+    """The same run saved at every stage and on 1 or 2 ranks; and its straight continuation."""
+    folders = {}
+    for stage, world in [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)]:
+        folder = str(tmp_path_factory.mktemp(f"stage{stage}_world{world}"))
+        straight = ranks.run(straight_run, world, stage, "fp32", folder)[0]
+        folders[stage, world] = folder
+    return folders, straight
+
+
+# A resumed run on another layout sums in another order, like a run on it from the start: the bars of
+# test_parity.py hold.
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_layout_loads_any_other(ranks: Ranks, saved_runs: Any, world: int) -> None:
+    folders, straight = saved_runs
+    # One rank reads them all at all stages; others read what shards differently.
+    wanted = {1: list(folders), 2: [(0, 1), (1, 1), (2, 1), (3, 2)], 3: [(1, 2), (3, 2)]}[world]
+    stages = {1: [0, 1, 2, 3], 2: [0, 2, 3], 3: [2, 3]}[world]
+    found = ranks.run(resumed_at_stages, world, [folders[w] for w in wanted], stages)[0]
+    reference = next(iter(found.values()))
+    assert len(found) == len(wanted) * len(stages)
+    for key, (losses, after, found_bases, loaded) in found.items():
+        assert losses == pytest.approx(straight["losses"][10:15], rel=1e-5), key
+        assert furthest(loaded, reference[3]) < 2e-3, key
+        assert furthest(after, reference[1]) < 2e-3, key
+        for name, basis in found_bases.items():
+            assert subspace_distance(basis, reference[2][name]) < 1e-2, (key, name)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partial_loads(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    straight = ranks.run(straight_run, 2, stage, "scheduler", str(tmp_path))[0]
+    found = ranks.run(partial_loads, 2, stage, str(tmp_path))[0]
+    for key, state in found.items():
+        assert furthest(state["weights"], found["no scheduler"]["weights"]) == 0
+        assert furthest(state["weights"], state["model"]) == 0  # fp32: masters are the weights
+        assert furthest(state["weights"], straight["weights"]) > 1e-3  # ten steps earlier
+        assert state["steps"] == (0 if key == "module" else 10)
+        assert state["own steps"] == (10 if key == "no scheduler" else 0)
+        assert (state["moments"] > 0) == (key == "no scheduler")
+    assert found["no states"]["scheduler"] > found["no scheduler"]["scheduler"]
+    assert found["module"]["scheduler"] == found["no scheduler"]["scheduler"]
+
+
+def test_lr_set_by_hand_is_restored(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(lr_set_by_hand, 1, str(tmp_path))[0] == (3e-3, 1.25e-4)

@@ -1,0 +1,222 @@
+"""What cannot work fails at construction, with the key, its value, what is legal and what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from training import ds_config, make_engine, tiny_llama
+
+import hmt_deepspeed
+
+# (changes of the JSON by dotted key, what the error must say)
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "other optimizer": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        ['"hmt" block', "'AdamW'", '"type": "HMT"', "remove"],
+    ),
+    "no block": ({"hmt": None}, ['"HMT"', 'no "hmt" block', '"hmt": {}']),
+    "misspelt key": (
+        {"hmt": {"optimizer": {"rnak": 4}}},
+        ["hmt.optimizer.rnak", "got 4", 'did you mean "hmt.optimizer.rank"'],
+    ),
+    "rank above the smaller side": (
+        {"hmt": {"optimizer": {"rank": 41}}},
+        ["hmt.optimizer.rank is 41", "1..40", "Lower the rank"],
+    ),
+    "too small a budget": (
+        {"hmt": {"optimizer": {"max_full_gradient_bytes": 100}}},
+        ["hmt.optimizer.max_full_gradient_bytes is 100", "12320", "at least that"],
+    ),
+    "pattern that matches nothing": (
+        {"hmt": {"optimizer": {"target_modules": ["no_such"]}}},
+        ["hmt.optimizer.target_modules", "'no_such'", "Correct or remove"],
+    ),
+    "no masters in fp32": (
+        {"hmt": {"optimizer": {"master_weights": "none"}}},
+        ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
+    ),
+    "offload_optimizer": (
+        {"zero_optimization.offload_optimizer": {"device": "cpu"}},
+        ["zero_optimization.offload_optimizer.device is 'cpu'", '"none"', "Remove"],
+    ),
+    "offload_param to nvme": (
+        {
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+        },
+        ["zero_optimization.offload_param.device is 'nvme'", '"cpu"'],
+    ),
+    "tensor parallelism": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        ["tensor_parallel.autotp_size is 2", "0 or 1", "ZeRO-3"],
+    ),
+    "hpZ": (
+        {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 2},
+        ["zero_optimization.zero_hpz_partition_size is 2", "legal is 1", "remove"],
+    ),
+    "SuperOffload": (
+        {
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_optimizer": {"device": "cpu", "super_offload": True},
+        },
+        ["zero_optimization.offload_optimizer.device is 'cpu'", "Remove the section"],
+    ),
+    "ZenFlow": (
+        {
+            "zero_optimization.zenflow": {"topk_ratio": 0.1},
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+        },
+        ["zero_optimization.zenflow", "legal is false", "Remove"],
+    ),
+    "quantized weights": (
+        {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True},
+        ["zero_optimization.zero_quantized_weights is True", "legal is false"],
+    ),
+    "quantized gradients": (
+        {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_gradients": True},
+        ["zero_optimization.zero_quantized_gradients is True", "legal is false"],
+    ),
+    "torch_autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        ["torch_autocast.enabled is True", "legal is false", '"bf16"'],
+    ),
+    "load_universal": (
+        {"checkpoint": {"load_universal": True}},
+        ["checkpoint.load_universal is True", "legal is false", "remove"],
+    ),
+    "deepcompile": (
+        {"compile": {"deepcompile": True}},
+        ["compile.deepcompile is True", "legal is false", "Remove"],
+    ),
+    "16-bit masters": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        ["bf16.bf16_master_weights_and_grads is True", "master_weights"],
+    ),
+    "two at once": (
+        {"checkpoint": {"load_universal": True}, "compile": {"deepcompile": True}},
+        ["checkpoint.load_universal", "compile.deepcompile"],
+    ),
+}
+
+
+def _error(make: Any) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"not a ValueError: {type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refused_by_json(changes: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for change in changes:
+        config = copy.deepcopy(ds_config(2, {}))
+        for key, value in change.items():
+            *path, last = key.split(".")
+            inner = config
+            for part in path:
+                inner = inner[part]
+            if value is None:
+                del inner[last]
+            else:
+                inner[last] = value
+        found.append(_error(lambda config=config: make_engine(config, tiny_llama(layers=1))))
+    return found
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def refused_otherwise() -> dict[str, str]:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import PipelineModule
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    found = {}
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=40, n_layer=1, n_head=4))
+    insist = ds_config(2, {"projected_backward": True})
+    found["conv1d"] = _error(lambda: make_engine(insist, gpt2))
+    pipeline = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1)
+    config = ds_config(1, {})
+    found["pipeline"] = _error(lambda: make_engine(config, pipeline))
+    model = tiny_llama(layers=1)
+    experts = nn.ModuleDict({"llama": model, "moe": MoE(8, Expert(), num_experts=2)})
+    found["experts"] = _error(lambda: make_engine(ds_config(2, {}), experts))
+    client = torch.optim.AdamW(model.parameters())
+    plain = ds_config(2, {})
+    del plain["optimizer"]
+    found["client adamw"] = _error(lambda: make_engine(plain, model, optimizer=client))
+    ours = hmt_deepspeed.HMT(model.named_parameters(), rank=4)
+    given_twice = {**plain, "hmt": {"optimizer": {"rank": 8}}}
+    found["options twice"] = _error(lambda: make_engine(given_twice, model, optimizer=ours))
+    accepted = {**plain}
+    del accepted["hmt"]
+    found["client hmt"] = _error(lambda: make_engine(accepted, model, optimizer=ours))
+    closure = make_engine(ds_config(2, {}), tiny_llama(layers=1))
+    sparse = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    found["sparse"] = _error(lambda: make_engine(ds_config(2, {}), sparse))
+    found["closure"] = _error(lambda: closure.optimizer.step(lambda: 0))
+    try:
+        with closure.coalesce_grad_reduction():
+            found["coalesce"] = "accepted"
+    except NotImplementedError as error:
+        found["coalesce"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors(ranks: Ranks) -> dict[str, str]:
+    """All refusals of the JSON, made by one process."""
+    said = ranks.run(refused_by_json, 1, [changes for changes, _ in CASES.values()])[0]
+    return dict(zip(CASES, said, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_json_is_refused(errors: dict[str, str], name: str) -> None:
+    for text in CASES[name][1]:
+        assert text in errors[name]
+
+
+def test_sequence_parallelism_is_refused(ranks: Ranks) -> None:
+    changes = {"sequence_parallel_size": 2, "train_batch_size": 6}
+    for (said,) in ranks.run(refused_by_json, 2, [changes]):
+        assert "sequence_parallel_size is 2" in said
+        assert "legal is 1" in said
+
+
+def test_what_the_json_cannot_tell_is_refused(ranks: Ranks) -> None:
+    found = ranks.run(refused_otherwise, 1)[0]
+    assert "hmt.optimizer.projected_backward is true" in found["conv1d"]
+    assert "Conv1D" in found["conv1d"]
+    assert "exclude_modules" in found["conv1d"]
+    assert "PipelineEngine" in found["pipeline"]
+    assert "ZeRO-3" in found["pipeline"]
+    assert "MoE" in found["experts"]
+    assert "without the hmt block" in found["experts"]
+    assert "'AdamW'" in found["client adamw"]
+    assert "options of its own" in found["options twice"]
+    assert found["client hmt"] == "accepted"
+    assert "sparse=True" in found["sparse"]
+    assert "sparse=False" in found["sparse"]
+    assert "closure" in found["closure"]
+    assert "HMTZeroOptimizer" in found["coalesce"]
+
+
+def test_importing_patches_nothing() -> None:
+    """This process has imported every room of the package."""
+    assert deepspeed.DeepSpeedEngine.__module__ == "deepspeed.runtime.engine"
+    assert not hasattr(torch.optim, "HMT")

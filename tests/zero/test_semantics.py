@@ -1,0 +1,274 @@
+"""What a training step means: precision, loss scaling, which parameters take part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import Tensor, nn
+from training import (
+    LOW_RANK,
+    assert_same,
+    ds_config,
+    furthest,
+    loss_of,
+    make_engine,
+    matrix_ranks,
+    micro_batches,
+    result,
+    stock_config,
+    tiny_llama,
+    train,
+    weights,
+)
+
+STEPS = 6
+
+
+# -- precision ----------------------------------------------------------------------------------------
+
+
+def accumulation_dtype(stage: int, gas: int, dtype: str | None) -> dict[str, Any]:
+    kinds = {} if dtype is None else {"data_types": {"grad_accum_dtype": dtype}}
+    engine = make_engine(ds_config(stage, gas=gas, bf16={"enabled": True}, **kinds))
+    losses = train(engine, STEPS)
+    for tokens in micro_batches(engine, 0):
+        engine.backward(loss_of(engine, tokens))
+        gradients = [entry.gradient for entry in engine.optimizer.entries]
+        held = {t.dtype for g in gradients for t in (g.reduced, g.local) if t is not None}
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    return {"losses": losses, "dtypes": held, "type": type(engine.optimizer).__name__}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_grad_accum_dtype(ranks: Ranks, stage: int) -> None:
+    found = ranks.run(accumulation_dtype, 1, stage, 4, "fp32")[0]
+    # In stock, stage 1 with these types is BF16_Optimizer.
+    assert found["type"] == "HMTZeroOptimizer"
+    assert found["dtypes"] == {torch.float32}
+    plain = ranks.run(accumulation_dtype, 1, stage, 4, None)[0]
+    assert plain["dtypes"] == {torch.bfloat16}
+    assert found["losses"] == pytest.approx(plain["losses"], rel=2e-2)  # bf16 has three digits
+
+
+def overflowing(stage: int) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 100}
+    engine = make_engine(ds_config(stage, fp16=fp16))
+    train(engine, 2)
+
+    def states() -> list[Tensor]:
+        optimizer = engine.optimizer
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        tensors += [e.matrix.evidence for e in optimizer.low_rank]
+        tensors += [e.matrix.projection for e in optimizer.low_rank]
+        return [t.clone() for t in [*tensors, *weights(engine).values()]]
+
+    before, scale, norm = states(), engine.optimizer.cur_scale, float(engine.get_global_grad_norm())
+    loss = loss_of(engine, micro_batches(engine, 2)[0])
+    engine.backward(loss * (1e8 if dist.get_rank() == dist.get_world_size() - 1 else 1.0))
+    engine.step()
+    same = all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))
+    found = {
+        "same": same,
+        "scales": (scale, engine.optimizer.cur_scale),
+        "skipped": engine.skipped_steps,
+        "steps": engine.optimizer.step_count,
+        "norm": norm,
+    }
+    return found | {"losses": train(engine, 6, first=2)}
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_fp16_overflow_on_one_rank_skips_the_step(ranks: Ranks, stage: int, world: int) -> None:
+    for found in ranks.run(overflowing, world, stage):
+        assert found["same"]
+        assert found["scales"] == (256.0, 128.0)
+        assert found["skipped"] == 1
+        assert found["steps"] == 2
+        assert 0.1 < found["norm"] < 10  # of the gradient, not of the scaled one
+        assert found["losses"][-1] < found["losses"][0]
+
+
+# -- which parameters take part --------------------------------------------------------------------------
+
+
+def frozen_and_tied(stage: int) -> dict[str, Any]:
+    model = tiny_llama(tie_word_embeddings=True)
+    for name, param in model.named_parameters():
+        param.requires_grad = "layers.0.mlp" not in name and "layers.1.input" not in name
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    engine = make_engine(ds_config(stage, gas=2), model)
+    found = result(engine, train(engine, STEPS))
+    found["frozen"] = max(float((found["weights"][n] - w).abs().max()) for n, w in frozen.items())
+    found["names"] = [e.name for e in engine.optimizer.entries]
+    return found
+
+
+def test_frozen_and_tied_parameters(ranks: Ranks) -> None:
+    one = ranks.run(frozen_and_tied, 1, 0)[0]
+    assert "model.embed_tokens.weight" in one["names"]
+    assert not any("lm_head" in name or "layers.0.mlp" in name for name in one["names"])
+    for stage, world in [(2, 2), (3, 2)]:
+        other = ranks.run(frozen_and_tied, world, stage)[0]
+        assert one["frozen"] == other["frozen"] == 0
+        assert_same(one, other)
+
+
+class Branches(nn.Module):
+    """``y = out(tanh(a x))``, plus ``b`` on demand: a linear that some steps do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(21, 33), nn.Linear(21, 33), nn.Linear(33, 1)
+
+    def forward(self, x: Tensor, use_b: bool) -> Tensor:
+        hidden = self.a(x) + (self.b(x) if use_b else 0)
+        return (self.out(torch.tanh(hidden)) - x.sum(1, keepdim=True)).square().mean()
+
+
+def branches(stage: int, gas: int, usage: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    engine = make_engine(ds_config(stage, options, gas=gas), Branches())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for step in range(8):
+        parts = torch.randn(12, 21, generator=generator).split(6)
+        for a in range(gas):
+            part = a * world + rank  # the first half of the batch or the second
+            uses = {"first half": part == 0, "even steps": step % 2 == 0, "never": False}[usage]
+            loss = engine(parts[part], uses)
+            engine.backward(loss)
+            engine.step()
+        losses.append(0.0)
+    found = result(engine, losses)
+    found["held"] = [e.gradient.arrived is None for e in engine.optimizer.entries]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameter_unused_on_one_rank(ranks: Ranks, stage: int) -> None:
+    """Two ranks of which one uses the branch are two micro-batches of which one does."""
+    alone = ranks.run(branches, 1, 0, 2, "first half")[0]
+    both = ranks.run(branches, 2, stage, 1, "first half")
+    assert_same(alone, both[0])
+    assert furthest(both[0]["weights"], both[1]["weights"]) == 0
+
+
+@pytest.mark.parametrize("usage", ["even steps", "never"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameter_unused_on_all_ranks(ranks: Ranks, stage: int, usage: str) -> None:
+    assert_same(ranks.run(branches, 1, 0, 2, usage)[0], ranks.run(branches, 2, stage, 1, usage)[0])
+
+
+class Twice(nn.Module):
+    """One linear in two reentrant checkpoints: its gradient hook fires twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first, self.out = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 1)
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=reentrant))
+        return (self.out(x) - 1).square().mean()
+
+
+def fires_twice(stage: int, reentrant: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    zero = {"reduce_bucket_size": 100}  # the shared linear's bucket leaves before it fires again
+    engine = make_engine(ds_config(stage, options, zero_optimization=zero), Twice())
+    losses = []
+    for step in range(8):
+        x = torch.randn(12, 20, generator=torch.Generator().manual_seed(step))
+        part = x.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(part, reentrant)
+        engine.backward(loss)
+        engine.step()
+        losses.append(0.0)
+    return result(engine, losses)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameter_that_fires_twice(ranks: Ranks, stage: int) -> None:
+    once = ranks.run(fires_twice, 1, 0, False)[0]
+    twice = ranks.run(fires_twice, 2, stage, True)
+    assert_same(once, twice[0])
+
+
+def group_run(stage: int, stock: bool) -> dict[str, Any]:
+    model = tiny_llama()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if "layers.0" in n], "lr": 0.0},
+        {
+            "params": [p for n, p in named.items() if "layers.1" in n],
+            "lr": 6e-3,
+            "betas": (0.8, 0.95),
+        },
+        {"params": [p for n, p in named.items() if "layers" not in n], "weight_decay": 0.5},
+    ]
+    config = stock_config(stage) if stock else ds_config(stage, {"method": "adamw"})
+    engine = make_engine(config, model, model_parameters=groups)
+    return result(engine, train(engine, STEPS))
+
+
+def low_rank_groups(stage: int) -> dict[str, Any]:
+    model = tiny_llama()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    still = [p for n, p in model.named_parameters() if "layers.0" in n]
+    rest = [p for n, p in model.named_parameters() if "layers.0" not in n]
+    groups = [{"params": still, "lr": 0.0}, {"params": rest, "weight_decay": 0.0, "eps": 1e-6}]
+    engine = make_engine(ds_config(stage), model, model_parameters=groups)
+    found = result(engine, train(engine, STEPS))
+    moved = {n: float((w - start[n]).abs().max()) for n, w in found["weights"].items()}
+    return found | {"moved": moved}
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 2), (3, 2)])
+def test_parameter_groups_are_stocks(ranks: Ranks, stage: int, world: int) -> None:
+    ours, stock = (ranks.run(group_run, world, stage, which)[0] for which in (False, True))
+    assert_same(ours, stock)
+
+
+def test_low_rank_parameter_groups(ranks: Ranks) -> None:
+    one, other = ranks.run(low_rank_groups, 1, 0)[0], ranks.run(low_rank_groups, 2, 3)[0]
+    assert_same(one, other)
+    assert all((change == 0) == ("layers.0" in name) for name, change in one["moved"].items())
+
+
+def conv1d(stage: int) -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_embd=40, n_layer=1, n_head=4, n_positions=32)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    options = {**LOW_RANK, "exclude_modules": ["wte", "wpe", "lm_head"]}
+    engine = make_engine(ds_config(stage, options, gas=2), GPT2LMHeadModel(config))
+    found = result(engine, train(engine, STEPS))
+    low_rank = engine.optimizer.low_rank
+    found["matrices"] = {e.name: e.gradient.site is None for e in low_rank}
+    found["ranks"] = matrix_ranks(engine)
+    return found
+
+
+def test_conv1d_is_low_rank_with_the_full_gradient(ranks: Ranks) -> None:
+    one = ranks.run(conv1d, 1, 0)[0]
+    assert len(one["matrices"]) == 4
+    assert all(one["matrices"].values())
+    for stage, world in [(2, 2), (3, 2)]:
+        other = ranks.run(conv1d, world, stage)[0]
+        assert_same(one, other)
+        assert one["ranks"] == other["ranks"]
