@@ -10,7 +10,7 @@ declared: consecutive calls whose inputs are the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from weakref import WeakKeyDictionary
 
@@ -42,12 +42,14 @@ class InputGroup:
 
     Attributes:
         sites: members in the order of their first call.
-        columns: n x sum of widths, the members' projections side by side.
+        columns: n x sum of widths, the members' projections side by side; or a part of their rows,
+            which ``gather`` makes whole for the time of one product.
     """
 
     def __init__(self, site: ProjectedSite) -> None:
         self.sites = [site]
         self.columns: Tensor | None = None
+        self.gather: Callable[[Tensor], Tensor] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -61,12 +63,13 @@ class InputGroup:
         """``X B`` of one member, T x width: a view of the product that all members share."""
         assert self.columns is not None
         if self._product is None or self._key != _input_key(x) or id(site) in self._served:
-            flat = x.detach().reshape(-1, x.shape[-1]).to(self.columns.dtype)
-            self._input, self._key = (
-                x.detach(),
-                _input_key(x),
-            )  # keeps the address from being reused
-            self._product, self._served = flat @ self.columns, set()
+            columns = self.columns
+            if self.gather is not None:
+                columns = self.gather(columns)[: x.shape[-1]]
+            flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
+            # Holding the input keeps its address from being reused.
+            self._input, self._key = x.detach(), _input_key(x)
+            self._product, self._served = flat @ columns, set()
         begin, end = site.span
         part = self._product[:, begin:end]
         self._served.add(id(site))
@@ -113,10 +116,18 @@ class ProjectedSite:
 
 
 class SharedInputs:
-    """Discovers which sites read the same input and lays their projections side by side."""
+    """Discovers which sites read the same input and lays their projections side by side.
 
-    def __init__(self, sites: Iterable[ProjectedSite]) -> None:
-        self.sites = list(sites)
+    ``gather`` is for projections of which every process holds some rows: it is given the local rows of
+    a group's columns and returns those of all processes.
+    """
+
+    def __init__(
+        self,
+        sites: Iterable[ProjectedSite],
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.sites, self.gather = list(sites), gather
         self._last: tuple[_InputKey, Tensor, ProjectedSite] | None = None
         self._joins: dict[ProjectedSite, ProjectedSite] = {}
         self._learning = True
@@ -149,6 +160,7 @@ class SharedInputs:
                 continue
             seen.add(id(group))
             group.forget()
+            group.gather = self.gather
             parts, begin = [], 0
             for member in group.sites:
                 if member.projection is not None:

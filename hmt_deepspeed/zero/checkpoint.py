@@ -143,6 +143,10 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     return state
 
 
+def _group_names(optimizer: HMTZeroOptimizer) -> list[list[str]]:
+    return [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups]
+
+
 def _stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
     """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
     by_param = {e.gradient.param: e for e in optimizer.entries}
@@ -185,7 +189,8 @@ def _matrix_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     states = {}
     for entry in optimizer.low_rank:
         assert entry.matrix is not None
-        state = {k: _to_cpu(v) for k, v in entry.matrix.state_dict().items()}
+        with optimizer.bases.whole(entry):
+            state = {k: _to_cpu(v) for k, v in entry.matrix.state_dict().items()}
         if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
             state = {k: state[k] for k in ("exp_avg", "exp_avg_sq")}
         states[entry.name] = {"rows": list(entry.matrix.rows), **state}
@@ -364,16 +369,18 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     """States, schedule, hyperparameters, loss scale and random numbers.
 
     Raises:
-        ValueError: when a parameter had another rule.
+        ValueError: when a parameter had another rule, or the groups were others.
     """
     hmt = saved.hmt
     saved.check_same_rules({e.name: e.assignment.rule for e in optimizer.entries})
+    saved.check_same_groups(_group_names(optimizer))
     optimizer.step_count = hmt["step_count"]
     optimizer.shared.restore(hmt["shared_inputs"])
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update(values)
     for place, entry in enumerate(optimizer.low_rank):
         assert entry.matrix is not None
+        entry.parked = None
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
         times = hmt["schedule"][entry.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
@@ -382,7 +389,9 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
             flat = entry.gradient.shards.flat(optimizer.shard_rank)
             for tensor, value in zip(entry.dense_state, saved.dense(entry.name, flat), strict=True):
                 tensor.copy_(value)
-    vars(optimizer.loss_scaler).update(hmt["loss_scaler"])
+    if optimizer.dynamic_loss_scale and hmt["loss_scaler"]["dynamic"]:
+        # A static scale is the config's; so is the start of a dynamic one after bf16 or fp32.
+        vars(optimizer.loss_scaler).update(hmt["loss_scaler"])
     if hmt["world"] == optimizer.collectives.world:
         rng = saved.rng(optimizer.collectives.rank)
         torch.set_rng_state(rng["cpu"])

@@ -132,6 +132,8 @@ class HMTEngine(DeepSpeedEngine):
 
     def _reduction_scale(self) -> ReductionScale:
         """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""
+        if self.seq_dp_world_size == 1:
+            return ReductionScale(1.0, 1.0)  # nothing is reduced, so nothing is divided
         world = self.seq_dp_world_size if self.gradient_average else 1
         if not self.postscale_gradients():
             return ReductionScale(1.0 / world, 1.0)

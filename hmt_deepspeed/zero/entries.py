@@ -56,6 +56,7 @@ class Entry:
     weight: Weight
     matrix: LowRankMatrix | None
     dense_state: tuple[Tensor, Tensor, Tensor] | None  # exp_avg, exp_avg_sq, step
+    parked: Tensor | None = None  # this rank's rows of the projection, while it is not whole
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
+from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
@@ -84,7 +85,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
         sites = [e.gradient.site for e in self.low_rank if e.gradient.site is not None]
-        self.shared = SharedInputs(sites)
+        self.bases = ShardedBases(self.collectives, settings.stage)
+        self.shared = SharedInputs(sites, self.bases.gather if self.bases.active else None)
         self._patch()
         self.reducer = GradientReducer(
             [entry.gradient for entry in self.entries],
@@ -96,7 +98,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
             scale=settings.scale,
         )
         self._step = ZeroStep(
-            self.entries, self.schedule, self.collectives, settings, self.options, self.shard_rank
+            self.entries,
+            self.schedule,
+            self.bases,
+            self.collectives,
+            settings,
+            self.options,
+            self.shard_rank,
         )
         self._hooks = self._register_hooks()
         state_access.link(self)
@@ -166,9 +174,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
             assert matrix is not None
             gradient.refreshing = index in due
             gradient.owner = index % self.collectives.world
-            matrix.draw_probes(self.step_count)
+            with self.bases.whole(entry):
+                matrix.draw_probes(self.step_count)
             if gradient.site is not None:
-                gradient.site.projection = None if gradient.refreshing else matrix.projection
+                held = matrix.projection if entry.parked is None else entry.parked
+                gradient.site.projection = None if gradient.refreshing else held
         self.shared.lay_out()
         self.reducer.plan()
 

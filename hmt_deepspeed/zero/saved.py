@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -85,6 +85,16 @@ class SavedState:
                 f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
                 "do not fit. Keep method, target_modules and exclude_modules, or load with "
                 "load_optimizer_states=False."
+            )
+
+    def check_same_groups(self, groups: Sequence[Sequence[str]]) -> None:
+        """Raises ValueError when parameters are grouped otherwise: lr and the like are per group."""
+        saved = [sorted(names) for names in self.hmt["groups"]]
+        if saved != [sorted(names) for names in groups]:
+            raise ValueError(
+                f"{self.folder} has parameter groups of {[len(g) for g in saved]} parameters, this run "
+                f"of {[len(g) for g in groups]}, or others in them. Group them as in the saved run, or "
+                "load with load_optimizer_states=False."
             )
 
     # -- weights ----------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ class StateAccess:
         if entry.matrix is None:
             return self._whole_flat(entry, reduced.reshape(-1).float()).view(whole_shape(param))
         rows = self._whole_rows(entry, reduced[:, : entry.matrix.rank].float())
-        return rows @ entry.matrix.basis.float().t()
+        with self.optimizer.bases.whole(entry):
+            return rows @ entry.matrix.basis.float().t()
 
     def get_local_fp32_param(
         self, param: nn.Parameter, optim_state_key: str | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.hmt import low_rank_settings
 from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
 from hmt_deepspeed.zero.weights import GatherPipeline
@@ -32,12 +33,14 @@ class ZeroStep:
         self,
         entries: Sequence[Entry],
         schedule: RefreshSchedule,
+        bases: ShardedBases,
         collectives: Collectives,
         settings: ZeroSettings,
         options: Mapping[str, Any],
         shard_rank: int,
     ) -> None:
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
+        self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
@@ -66,14 +69,16 @@ class ZeroStep:
         for place, (_, entry) in enumerate(refreshing):
             full, matrix = entry.gradient.full, entry.matrix
             assert matrix is not None
-            basis = None if full is None else matrix.find_basis(full, step_count)
+            with self.bases.whole(entry):  # warm start, at the owner
+                basis = None if full is None else matrix.find_basis(full, step_count)
             if basis is not None:
                 found[place] = basis
                 ranks[place] = basis.shape[1]
         self.collectives.all_reduce(ranks)
         for place, (index, entry) in enumerate(refreshing):
             rank = int(ranks[place])
-            self._adopt(entry, rank, found.get(place), step_count)
+            with self.bases.whole(entry):
+                self._adopt(entry, rank, found.get(place), step_count)
             if rank:
                 self.schedule.refreshed(index, step_count)
 
@@ -131,7 +136,8 @@ class ZeroStep:
             key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
             if entry.matrix is not None:
                 update = entry.matrix.finish(*updates.pop(place))
-                self._apply_low_rank(entry, update, key, gather)
+                with self.bases.whole(entry):
+                    self._apply_low_rank(entry, update, key, gather)
             else:
                 gradient = self._dense_gradient(entry, factor)
                 assert entry.dense_state is not None

@@ -134,6 +134,28 @@ def lr_set_by_hand(folder: str) -> tuple[float, float]:
     return before, lr_of(fresh)
 
 
+def other_precision(folder: str) -> dict[str, Any]:
+    """A dynamic loss scale stays with fp16; other groups are refused."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
+    engine = make_engine(ds_config(2, fp16=fp16), tiny_llama(layers=1))
+    train(engine, 4)
+    engine.save_checkpoint(folder)
+    again = make_engine(ds_config(2, fp16=fp16), tiny_llama(layers=1))
+    again.load_checkpoint(folder)
+    other = make_engine(ds_config(2), tiny_llama(layers=1))
+    other.load_checkpoint(folder)
+    scales = [e.optimizer.loss_scale for e in (engine, again, other)]
+    model = tiny_llama(layers=1)
+    groups = [{"params": [p]} for p in model.parameters()]
+    grouped = make_engine(ds_config(2), model, model_parameters=groups)
+    with pytest.raises(ValueError, match="Group them as in the saved run"):
+        grouped.load_checkpoint(folder)
+    return {"scales": scales, "losses": train(other, 2)}
+
+
 # -- tests --------------------------------------------------------------------------------------------
 
 
@@ -212,3 +234,8 @@ def test_partial_loads(ranks: Ranks, tmp_path: Path, stage: int) -> None:
 
 def test_lr_set_by_hand_is_restored(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(lr_set_by_hand, 1, str(tmp_path))[0] == (3e-3, 1.25e-4)
+
+
+def test_loss_scale_is_restored_where_there_is_one(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(other_precision, 1, str(tmp_path))[0]
+    assert found["scales"] == [512.0, 512.0, 1.0]

@@ -174,7 +174,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.first, self.out = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 1)
+        self.first, self.shared, self.out = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 1)
 
     def forward(self, x: Tensor, reentrant: bool) -> Tensor:
         from torch.utils.checkpoint import checkpoint

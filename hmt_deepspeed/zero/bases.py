@@ -1,0 +1,69 @@
+"""Bases at stage 3: dealt over ranks by rows, gathered when a step or a forward needs one.
+
+Replicated in fp32 the bases of a 7B model at r = 1024 would weigh 4.7 GB on every rank. A linear's
+forward gathers the columns of its group and drops them after the product; backward needs only ``X B``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.zero.collectives import Collectives
+from hmt_deepspeed.zero.entries import Entry
+
+__all__ = ["ShardedBases"]
+
+
+class ShardedBases:
+    """Parks the projections of matrices with a projected backward; a no-op below stage 3.
+
+    Every method that gathers is a collective: all ranks call it for the same entries in the same order.
+    Matrices that project ``param.grad`` keep theirs, since gradient hooks must not communicate.
+    """
+
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        self.collectives = collectives
+        self.active = stage == 3 and collectives.world > 1
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Rows of all ranks, (world rows) x width; the last ones are padding."""
+        packed = torch.empty(
+            self.collectives.world * local.shape[0],
+            local.shape[1],
+            dtype=local.dtype,
+            device=local.device,
+        )
+        self.collectives.all_gather(packed, local.contiguous()).wait()
+        return packed
+
+    def park(self, entry: Entry) -> None:
+        """Keep this rank's rows of the entry's projection and drop the others."""
+        matrix = entry.matrix
+        if not self.active or matrix is None or entry.gradient.site is None:
+            return
+        n, width = matrix.projection.shape
+        rows = -(-n // self.collectives.world)
+        begin = min(self.collectives.rank * rows, n)
+        own = matrix.projection[begin : begin + rows]
+        entry.parked = own.new_zeros(rows, width)
+        entry.parked[: own.shape[0]].copy_(own)
+        matrix.projection = own.new_empty(0, width)
+
+    def restore(self, entry: Entry) -> None:
+        """Make the entry's projection whole again."""
+        if entry.parked is not None and entry.matrix is not None:
+            whole = self.gather(entry.parked)
+            entry.matrix.projection, entry.parked = whole[: entry.matrix.shape[1]], None
+
+    @contextmanager
+    def whole(self, entry: Entry) -> Iterator[None]:
+        """The entry's projection whole for the duration of a block."""
+        self.restore(entry)
+        try:
+            yield
+        finally:
+            self.park(entry)
