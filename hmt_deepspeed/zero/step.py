@@ -155,7 +155,7 @@ class ZeroStep:
                 continue
             if reduced is None:
                 reduced = torch.zeros(matrix.num_rows, matrix.width, device=matrix.device)
-            projected = reduced.float() * factor
+            projected = reduced.float().mul_(factor)  # in place: the gradient is used up here
             hyper = entry.hyper()
             update, squares = matrix.advance(projected, betas=hyper["betas"], eps=hyper["eps"])
             own = squares[entry.gradient.shards.counted(self.shard_rank)].sum()
@@ -170,7 +170,7 @@ class ZeroStep:
         reduced = entry.gradient.reduced
         if reduced is None:  # unused in this window: DeepSpeed's ZeRO counts it as zero too
             return torch.zeros_like(entry.weight.shard, dtype=torch.float32)
-        return reduced.reshape(-1).float() * factor
+        return reduced.reshape(-1).float().mul_(factor)
 
     def _apply_low_rank(
         self, entry: Entry, update: Tensor, key: int, gather: GatherPipeline

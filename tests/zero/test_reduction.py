@@ -217,22 +217,27 @@ def test_low_rank_sends_an_eighth_of_stock(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)])
 def test_bytes_sent_are_the_formula(ranks: Ranks, stage: int, world: int) -> None:
-    """Gradients m (r + k) instead of m n; weights gathered as in ZeRO; nothing else but norms."""
+    """Gradients m (r + k) instead of m n; weights gathered as in ZeRO; nothing else but norms.
+
+    At stage 3 also the dealt bases n (r + k): in every forward, and twice in a step (the update, new
+    probes).
+    """
     gas = 2
     result = ranks.run(one_gather, world, stage)[0]
-    gradients = weights = numel = 0
+    gradients = weights = numel = bases = 0
     for entry in result["entries"]:
         shards, width = entry["shards"], entry["width"]
         rows = shards.max_rows * world if stage else shards.m
         gradients += rows * width * 4
         numel += shards.m * shards.n
         weights += shards.partition * world * 4
+        bases += -(-shards.n // world) * world * width * 4 if entry["low_rank"] else 0
     ring = (world - 1) / world
     if stage == 0:
         expected, stock = 2 * gradients, 2 * numel * 4
     else:
         rounds = gas if stage >= 2 else 1
-        expected = rounds * gradients + (weights if stage < 3 else 0)
+        expected = rounds * gradients + (weights if stage < 3 else (gas + 2) * bases)
         stock = rounds * numel * 4 + (numel * 4 if stage < 3 else 0)
     # Norms travel too: 2 + 1 numbers a parameter; rounding to whole bytes costs one per collective.
     allowance = 2 * 3 * 4 * len(result["entries"]) + 200
@@ -261,7 +266,8 @@ def test_gradients_and_states_weigh_what_the_formula_says(
             full += shards.m * shards.n * kind.itemsize
             moments = 2 * (end - begin) * r * 4 + r * 4
             assert held == moments
-            state += moments + shards.n * r * size
+            basis_rows = -(-shards.n // world) if stage == 3 else shards.n
+            state += moments + basis_rows * r * size
         metrics = result["metrics"]
         assert metrics["low_rank_state_bytes"] == state
         if world == 1:  # no buckets: what is accumulated is all there is
