@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from hmt_deepspeed.config import describe_fields
@@ -21,3 +23,11 @@ def test_every_field_of_the_block_is_in_the_readme_as_it_is_in_the_model() -> No
     lines = README.read_text(encoding="utf-8").splitlines()
     begin, end = lines.index("<!-- table: config -->"), lines.index("<!-- end -->")
     assert lines[begin + 3 : end] == config_rows()
+
+
+def test_the_numbers_are_what_the_result_files_say() -> None:
+    command = [sys.executable, str(README.parent / "launch" / "bench.py"), "table"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = README.read_text(encoding="utf-8")
+    block = text.split("<!-- table: results -->\n")[1].split("<!-- end -->")[0]
+    assert block.strip() == printed.strip()
