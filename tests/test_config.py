@@ -337,7 +337,10 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
     ],
 )
 def test_no_conflict(fields):
-    HMTConfig.from_block({"optimizer": fields})
+    optimizer = HMTConfig.from_block({"optimizer": fields}).optimizer
+    assert optimizer.model_fields_set == set(fields)
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    assert {key: getattr(optimizer, key) for key in fields} == given
 
 
 @pytest.mark.parametrize(
