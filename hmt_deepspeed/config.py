@@ -81,15 +81,46 @@ class _StrictModel(BaseModel):
 # ----------------------------------------------------------------------------------------------
 
 
+Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
+Projection = Literal["right", "left", "auto", "two_sided"]
+RangeFinder = Literal["randomized", "subspace", "svd", "random"]
+Residual = Literal["none", "probe", "full"]
+StateDtype = Literal["fp32", "bf16", "int8"]
+MomentTransfer = Literal["rotate", "keep", "reset"]
+
+
+class ModuleRule(_StrictModel):
+    """A value of `hmt.optimizer.module_rules`: fields left out are taken from `hmt.optimizer`."""
+
+    method: Method | None = None
+    projection: Projection | None = None
+    rank: Auto | PositiveInt | None = None
+    range_finder: RangeFinder | None = None
+    residual: Residual | None = None
+    scale: Auto | PositiveFloat | None = None
+
+
+def _rules_compile(rules: dict[str, ModuleRule]) -> dict[str, ModuleRule]:
+    for pattern in rules:
+        _compiles(pattern)
+    return rules
+
+
 class OptimizerConfig(_StrictModel):
     """`hmt.optimizer`: what the optimizer does with each linear's gradient.
 
     lr, betas, eps and weight_decay stay in DeepSpeed's own `optimizer.params`.
     """
 
-    method: Literal["lowrank_adamw", "adamw"] = Field(
+    method: Method = Field(
         default="lowrank_adamw",
-        description="Update rule of the matrices: AdamW in a low-rank space, or plain AdamW.",
+        description="Update rule of the matrices: AdamW in a low-rank space, APOLLO (a scale per "
+        "channel, or one per matrix: Mini) on whole gradients, or plain AdamW.",
+    )
+    projection: Projection = Field(
+        default="right",
+        description="Side of the gradient that is projected; auto is GaLore's rule, the smaller side; "
+        "two_sided is the HMT paper's r x r core.",
     )
     rank: Auto | PositiveInt = Field(
         default="auto",
@@ -108,15 +139,47 @@ class OptimizerConfig(_StrictModel):
         description='"rank": "auto" takes the smallest candidate that captures this share of the '
         "gradient's squared Frobenius norm.",
     )
+    rank_budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Ranks share a budget of bytes, as a share of what AdamW's moments of the same "
+        "matrices take, and are spent where they capture most energy; null: each matrix by its "
+        "threshold.",
+    )
+    full_rank_budget: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Bytes, as a share of AdamW's moments of all matrices, that matrices may take for "
+        "full-rank AdamW when no candidate reaches the threshold.",
+    )
     update_interval: int = Field(
         default=200,
         ge=1,
         description="Optimizer steps between two basis refreshes of one matrix.",
     )
-    residual: Literal["none", "probe"] = Field(
+    early_refresh: bool = Field(
+        default=True,
+        description="Refresh a basis before its time when the energy it captures falls.",
+    )
+    range_finder: RangeFinder = Field(
+        default="randomized",
+        description="How a basis is found: randomised subspace iteration, one warm-started power step, "
+        "a full SVD, or random from a seed, which needs no gradient and stores nothing.",
+    )
+    moment_transfer: MomentTransfer = Field(
+        default="rotate",
+        description="What becomes of the moments when a basis changes: rotated into it, kept as they "
+        "are, or zeroed.",
+    )
+    residual: Residual = Field(
         default="probe",
-        description="What becomes of the gradient outside the basis: dropped, or applied along "
-        "random probe columns, without states.",
+        description="What becomes of the gradient outside the basis: dropped, applied along random "
+        "probe columns without states, or applied in full (Fira), which needs the whole gradient.",
+    )
+    share_basis: bool = Field(
+        default=False,
+        description="One basis for the linears that read the same input, taken from their stacked "
+        "gradients.",
     )
     probes: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto",
@@ -133,7 +196,8 @@ class OptimizerConfig(_StrictModel):
     )
     scale: Auto | PositiveFloat = Field(
         default="auto",
-        description='Factor on the low-rank update; "auto" is 0.25, GaLore\'s published value.',
+        description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
+        "1 (APOLLO, under the root), 128 (Mini).",
     )
     norm_growth_limit: Auto | Annotated[float, Field(ge=1)] | None = Field(
         default="auto",
@@ -143,6 +207,11 @@ class OptimizerConfig(_StrictModel):
     max_full_gradient_bytes: Auto | PositiveInt = Field(
         default="auto",
         description="Bytes of full gradients alive at once while bases are refreshed.",
+    )
+    state_dtype: StateDtype = Field(
+        default="fp32",
+        description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
+        "of 256; tensors below 4096 elements stay in fp32.",
     )
     master_weights: Literal["fp32", "none"] = Field(
         default="fp32",
@@ -160,6 +229,12 @@ class OptimizerConfig(_StrictModel):
         description="Regular expressions searched in a parameter's name; the matches stay on plain "
         "AdamW, also where target_modules matches.",
         json_schema_extra={"legal": "a list of non-empty regular expressions"},
+    )
+    module_rules: dict[Annotated[str, Field(min_length=1)], ModuleRule] = Field(
+        default_factory=dict,
+        description="Rules of their own for modules, by regular expression: embeddings and head too. "
+        "The first match decides, before every other pattern.",
+        json_schema_extra={"legal": "an object of regular expressions and objects"},
     )
     seed: int = Field(
         default=0,
@@ -212,7 +287,19 @@ class HMTConfig(_StrictModel):
 # fields that cannot be given together
 # ----------------------------------------------------------------------------------------------
 
-_KEYS_OF_PLAIN_ADAMW = frozenset({"method", "master_weights", "seed"})
+_KEYS_OF_PLAIN_ADAMW = frozenset(
+    {"method", "master_weights", "state_dtype", "module_rules", "seed"}
+)
+_KEYS_OF_APOLLO = _KEYS_OF_PLAIN_ADAMW | {
+    "rank",
+    "update_interval",
+    "scale",
+    "norm_growth_limit",
+    "projected_backward",
+    "target_modules",
+    "exclude_modules",
+}
+_KEYS_OF_FREE_RANK = ("rank_candidates", "energy_threshold", "rank_budget", "full_rank_budget")
 
 
 class _Conflict(NamedTuple):
@@ -223,21 +310,65 @@ class _Conflict(NamedTuple):
 
 def _conflicts(given: Mapping[str, object]) -> list[_Conflict]:
     """Combinations of explicitly given `hmt.optimizer` fields in which one would be ignored."""
-    if given.get("method") == "adamw":
-        advice = 'It means nothing with "method": "adamw": remove it or set "lowrank_adamw" there.'
-        return [
+    method = given.get("method")
+    if method in ("adamw", "apollo", "apollo_mini"):
+        advice = (
+            f'It means nothing with "method": "{method}": remove it or set "lowrank_adamw" there.'
+        )
+        legal = _KEYS_OF_PLAIN_ADAMW if method == "adamw" else _KEYS_OF_APOLLO
+        conflicts = [
             _Conflict(key, "method", advice)
             for key in OptimizerConfig.model_fields
-            if key in given and key not in _KEYS_OF_PLAIN_ADAMW
+            if key in given and key not in legal
         ]
+        if method != "adamw" and given.get("projected_backward") is True:
+            advice = f'"{method}" scales whole gradients, which a projected backward never forms: '
+            conflicts.append(_Conflict("projected_backward", "method", advice + 'set "auto".'))
+        if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
+            advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
+            conflicts.append(_Conflict("rank", "method", advice))
+        return conflicts
     conflicts = []
     if isinstance(given.get("rank"), int):
         advice = f'With "rank": {given["rank"]} it is ignored: remove it or set "rank": "auto".'
+        conflicts += [_Conflict(key, "rank", advice) for key in _KEYS_OF_FREE_RANK if key in given]
+    elif given.get("range_finder") == "random":
+        advice = "A random basis has no spectrum to choose a rank by: give a fixed rank."
+        conflicts.append(_Conflict("range_finder", "rank", advice))
+    if given.get("rank_budget") is not None:
+        advice = 'With a "rank_budget" it is ignored: remove one of them.'
         conflicts += [
-            _Conflict(key, "rank", advice)
-            for key in ("rank_candidates", "energy_threshold")
+            _Conflict(key, "rank_budget", advice)
+            for key in ("energy_threshold", "full_rank_budget")
             if key in given
         ]
+    if given.get("share_basis") is True:
+        if given.get("projection", "right") != "right":
+            advice = 'A shared basis is one of the input: set "projection": "right".'
+            conflicts.append(_Conflict("share_basis", "projection", advice))
+        if given.get("projected_backward") is False:
+            advice = "Who reads the same input shows only in the projected backward: turn it on."
+            conflicts.append(_Conflict("share_basis", "projected_backward", advice))
+        if given.get("residual") == "full":
+            advice = (
+                "The full residual has no projected backward, which shows who shares: use probe."
+            )
+            conflicts.append(_Conflict("share_basis", "residual", advice))
+        if given.get("range_finder") == "random":
+            advice = "Random bases cost no storage that sharing would save: remove one of them."
+            conflicts.append(_Conflict("share_basis", "range_finder", advice))
+    if given.get("residual") == "full":
+        if given.get("projected_backward") is True:
+            advice = (
+                '"residual": "full" needs the whole gradient, which it never forms: set "auto".'
+            )
+            conflicts.append(_Conflict("projected_backward", "residual", advice))
+        if given.get("projection") == "two_sided":
+            advice = 'A core has the exact residual inside its span already: set "probe" or "none".'
+            conflicts.append(_Conflict("residual", "projection", advice))
+        if "probes" in given:
+            advice = 'With "residual": "full" there are no probes: remove it or set "probe".'
+            conflicts.append(_Conflict("probes", "residual", advice))
     if given.get("residual") == "none":
         advice = 'With "residual": "none" it is ignored: remove it or set "residual": "probe".'
         conflicts += [

@@ -11,7 +11,13 @@ from torch import Tensor
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules import adamw_
 
-__all__ = ["apply_adamw_rounded_", "apply_low_rank_", "apply_low_rank_rounded_"]
+__all__ = [
+    "apply_adamw_rounded_",
+    "apply_low_rank_",
+    "apply_low_rank_rounded_",
+    "apply_whole_",
+    "apply_whole_rounded_",
+]
 
 # fp32 elements alive at once while a bf16 weight is updated: 16 MiB.
 CHUNK_ELEMENTS = 1 << 22
@@ -51,6 +57,28 @@ def apply_low_rank_rounded_(
         part = update[begin : begin + rows_per_chunk].float()
         value.addmm_(part, columns, beta=1 - lr * weight_decay, alpha=-lr)
         stochastic_round(value, block, key, offset + begin * n)
+
+
+def apply_whole_(weight_fp32: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
+    """``W <- (1 - lr wd) W - lr update`` on fp32 weights of the update's shape, in place."""
+    weight_fp32.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
+
+
+def apply_whole_rounded_(
+    weight_bf16: Tensor, update: Tensor, lr: float, weight_decay: float, key: int, offset: int = 0
+) -> None:
+    """The same on contiguous bf16 weights, a few rows at a time, rounded stochastically.
+
+    Args:
+        update: fp32 of the weight's shape. key, offset: as in :func:`apply_low_rank_rounded_`.
+    """
+    per_row = weight_bf16[:1].numel()
+    rows_per_chunk = max(1, CHUNK_ELEMENTS // max(per_row, 1))
+    for begin in range(0, len(weight_bf16), rows_per_chunk):
+        block = weight_bf16[begin : begin + rows_per_chunk]
+        value = block.float()
+        apply_whole_(value, update[begin : begin + rows_per_chunk], lr, weight_decay)
+        stochastic_round(value, block, key, offset + begin * per_row)
 
 
 def apply_adamw_rounded_(

@@ -8,24 +8,42 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
+
 __all__ = ["Assignment", "assign_rules", "linear_weights"]
 
-LOW_RANK = "lowrank_adamw"
-DENSE = "adamw"
+ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Rule of one parameter. ``reason`` says why a parameter is dense; empty for a low-rank one."""
+    """Rule of one parameter.
+
+    settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
+    """
 
     name: str
     shape: tuple[int, ...]
-    rule: str
+    settings: MatrixSettings | None
     reason: str = ""
 
     @property
     def low_rank(self) -> bool:
-        return self.rule == LOW_RANK
+        """Whether the parameter has a matrix rule."""
+        return self.settings is not None
+
+    @property
+    def rule(self) -> str:
+        """Name of the method."""
+        return DENSE if self.settings is None else self.settings.method
+
+    @property
+    def layout(self) -> str:
+        """Method and projection: what must agree for a saved state to fit."""
+        if self.settings is None or self.settings.is_apollo:
+            return self.rule
+        return f"{self.rule} {self.settings.projection}"
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,43 +58,41 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
 def assign_rules(
     parameters: Iterable[tuple[str, tuple[int, ...]]],
     *,
-    method: str,
+    settings: MatrixSettings | None,
+    module_rules: Sequence[ModuleRule] = (),
     target_modules: Sequence[str] | None,
     exclude_modules: Sequence[str],
     linear_names: Iterable[str] | None = None,
-    rank: int | None = None,
 ) -> list[Assignment]:
     """Assign a rule to each parameter.
 
     Args:
         parameters: (name, shape) of every trainable parameter.
-        method: ``lowrank_adamw`` or ``adamw``.
+        settings: of the matrices; None when the method is ``adamw``.
+        module_rules: the first match decides, before the other patterns and for any matrix.
         target_modules: regexes searched in the name; None means every linear weight.
         exclude_modules: regexes whose matches stay dense.
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
-        rank: fixed rank, checked against every matrix it would apply to.
 
     Raises:
-        ValueError: a pattern of ``target_modules`` that matches no parameter, or a rank above the
-            smaller side of a matrix.
+        ValueError: a pattern that should match and does not, a fixed rank above the smaller side of
+            a matrix, or an int8 state too small to be worth its scales.
     """
     parameters = list(parameters)
     linear = None if linear_names is None else set(linear_names)
-    for pattern in target_modules or ():
+    named = [("target_modules", pattern) for pattern in target_modules or ()]
+    named += [("module_rules", pattern) for pattern, _ in module_rules]
+    for field, pattern in named:
         if not any(re.search(pattern, name) for name, _ in parameters):
             raise ValueError(
-                f"hmt.optimizer.target_modules: {pattern!r} matches no trainable parameter; "
+                f"hmt.optimizer.{field}: {pattern!r} matches no trainable parameter; "
                 f"names look like {[name for name, _ in parameters[:3]]}. Correct or remove the pattern."
             )
 
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
-        if method == DENSE:
+        if settings is None:
             return "method is adamw"
-        if len(shape) != 2:
-            return "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
-        if min(shape) < 2:
-            return "a vector in disguise"
         excluded = next((p for p in exclude_modules if re.search(p, name)), None)
         if excluded is not None:
             return f"excluded by {excluded!r}"
@@ -86,13 +102,41 @@ def assign_rules(
             return "not the weight of a linear layer"
         return ""
 
-    assigned = []
-    for name, shape in parameters:
+    def assign(name: str, shape: tuple[int, ...]) -> Assignment:
+        if len(shape) != 2:
+            reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
+            return Assignment(name, shape, None, reason if settings else "method is adamw")
+        if min(shape) < 2:
+            return Assignment(name, shape, None, "a vector in disguise")
+        rule = next((rule for rule in module_rules if re.search(rule[0], name)), None)
+        if rule is not None:
+            reason = "" if rule[1] else f"module_rules {rule[0]!r}"
+            return Assignment(name, shape, rule[1], reason)
         reason = reason_dense(name, shape)
-        if not reason and rank is not None and rank > min(shape):
-            raise ValueError(
-                f"hmt.optimizer.rank is {rank}, but {name} is {shape[0]} x {shape[1]}: legal is 1..{min(shape)}. "
-                f'Lower the rank, use "auto" (candidates are lowered per matrix), or exclude the module.'
-            )
-        assigned.append(Assignment(name, tuple(shape), DENSE if reason else LOW_RANK, reason))
+        return Assignment(name, shape, None if reason else settings, reason)
+
+    assigned = [assign(name, tuple(shape)) for name, shape in parameters]
+    for assignment in assigned:
+        _check(assignment)
     return assigned
+
+
+def _check(assigned: Assignment) -> None:
+    settings, shape = assigned.settings, assigned.shape
+    if settings is None:
+        return
+    if settings.rank is not None and settings.rank > min(shape):
+        raise ValueError(
+            f"hmt.optimizer.rank is {settings.rank}, but {assigned.name} is {shape[0]} x {shape[1]}: "
+            f'legal is 1..{min(shape)}. Lower the rank, use "auto" (candidates are lowered per '
+            "matrix), or exclude the module."
+        )
+    if settings.state_dtype == "int8":
+        rank = settings.rank or settings.rank_candidates[0]
+        rows = rank if settings.projection == "two_sided" else settings.oriented(*shape)[0]
+        if rows * min(rank, *shape) < MIN_INT8_ELEMENTS and not settings.is_apollo:
+            raise ValueError(
+                f'hmt.optimizer.state_dtype is "int8", but the moments of {assigned.name} have '
+                f"{rows * min(rank, *shape)} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise the "
+                'rank, use "bf16", or exclude the module.'
+            )

@@ -13,8 +13,10 @@ from torch import Tensor
 
 __all__ = [
     "Subspace",
+    "find_subspace",
     "keyed_generator",
     "keyed_seed",
+    "orthonormal",
     "probe_columns",
     "random_basis",
     "range_finder",
@@ -93,9 +95,9 @@ def range_finder(
         sketch[:, :kept] = start[:, :kept].float()
     else:
         power_iterations += 1
-    directions = _orthonormal(sketch)
+    directions = orthonormal(sketch)
     for _ in range(power_iterations):
-        directions = _orthonormal(gradient.t() @ _orthonormal(gradient @ directions))
+        directions = orthonormal(gradient.t() @ orthonormal(gradient @ directions))
     image = gradient @ directions
     # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
     energies, rotation = torch.linalg.eigh(image.t() @ image)
@@ -103,10 +105,14 @@ def range_finder(
     return Subspace(directions @ rotation, energies, gradient.square().sum())
 
 
+def find_subspace(kind, gradient, rank, generator, start=None):  # TEMP until merge
+    return range_finder(gradient, rank, generator, start)
+
+
 def random_basis(n: int, rank: int, generator: torch.Generator) -> Tensor:
     """Orthonormal n x rank basis drawn uniformly, fp32: what a matrix uses before its first refresh."""
     gaussian = torch.randn(n, rank, generator=generator, device=generator.device)
-    return _orthonormal(gaussian)
+    return orthonormal(gaussian)
 
 
 def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) -> Tensor:
@@ -130,14 +136,18 @@ def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) ->
     for _ in range(1 if basis.dtype == torch.float32 else 2):
         gaussian -= wide @ (wide.t() @ gaussian)
     if 4 * num_probes > n - rank:
-        return _orthonormal(gaussian)
+        return orthonormal(gaussian)
     # A thin Gaussian is well conditioned, so Cholesky-QR is exact to rounding and needs no host sync.
     lower = torch.linalg.cholesky_ex(gaussian.t() @ gaussian).L
     return torch.linalg.solve_triangular(lower.t(), gaussian, upper=True, left=False)
 
 
 def transfer_second_moment(
-    mean: Tensor, second: Tensor, overlap: Tensor, floor: float = 1e-3
+    mean: Tensor,
+    second: Tensor,
+    overlap: Tensor,
+    left_overlap: Tensor | None = None,
+    floor: float = 1e-3,
 ) -> Tensor:
     """Second moment of Adam in a new basis (LDAdam's rule, normalised by what the old basis saw).
 
@@ -146,23 +156,29 @@ def transfer_second_moment(
 
         v^ <- |(v^ - m^ m^)(R o R) + (m^ R)^2| / rho
 
-    The absolute value can leave arbitrarily small entries; they are floored at ``floor`` times the
-    row's mean, or a tiny denominator would throw the next step far.
+    A two-sided core is turned on both sides, ``m^ <- R_P^T m^ R`` and likewise with squares. The
+    absolute value can leave arbitrarily small entries; they are floored at ``floor`` times the row's
+    mean, or a tiny denominator would throw the next step far.
 
     Args:
         mean: m x r_old, bias-corrected first moment.
         second: m x r_old, bias-corrected second moment.
-        overlap: r_old x r_new, R.
+        overlap: r_old x r_new, R. left_overlap: r_old x r_new, R_P of a two-sided core.
 
     Returns:
-        v^ in the new basis, m x r_new.
+        v^ in the new basis, m x r_new (r_new x r_new of a core).
     """
     squared = overlap.square()
     rho = squared.sum(0).clamp(max=1.0)
-    variance = (second - mean.square()) @ squared
-    moved = (variance + (mean @ overlap).square()).abs() / rho.clamp_min(1e-6)
+    variance, turned = (second - mean.square()) @ squared, mean @ overlap
+    if left_overlap is not None:
+        left_squared = left_overlap.square()
+        rho = left_squared.sum(0).clamp(max=1.0).unsqueeze(1) * rho
+        variance, turned = left_squared.t() @ variance, left_overlap.t() @ turned
+    moved = (variance + turned.square()).abs() / rho.clamp_min(1e-6)
     return torch.maximum(moved, floor * moved.mean(dim=1, keepdim=True))
 
 
-def _orthonormal(matrix: Tensor) -> Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Q of the reduced QR decomposition."""
     return torch.linalg.qr(matrix).Q

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hmt_deepspeed.optim.assign import LOW_RANK, assign_rules, linear_weights
+from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.linear import (
     ProjectedSite,
     SharedInputs,
@@ -18,11 +18,20 @@ from hmt_deepspeed.optim.linear import (
     patch_linear,
     unpatch_linear,
 )
-from hmt_deepspeed.optim.options import check_group, check_options, low_rank_settings
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together, takes_projection
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.options import (
+    check_group,
+    check_options,
+    complete_options,
+    matrix_settings,
+    module_rules,
+)
+from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
-__all__ = ["HMT", "ParameterRow", "low_rank_settings"]
+__all__ = ["HMT", "ParameterRow"]
 
 
 class HMT(Optimizer):
@@ -49,20 +58,11 @@ class HMT(Optimizer):
     Args:
         params: a module, tensors, groups, or (name, parameter) pairs; fp32, bf16 or fp16.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own.
-        method: ``lowrank_adamw``, or ``adamw`` for every parameter.
-        rank: fixed, or "auto": the smallest of ``rank_candidates`` that captures ``energy_threshold``.
-        update_interval: steps between two refreshes of one basis.
-        residual: "probe" updates outside the basis too, by ``probes`` columns times ``residual_scale``
-            and with its norm growing by at most ``norm_growth_limit`` per step; "none" does not.
-        projected_backward: "auto" patches what it can; True insists; False projects ``p.grad``.
-        scale: factor on the low-rank update; "auto" is 0.25.
-        max_full_gradient_bytes: bound on the full gradients alive at once for refreshing.
-        master_weights: "fp32" copies of 16-bit weights, or "none": bf16 with stochastic rounding.
-        target_modules, exclude_modules: regexes on names; None means every linear weight.
-        seed: of all random draws.
+        fields: the fields of ``hmt.optimizer``, with the same defaults and meaning (README).
 
     Raises:
         ValueError: for every value out of range or combination that cannot work.
+        TypeError: for an unknown field.
     """
 
     def __init__(
@@ -72,54 +72,28 @@ class HMT(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        method: str = LOW_RANK,
-        rank: int | str = "auto",
-        rank_candidates: Sequence[int] = (32, 64, 128, 256),
-        energy_threshold: float = 0.95,
-        update_interval: int = 200,
-        residual: str = "probe",
-        probes: int | str = "auto",
-        residual_scale: float | str = "auto",
-        projected_backward: bool | str = "auto",
-        scale: float | str = "auto",
-        norm_growth_limit: float | str | None = "auto",
-        max_full_gradient_bytes: int | str = "auto",
-        master_weights: str = "fp32",
-        target_modules: Sequence[str] | None = None,
-        exclude_modules: Sequence[str] = ("embed", "lm_head"),
-        seed: int = 0,
+        **fields: Any,
     ) -> None:
-        self.options: dict[str, object] = {
-            "method": method,
-            "rank": rank,
-            "rank_candidates": _frozen(rank_candidates),
-            "energy_threshold": energy_threshold,
-            "update_interval": update_interval,
-            "residual": residual,
-            "probes": probes,
-            "residual_scale": residual_scale,
-            "projected_backward": projected_backward,
-            "scale": scale,
-            "norm_growth_limit": norm_growth_limit,
-            "max_full_gradient_bytes": max_full_gradient_bytes,
-            "master_weights": master_weights,
-            "target_modules": _frozen(target_modules),
-            "exclude_modules": _frozen(exclude_modules),
-            "seed": seed,
-        }
+        self.options = complete_options(fields)
         check_options(self.options)
-        self._settings = low_rank_settings(self.options)
+        self._settings = matrix_settings(self.options)
+        self._rules = module_rules(self.options)
         self._slots: dict[Tensor, Slot] = {}
         self._low_rank: list[Slot] = []
+        self._groups: list[list[int]] = []
         self._sites: dict[Tensor, ProjectedSite] = {}
         self._shared = SharedInputs(())
-        self._schedule = RefreshSchedule((), self._settings.update_interval, 0)
+        self._schedule = RefreshSchedule((), 1, 0)
         self._linear_names: set[str] | None = None
         self._steps = 0
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
             params = _trainable(model)
+        elif self.options["share_basis"]:
+            raise ValueError(
+                "hmt.optimizer.share_basis is True, but HMT was given parameters, not a module: who "
+                "reads the same input shows only in the modules' forward. Pass the module, or False."
+            )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._unpatch: Callable[[], object] = lambda: None
@@ -152,11 +126,11 @@ class HMT(Optimizer):
         self._check_dtypes(trainable)
         assigned = assign_rules(
             [(name, tuple(p.shape)) for name, p in trainable],
-            method=str(self.options["method"]),
+            settings=self._settings,
+            module_rules=self._rules,
             target_modules=cast("Sequence[str] | None", self.options["target_modules"]),
             exclude_modules=cast("Sequence[str]", self.options["exclude_modules"]),
             linear_names=self._linear_names,
-            rank=self._settings.rank,
         )
         first = next((a.name for a in assigned if a.low_rank), None)
         if self.options["projected_backward"] is True and not self._linear_names and first:
@@ -168,7 +142,8 @@ class HMT(Optimizer):
         for (_, param), assignment in zip(trainable, assigned, strict=True):
             if param in self._slots:
                 continue
-            slot = Slot(param, assignment, self._settings, rounded, self.state[param])
+            seed, state_dtype = int(self.options["seed"]), str(self.options["state_dtype"])
+            slot = Slot(param, assignment, seed, state_dtype, rounded, self.state[param])
             if slot.matrix is not None:
                 slot.site = self._sites.get(param)
                 self._low_rank.append(slot)
@@ -209,10 +184,28 @@ class HMT(Optimizer):
                 f"{self._low_rank[largest].name} has {sizes[largest]} bytes; legal: at least that. "
                 'Raise it, use "auto", or exclude the module.'
             )
-        old = self._schedule
-        new = self._schedule = RefreshSchedule(sizes, self._settings.update_interval, budget)
+        old, interval = self._schedule, int(self.options["update_interval"])
+        new = self._schedule = RefreshSchedule(sizes, interval, budget)
         new.next_refresh[: len(old.next_refresh)] = old.next_refresh
         new.num_refreshes[: len(old.num_refreshes)] = old.num_refreshes
+        self._form_groups()
+
+    def _form_groups(self) -> None:
+        """Matrices that take one basis together, by place; each alone unless bases are shared."""
+        place = {slot.name: index for index, slot in enumerate(self._low_rank)}
+        self._groups, together = [], set()
+        if self.options["share_basis"]:
+            for names in self._shared.groups():
+                self._groups.append([place[name] for name in names])
+                together.update(self._groups[-1])
+                leader, *others = (self._low_rank[i].matrix for i in self._groups[-1])
+                for matrix in others:
+                    cast(LowRankMatrix, matrix).share(cast(LowRankMatrix, leader))
+        self._groups += [[i] for i in range(len(self._low_rank)) if i not in together]
+        self._policy = build_policy(
+            [[cast(Any, self._low_rank[i].matrix) for i in group] for group in self._groups],
+            self.options,
+        )
 
     def _patch(self, model: nn.Module) -> None:
         """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
@@ -220,9 +213,13 @@ class HMT(Optimizer):
             return
         linears, patched = linear_weights(model), []
         for slot in self._low_rank:
-            module = linears[slot.name]
+            module = linears.get(slot.name)
+            if module is None or not takes_projection(slot.matrix):
+                continue
             if can_project(module):
-                slot.site = self._sites[slot.param] = ProjectedSite(slot.name)
+                assert slot.matrix is not None
+                site = ProjectedSite(slot.name, slot.matrix.transposed)
+                slot.site = self._sites[slot.param] = site
                 patched.append((cast(nn.Linear, module), slot.site))
             elif self.options["projected_backward"] is True:
                 raise ValueError(
@@ -247,8 +244,19 @@ class HMT(Optimizer):
 
     def _prepare(self) -> None:
         """Decide who refreshes in the coming step and what the others' backward projects on."""
-        due = set(self._schedule.due(self._steps))
+        due: set[int] = set()
+        if self.options["share_basis"] and not self._shared.settled:
+            self._shared.settle()  # the first window only observes who reads the same input
+            if self._shared.settled:
+                self._form_groups()
+        if not self.options["share_basis"] or self._shared.settled:
+            due.update(self._schedule.due(self._steps))
         for index, slot in enumerate(self._low_rank):
+            matrix = slot.matrix
+            if index in due and matrix is not None and matrix.redraws:
+                due.discard(index)
+                slot.redraw(self._schedule.num_refreshes[index])
+                self._schedule.refreshed(index, self._steps)
             slot.prepare(self._steps, index in due)
         self._shared.lay_out()
 
@@ -268,9 +276,30 @@ class HMT(Optimizer):
                     f"{slot.name} has a {slot.param.grad.layout} gradient; legal: dense. "
                     "Build the embedding with sparse=False."
                 )
-        for index, slot in enumerate(self._low_rank):
-            if slot.due and slot.param.grad is not None and slot.refresh(self._steps):
-                self._schedule.refreshed(index, self._steps)
+        for number, group in enumerate(self._groups):
+            slots = [self._low_rank[index] for index in group]
+            ready = slots[0].due and all(slot.param.grad is not None for slot in slots)
+            if ready and self._refresh(number, slots):
+                for index in group:
+                    self._schedule.refreshed(index, self._steps)
+
+    def _refresh(self, number: int, slots: Sequence[Slot]) -> bool:
+        """Take a new basis from the window's full gradients; False if they gave none."""
+        matrices = [cast(LowRankMatrix, slot.matrix) for slot in slots]
+        leader = matrices[0]
+        parts = [cast(Tensor, slot.full_gradient()) for slot in slots]
+        gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
+        found = leader.find_basis(gradient, self._steps)
+        if found is not None:
+            rank = self._policy.choose(number, leader.captured_at_candidates(found))
+            full = rank == leader.shape[1]
+            basis = None if full else leader.basis_of(found, rank, gradient)
+            sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
+            adopt_together(matrices, basis, sums)
+        for slot, matrix in zip(slots, matrices, strict=True):
+            matrix.prepare(self._steps)
+            slot.due = False
+        return found is not None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -332,6 +361,11 @@ class HMT(Optimizer):
             self._prepare()
         return [slot.describe() for slot in self._slots.values()]
 
+    @property
+    def matrices(self) -> dict[str, MatrixRule]:
+        """The rule objects of all matrices, by parameter name."""
+        return {slot.name: slot.matrix for slot in self._low_rank if slot.matrix is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """torch's layout with plain tensors and numbers, plus an "hmt" entry of what is shared."""
         packed = super().state_dict()
@@ -339,15 +373,18 @@ class HMT(Optimizer):
         position = {slot.param: i for i, slot in enumerate(self._low_rank)}
         for index, (_, param) in enumerate(self._named()):
             slot = self._slots.get(param)
-            if slot is not None and slot.matrix is not None:
-                state = packed["state"].setdefault(index, {})
-                state.update(slot.matrix.state_dict())
+            if slot is None or (slot.matrix is None and slot.dense is None):
+                continue
+            state = packed["state"].setdefault(index, {})
+            state.update(slot.state_dict())
+            if slot.matrix is not None:
                 state["next_refresh"] = self._schedule.next_refresh[position[param]]
                 state["num_refreshes"] = self._schedule.num_refreshes[position[param]]
         packed["hmt"] = {
             "steps": self._steps,
             "names": [name for name, _ in self._named()],
             "groups": self._shared.groups(),
+            "policy": self._policy.state_dict(),
         }
         return packed
 
@@ -369,9 +406,11 @@ class HMT(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._slots.clear()
         self._low_rank.clear()
-        self._schedule = RefreshSchedule((), self._settings.update_interval, 0)
+        self._schedule = RefreshSchedule((), 1, 0)
+        self._shared.restore(own["groups"])
         self._steps = int(own["steps"])
         self._build()
+        self._policy.load_state_dict(own["policy"])
         for index, (_, param) in enumerate(self._named()):
             saved = state_dict["state"].get(index)
             if saved and param in self._slots:
@@ -382,7 +421,6 @@ class HMT(Optimizer):
                     self._schedule.next_refresh[position] = int(saved["next_refresh"])
                     self._schedule.num_refreshes[position] = int(saved["num_refreshes"])
         self.zero_grad()
-        self._shared.restore(own["groups"])
         self._prepare()
 
 
@@ -393,10 +431,6 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             "a plain module. Train through the DeepSpeed engine, or pass named_parameters()."
         )
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _frozen(values: object) -> object:
-    return tuple(values) if isinstance(values, list | tuple) else values
 
 
 def _unpatch_all(patched: Iterable[tuple[nn.Linear, ProjectedSite]]) -> None:

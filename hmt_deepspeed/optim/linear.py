@@ -2,7 +2,8 @@
 
 Ordinary backward saves the input ``X`` (T x n), forms ``G = D^T X`` (m x n) from the output gradient
 ``D`` and projects it. Since ``G [Q | P] = D^T (X [Q | P])``, it is enough to save ``X [Q | P]``
-(T x (r + k)): CompAct's idea (2410.15352) with the optimizer's own basis, and exact.
+(T x (r + k)): CompAct's idea (2410.15352) with the optimizer's own basis, and exact. A weight projected from the left needs
+``B^T G = (D B)^T X``: the full product is spared, the input is not.
 
 Linears that read the same input share one product ``X [B_1 B_2 ...]``. Who shares is discovered, not
 declared: consecutive calls whose inputs are the same memory.
@@ -82,12 +83,14 @@ class ProjectedSite:
     """What a patched linear and the optimizer share: the projection in, the projected gradient out.
 
     Attributes:
-        projection: n x width columns for the coming window, or None for an ordinary backward.
+        projection: n x width columns for the coming window (m x width when ``transposed``), or None
+            for an ordinary backward.
+        transposed: the weight is projected from the left; what backward leaves is n x width.
         span: columns of the group's product that are this site's.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, transposed: bool = False) -> None:
+        self.name, self.transposed = name, transposed
         self.projection: Tensor | None = None
         self.span = (0, 0)
         self.group = InputGroup(self)
@@ -103,7 +106,8 @@ class ProjectedSite:
         return self._pending
 
     def add(self, product: Tensor) -> None:
-        """Add one backward's ``D^T (X B)``, m x width; sums of several are kept in fp32 or wider."""
+        """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed site, n x width);
+        sums of several are kept in fp32 or wider."""
         if self._pending is not None:
             wide = torch.promote_types(product.dtype, torch.float32)
             product = self._pending.to(wide).add_(product)
@@ -134,7 +138,7 @@ class SharedInputs:
 
     def meet(self, x: Tensor, site: ProjectedSite) -> None:
         """Note a call while learning; the groups take effect at the next :meth:`lay_out`."""
-        if not self._learning:
+        if not self._learning or site.transposed:
             return
         key = _input_key(x)
         leader = site
@@ -144,8 +148,8 @@ class SharedInputs:
                 self._joins.setdefault(site, leader)
         self._last = (key, x.detach(), leader)
 
-    def lay_out(self) -> None:
-        """Build every group's columns from its active members' projections."""
+    def settle(self) -> None:
+        """End the observed window: form the groups it showed."""
         self._learning = self._learning and self._last is None  # one observed window is enough
         self._last = None
         for site, leader in self._joins.items():
@@ -153,6 +157,15 @@ class SharedInputs:
                 leader.group.sites.append(site)
                 site.group = leader.group
         self._joins.clear()
+
+    @property
+    def settled(self) -> bool:
+        """Whether a window has been observed."""
+        return not self._learning
+
+    def lay_out(self) -> None:
+        """Build every group's columns from its active members' projections; shared ones once."""
+        self.settle()
         seen: set[int] = set()
         for site in self.sites:
             group = site.group
@@ -161,12 +174,17 @@ class SharedInputs:
             seen.add(id(group))
             group.forget()
             group.gather = self.gather
-            parts, begin = [], 0
+            parts: list[Tensor] = []
+            begin = 0
             for member in group.sites:
-                if member.projection is not None:
-                    member.span = (begin, begin + member.projection.shape[1])
-                    begin = member.span[1]
-                    parts.append(member.projection)
+                if member.projection is None:
+                    continue
+                if parts and member.projection is parts[-1]:
+                    member.span = (begin - parts[-1].shape[1], begin)
+                    continue
+                member.span = (begin, begin + member.projection.shape[1])
+                begin = member.span[1]
+                parts.append(member.projection)
             single = parts[0] if parts else None
             group.columns = torch.cat(parts, dim=1) if len(parts) > 1 else single
 
@@ -224,6 +242,35 @@ class _ProjectedLinear(torch.autograd.Function):
         return dx, None, db, None, None
 
 
+class _LeftProjectedLinear(torch.autograd.Function):
+    """``Y = X W^T + b`` whose weight gradient is projected from the left: ``X^T (D B)``, n x width."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Tensor,
+        site: ProjectedSite,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, columns)
+        ctx.site = site  # type: ignore[attr-defined]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, columns = ctx.saved_tensors  # type: ignore[attr-defined]
+        site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        flat = grad.reshape(-1, grad.shape[-1])
+        image = flat.to(columns.dtype) @ columns
+        site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
+        dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs[0] else None
+        return dx, None, flat.sum(0) if needs[2] else None, None, None
+
+
 # Which modules are patched. Weak: a model that is dropped takes its sites along; a deep copy of a
 # patched module is not in it and computes an ordinary linear.
 _PATCHED: WeakKeyDictionary[nn.Module, tuple[ProjectedSite, SharedInputs]] = WeakKeyDictionary()
@@ -262,6 +309,9 @@ def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
         site, shared = patched
         shared.meet(x, site)
         if site.projection is not None:  # None: this window forms the full gradient
+            if site.transposed:
+                columns = site.projection
+                return _LeftProjectedLinear.apply(x, self.weight, self.bias, columns, site)
             product = site.group.product(x, site)
             return _ProjectedLinear.apply(x, self.weight, self.bias, product, site)
     return F.linear(x, self.weight, self.bias)

@@ -3,52 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from math import inf
 from typing import Any, cast
 
-from hmt_deepspeed.optim.assign import DENSE, LOW_RANK
-from hmt_deepspeed.optim.matrix import LowRankSettings
+from hmt_deepspeed.optim.settings import DENSE, LOW_RANK, METHODS, MatrixSettings
+from hmt_deepspeed.optim.state import STATE_DTYPES
 
-__all__ = ["check_group", "check_options", "low_rank_settings"]
+__all__ = ["check_group", "check_options", "complete_options", "matrix_settings", "module_rules"]
 
-DEFAULT_SCALE = 0.25  # GaLore's published value
-DEFAULT_NORM_GROWTH_LIMIT = 1.01  # Fira's published value
+DEFAULT_NORM_GROWTH_LIMIT = 1.01  # Fira's and APOLLO's published value
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "method": (LOW_RANK, DENSE),
-    "residual": ("probe", "none"),
+    "method": METHODS,
     "projected_backward": ("auto", True, False),
     "master_weights": ("fp32", "none"),
+    "share_basis": (True, False),
+    "early_refresh": (True, False),
+    "state_dtype": STATE_DTYPES,
+    "weight_dtype": ("auto", "int8"),
 }
 
 
-def low_rank_settings(options: Mapping[str, object]) -> LowRankSettings:
-    """Settings of the low-rank matrices from ``HMT.options`` or the fields of ``hmt.optimizer``.
+DEFAULTS: dict[str, object] = {
+    "method": LOW_RANK,
+    "projection": "right",
+    "rank": "auto",
+    "rank_candidates": (32, 64, 128, 256),
+    "energy_threshold": 0.95,
+    "rank_budget": None,
+    "full_rank_budget": 0.0,
+    "update_interval": 200,
+    "early_refresh": True,
+    "range_finder": "randomized",
+    "moment_transfer": "rotate",
+    "residual": "probe",
+    "probes": "auto",
+    "residual_scale": "auto",
+    "share_basis": False,
+    "projected_backward": "auto",
+    "scale": "auto",
+    "norm_growth_limit": "auto",
+    "max_full_gradient_bytes": "auto",
+    "state_dtype": "fp32",
+    "master_weights": "fp32",
+    "weight_dtype": "auto",
+    "target_modules": None,
+    "exclude_modules": ("embed", "lm_head"),
+    "module_rules": {},
+    "seed": 0,
+}
 
-    "auto" becomes None where :class:`LowRankMatrix` decides, else the published default.
+
+def complete_options(given: Mapping[str, object]) -> dict[str, Any]:
+    """All fields of ``hmt.optimizer``: those given, the others' defaults; lists become tuples.
+
+    Raises:
+        TypeError: for an unknown field.
+    """
+    for name in given:
+        if name not in DEFAULTS:
+            close = get_close_matches(name, DEFAULTS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; legal: {', '.join(DEFAULTS)}"
+            raise TypeError(f"HMT() got an unexpected field {name!r}{hint}")
+    merged = {**DEFAULTS, **given}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in merged.items()}
+
+
+def matrix_settings(options: Mapping[str, object]) -> MatrixSettings | None:
+    """Settings of the matrices from ``HMT.options`` or the fields of ``hmt.optimizer``.
+
+    "auto" becomes None where the matrix decides, else the published default. None for ``adamw``.
 
     Raises:
         ValueError: a value out of range.
     """
 
-    def auto(field: str, default: object = None) -> Any:
-        value = options[field]
-        return default if isinstance(value, str) and value == "auto" else value
+    def value(field: str) -> Any:
+        given = options[field]
+        if isinstance(given, str) and given == "auto" and field != "projection":
+            return DEFAULT_NORM_GROWTH_LIMIT if field == "norm_growth_limit" else None
+        return tuple(given) if isinstance(given, list) else given
 
-    candidates = options["rank_candidates"]
-    return LowRankSettings(
-        rank=auto("rank"),
-        rank_candidates=tuple(candidates)
-        if isinstance(candidates, list)
-        else cast(Any, candidates),
-        energy_threshold=cast(float, options["energy_threshold"]),
-        update_interval=cast(int, options["update_interval"]),
-        residual=options["residual"] == "probe",
-        probes=auto("probes"),
-        residual_scale=auto("residual_scale"),
-        scale=auto("scale", DEFAULT_SCALE),
-        norm_growth_limit=auto("norm_growth_limit", DEFAULT_NORM_GROWTH_LIMIT),
-        seed=cast(int, options["seed"]),
-    )
+    if options["method"] == DENSE:
+        return None
+    return MatrixSettings(**{field.name: value(field.name) for field in fields(MatrixSettings)})
+
+
+def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSettings | None]]:
+    """``module_rules`` with every field that a rule leaves open taken from the others.
+
+    A rule of another method starts from that method's defaults where fields mean something else
+    for it: rank, scale and residual.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    rules = []
+    given = cast("Mapping[str, Mapping[str, object]]", options["module_rules"])
+    for pattern, rule in given.items():
+        fields_given = {name: value for name, value in rule.items() if value is not None}
+        merged = {**options, **fields_given}
+        if merged["method"] != options["method"]:
+            own = {"rank": "auto", "scale": "auto"}
+            merged.update({k: v for k, v in own.items() if k not in fields_given})
+        rules.append((pattern, matrix_settings(merged)))
+    return rules
 
 
 def check_options(options: Mapping[str, object]) -> None:

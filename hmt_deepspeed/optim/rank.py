@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = ["HYSTERESIS", "legal_candidates", "select_rank"]
 
@@ -15,12 +15,7 @@ def legal_candidates(candidates: Sequence[int], m: int, n: int) -> tuple[int, ..
     return tuple(sorted({min(candidate, m, n) for candidate in candidates}))
 
 
-def select_rank(
-    captured: Sequence[float],
-    candidates: Sequence[int],
-    threshold: float,
-    current: int | None = None,
-) -> int:
+def select_rank(captured: Mapping[int, float], threshold: float, current: int | None = None) -> int:
     """Smallest candidate whose captured energy reaches the threshold, else the largest.
 
     HMT paper, "rank selection rule". ``current`` adds hysteresis: the rank falls only to a candidate
@@ -28,19 +23,18 @@ def select_rank(
     so that a layer at the threshold does not change its shapes at every refresh.
 
     Args:
-        captured: E(1), E(2), ... up to the largest candidate, each in [0, 1].
-        candidates: strictly increasing ranks.
+        captured: E(r) in [0, 1] of every candidate rank, in increasing order.
         threshold: in (0, 1].
         current: present rank, or None when the matrix has not been measured before.
     """
     margin = HYSTERESIS * (1.0 - threshold)
 
     def smallest(level: float) -> int:
-        return next((r for r in candidates if captured[r - 1] >= level), candidates[-1])
+        return next((r for r, energy in captured.items() if energy >= level), max(captured))
 
     chosen = smallest(threshold)
-    if current is None or current not in candidates or chosen == current:
+    if current is None or current not in captured or chosen == current:
         return chosen
     if chosen < current:
         return min(smallest(threshold + margin), current)
-    return current if captured[current - 1] >= threshold - margin else chosen
+    return current if captured[current] >= threshold - margin else chosen

@@ -12,12 +12,17 @@ from hmt_deepspeed.optim.apply import (
     apply_adamw_rounded_,
     apply_low_rank_,
     apply_low_rank_rounded_,
+    apply_whole_,
+    apply_whole_rounded_,
 )
-from hmt_deepspeed.optim.assign import DENSE, LOW_RANK, Assignment
+from hmt_deepspeed.optim.assign import Assignment
 from hmt_deepspeed.optim.basis import keyed_seed
+from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.matrix import LowRankMatrix, LowRankSettings
-from hmt_deepspeed.optim.rules import adamw_, estimated_square_norm
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.rules import adamw_
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 
 __all__ = ["ParameterRow", "Slot"]
 
@@ -38,34 +43,38 @@ class Slot:
     Args:
         param: fp32, bf16 or fp16.
         assigned: its rule.
-        settings: of low-rank matrices.
+        seed: of the random draws. state_dtype: of dense moments.
         rounded: bf16 weights have no fp32 master and are rounded stochastically.
-        state: where dense moments and the master go, the optimizer's ``state[param]``.
+        state: where the master goes, the optimizer's ``state[param]``.
 
     Attributes:
-        matrix: the low-rank states, None for a dense parameter.
-        site: source of projected gradients when the module is patched.
-        due: the coming step refreshes the basis.
+        matrix: of a matrix rule, else None. dense: moments of dense AdamW, once it has stepped.
+        site: takes projected gradients when the module is patched.
+        due: the coming step refreshes the basis from the full gradient.
     """
 
     def __init__(
         self,
         param: nn.Parameter,
         assigned: Assignment,
-        settings: LowRankSettings,
+        seed: int,
+        state_dtype: str,
         rounded: bool,
         state: dict[str, Any],
     ) -> None:
         self.param, self.assigned, self.state = param, assigned, state
-        self.seed = settings.seed
+        self.seed = seed
+        self.state_dtype = state_dtype if param.numel() >= MIN_INT8_ELEMENTS else "fp32"
         self.rounded = rounded and param.dtype == torch.bfloat16
-        self.matrix: LowRankMatrix | None = None
+        self.matrix: MatrixRule | None = None
+        self.dense: tuple[StateTensor, StateTensor, Tensor] | None = None
         self.site: ProjectedSite | None = None
         self.due = False
-        if assigned.low_rank:
+        if assigned.settings is not None:
             shape = (param.shape[0], param.shape[1])
-            self.matrix = LowRankMatrix(
-                self.name, shape, (0, shape[0]), settings, param.dtype, param.device
+            rows = (0, assigned.settings.oriented(*shape)[0])
+            self.matrix = build_matrix(
+                self.name, shape, rows, assigned.settings, param.dtype, param.device
             )
 
     @property
@@ -74,6 +83,9 @@ class Slot:
 
     @property
     def full_gradient_bytes(self) -> int:
+        """Bytes of the full gradient that a refresh needs; 0 for a rule that redraws from a seed."""
+        if self.matrix is None or self.matrix.redraws:
+            return 0
         return self.param.numel() * self.param.element_size()
 
     # -- gradient -------------------------------------------------------------------------------
@@ -83,94 +95,114 @@ class Slot:
         assert self.matrix is not None
         self.due = due
         if not due:
-            self.matrix.draw_probes(step)
+            self.matrix.prepare(step)
         if self.site is not None:
             self.site.projection = None if due else self.matrix.projection
 
-    def refresh(self, step: int) -> bool:
-        """Take a new basis from the window's full gradient; False if it gave none."""
-        gradient = self.param.grad
+    def full_gradient(self) -> Tensor | None:
+        """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
         assert self.matrix is not None
-        assert gradient is not None
-        basis = self.matrix.find_basis(gradient, step)
-        if basis is not None:
-            self.matrix.adopt(basis)
-        self.matrix.draw_probes(step)
-        self.due = False
-        return basis is not None
+        gradient = self.param.grad
+        return gradient.t() if gradient is not None and self.matrix.transposed else gradient
+
+    def redraw(self, number: int) -> None:
+        """Take basis ``number`` of a rule that redraws from a seed."""
+        assert self.matrix is not None
+        self.matrix.draw = number
+        if isinstance(self.matrix, LowRankMatrix):
+            basis = self.matrix.seeded_basis(self.matrix.rank, number).to(self.param.dtype)
+            self.matrix.adopt(basis, self.matrix.overlap_sum(basis, slice(None)))
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients themselves: projected by backward, and ``p.grad``."""
         pending = None if self.site is None else self.site.pending
         return [g for g in (pending, self.param.grad) if g is not None]
 
-    def projected(self) -> Tensor | None:
-        """``[A | S]`` of all that has been accumulated, m x (r + k) fp32; None without a gradient."""
+    def reduced(self) -> Tensor | None:
+        """What the rule takes, of all that has been accumulated: rows x width; None without a gradient.
+
+        Fresh memory, except for the whole gradient of a rule that takes it.
+        """
         assert self.matrix is not None
-        columns, gradient = self.matrix.projection, self.param.grad
-        total = (
-            None if self.site is None or self.site.pending is None else self.site.pending.float()
-        )
+        columns, gradient = self.matrix.projection, self.full_gradient()
+        if columns is None:
+            return gradient
+        pending = None if self.site is None else self.site.pending
+        total = None if pending is None else pending.float()
         if gradient is not None:
             part = (gradient.to(columns.dtype) @ columns).float()
             total = part if total is None else total + part
         return total
 
     def square_norm(self) -> Tensor | None:
-        """Squared norm of the gradient, estimated when low-rank; 0-dim fp32."""
+        """Squared norm of the gradient, estimated when projected; 0-dim fp32."""
         if self.matrix is None:
             gradient = self.param.grad
             return None if gradient is None else gradient.float().square().sum()
-        projected = self.projected()
-        if projected is None:
+        reduced = self.reduced()
+        if reduced is None:
             return None
-        own, probed = self.matrix.square_norms(projected)
-        n, rank, num_probes = self.matrix.shape[1], self.matrix.rank, self.matrix.num_probes
-        return estimated_square_norm(own, probed, n, rank, num_probes)
+        return self.matrix.square_norm(self.matrix.measure(reduced, slice(None)))
 
     # -- step -----------------------------------------------------------------------------------
 
     def step(self, group: Mapping[str, Any], step: int) -> None:
         """Update the weight; without a gradient nothing happens."""
         if self.matrix is not None:
-            self._step_low_rank(self.matrix, group, step)
+            self._step_matrix(self.matrix, group, step)
         elif self.param.grad is not None:
             self._step_dense(self.param.grad, group, step)
 
-    def _step_low_rank(self, matrix: LowRankMatrix, group: Mapping[str, Any], step: int) -> None:
-        projected = self.projected()
-        if projected is None:
+    def _step_matrix(self, matrix: MatrixRule, group: Mapping[str, Any], step: int) -> None:
+        reduced = self.reduced()
+        if reduced is None:
             return
         if self.site is not None:
             self.site.take()
-        matrix.observe(matrix.square_norms(projected))
-        update, residual_square = matrix.advance(projected, betas=group["betas"], eps=group["eps"])
-        update = matrix.finish(update, residual_square.sum())
+        matrix.observe(matrix.measure(reduced, slice(None)))
+        if matrix.projection is None:
+            reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
+        update, sums = matrix.advance(reduced, 1.0, betas=group["betas"], eps=group["eps"])
+        update = matrix.finish(update, sums.sum(dim=0))
         lr, decay = float(group["lr"]), group["weight_decay"]
+        key = matrix.rounding_key(step)
         weight = self._writable()
-        if self.rounded:
-            key = matrix.rounding_key(step)
-            apply_low_rank_rounded_(weight, update, matrix.projection, lr, decay, key, 0)
+        left, right = update, matrix.projection
+        if matrix.transposed:  # B U^T instead of U B^T
+            left, right = (update.t(), None) if right is None else (right.float(), update)
+        if right is None:
+            if self.rounded:
+                apply_whole_rounded_(weight, left, lr, decay, key)
+            else:
+                apply_whole_(weight, left, lr, decay)
+        elif self.rounded:
+            apply_low_rank_rounded_(weight, left, right, lr, decay, key, 0)
         else:
-            apply_low_rank_(weight, update, matrix.projection, lr, decay)
+            apply_low_rank_(weight, left, right, lr, decay)
         self._write_back(weight)
 
+    def _dense_state(self) -> tuple[StateTensor, StateTensor, Tensor]:
+        if self.dense is None:
+            shape, device = tuple(self.param.shape), self.param.device
+            self.dense = (
+                StateTensor(shape, self.state_dtype, True, device),
+                StateTensor(shape, self.state_dtype, False, device),
+                torch.zeros((), device=device),
+            )
+        return self.dense
+
     def _step_dense(self, gradient: Tensor, group: Mapping[str, Any], step: int) -> None:
-        state = self.state
-        like: dict[str, Any] = {"dtype": torch.float32, "device": self.param.device}
-        if "step" not in state:
-            state["step"] = torch.zeros((), **like)
-            state["exp_avg"] = torch.zeros(self.param.shape, **like)
-            state["exp_avg_sq"] = torch.zeros(self.param.shape, **like)
-        moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+        first, second, taken = self._dense_state()
+        moments = (first.read(), second.read())
         hyper = {name: group[name] for name in ("betas", "eps", "weight_decay")}
         hyper["lr"] = float(group["lr"])
         weight = self._writable()
         if self.rounded:
             key = keyed_seed(self.seed, self.name, "round", step)
-            apply_adamw_rounded_(weight, gradient, *moments, key, **hyper)
+            apply_adamw_rounded_(weight, gradient, *moments, taken, key, **hyper)
         else:
-            adamw_(weight, gradient.float(), *moments, **hyper)
+            adamw_(weight, gradient.float(), *moments, taken, **hyper)
+        write_moments(self.dense, moments, self.seed, self.name, step)
         self._write_back(weight)
 
     def _writable(self) -> Tensor:
@@ -191,32 +223,64 @@ class Slot:
 
     def describe(self) -> ParameterRow:
         """Row of the start table; bytes include the master."""
-        size = 8 * self.param.numel() if self.matrix is None else self.matrix.state_bytes()
+        if self.matrix is not None:
+            size = self.matrix.state_bytes()
+        else:
+            size = sum(s.nbytes for s in self._dense_state()[:2])
         if self.param.dtype != torch.float32 and not self.rounded:
             size += 4 * self.param.numel()
         rank = None if self.matrix is None else self.matrix.rank
         return ParameterRow(self.name, self.assigned.rule, self.assigned.reason, rank, size)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers of everything but the master."""
+        if self.matrix is not None:
+            return {"rule": self.assigned.layout, **self.matrix.state_dict()}
+        if self.dense is None:
+            return {}
+        first, second, step = self.dense
+        moments = {"exp_avg": first.read(), "exp_avg_sq": second.read(), "step": step}
+        return {"rule": self.assigned.layout, **moments}
+
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore dense moments, the master and the matrix.
+        """Restore moments, the master and the matrix.
 
         Raises:
             ValueError: the states of another rule or shape.
         """
-        rule = LOW_RANK if "basis" in saved else DENSE
-        fits = tuple(saved["exp_avg"].shape) == self.assigned.shape
-        if rule == LOW_RANK:
-            fits = (len(saved["exp_avg"]), len(saved["basis"])) == self.assigned.shape
-        if rule != self.assigned.rule or not fits:
+        shape = self.assigned.shape
+        fits = saved["rule"] == self.assigned.layout
+        if fits and self.matrix is None:
+            fits = tuple(saved["exp_avg"].shape) == shape
+        elif fits and isinstance(self.matrix, LowRankMatrix) and "basis" in saved:
+            fits = saved["basis"].shape[0] == self.matrix.shape[1]
+        if not fits:
             raise ValueError(
-                f"{self.name}: the state dict has {rule} states of {tuple(saved['exp_avg'].shape)}, "
-                f"this optimizer's rule is {self.assigned.rule} for {self.assigned.shape}: construct "
-                "it with the options and the model of the saved run"
+                f"{self.name}: the state dict has {saved['rule']} states of "
+                f"{tuple(saved['exp_avg'].shape)}, this optimizer's rule is {self.assigned.layout} for "
+                f"{shape}: construct it with the options and the model of the saved run"
             )
-        dense = ("exp_avg", "exp_avg_sq", "step") if self.matrix is None else ()
-        for key in ("master", *dense):
-            if key in saved:
-                value = saved[key].to(device=self.param.device, dtype=torch.float32, copy=True)
-                self.state[key] = value
+        if "master" in saved:
+            master = saved["master"].to(self.param.device, torch.float32, copy=True)
+            self.state["master"] = master
         if self.matrix is not None:
             self.matrix.load_state_dict(saved)
+            return
+        first, second, step = self._dense_state()
+        for state, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
+            value = saved[key].to(self.param.device, torch.float32)
+            state.write(value.clone(), None)
+        step.copy_(saved["step"])
+
+
+def write_moments(
+    states: tuple[StateTensor, StateTensor, Tensor] | None,
+    moments: tuple[Tensor, Tensor],
+    seed: int,
+    name: str,
+    step: int,
+) -> None:
+    """Store dense AdamW moments after a step, rounded stochastically where they are not fp32."""
+    assert states is not None
+    for which, (state, value) in enumerate(zip(states[:2], moments, strict=True)):
+        state.write(value, keyed_seed(seed, name, "state", which, step))

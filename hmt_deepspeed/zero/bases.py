@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry
 
@@ -22,7 +23,8 @@ class ShardedBases:
     """Parks the projections of matrices with a projected backward; a no-op below stage 3.
 
     Every method that gathers is a collective: all ranks call it for the same entries in the same order.
-    Matrices that project ``param.grad`` keep theirs, since gradient hooks must not communicate.
+    Matrices that project ``param.grad`` keep theirs, since gradient hooks must not communicate; so do
+    those projected from the left, whose projection backward itself needs.
     """
 
     def __init__(self, collectives: Collectives, stage: int) -> None:
@@ -43,21 +45,31 @@ class ShardedBases:
     def park(self, entry: Entry) -> None:
         """Keep this rank's rows of the entry's projection and drop the others."""
         matrix = entry.matrix
-        if not self.active or matrix is None or entry.gradient.site is None:
+        if not self.active or not isinstance(matrix, LowRankMatrix) or matrix.transposed:
             return
-        n, width = matrix.projection.shape
+        columns = matrix.columns
+        if entry.gradient.site is None or columns.whole is None or columns.parked is not None:
+            return
+        n, width = columns.whole.shape
         rows = -(-n // self.collectives.world)
         begin = min(self.collectives.rank * rows, n)
-        own = matrix.projection[begin : begin + rows]
-        entry.parked = own.new_zeros(rows, width)
-        entry.parked[: own.shape[0]].copy_(own)
-        matrix.projection = own.new_empty(0, width)
+        own = columns.whole[begin : begin + rows]
+        columns.parked = own.new_zeros(rows, width)
+        columns.parked[: own.shape[0]].copy_(own)
+        columns.whole = own.new_empty(0, width)
 
     def restore(self, entry: Entry) -> None:
         """Make the entry's projection whole again."""
-        if entry.parked is not None and entry.matrix is not None:
-            whole = self.gather(entry.parked)
-            entry.matrix.projection, entry.parked = whole[: entry.matrix.shape[1]], None
+        matrix = entry.matrix
+        if isinstance(matrix, LowRankMatrix) and matrix.columns.parked is not None:
+            whole = self.gather(matrix.columns.parked)
+            matrix.columns.whole, matrix.columns.parked = whole[: matrix.shape[1]], None
+
+    @staticmethod
+    def forget(entry: Entry) -> None:
+        """Drop what is parked: the whole projection is about to be loaded."""
+        if isinstance(entry.matrix, LowRankMatrix):
+            entry.matrix.columns.parked = None
 
     @contextmanager
     def whole(self, entry: Entry) -> Iterator[None]:

@@ -131,6 +131,8 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "step_count": optimizer.step_count,
         "schedule": _schedule_state(optimizer),
         "shared_inputs": optimizer.shared.groups(),
+        "rules": {e.name: e.assignment.layout for e in optimizer.entries},
+        "policy": optimizer.policy.state_dict(),
         "matrices": _matrix_states(optimizer),
         "dense": _dense_states(optimizer),
         "param_groups": [
@@ -191,9 +193,11 @@ def _matrix_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         assert entry.matrix is not None
         with optimizer.bases.whole(entry):
             state = {k: _to_cpu(v) for k, v in entry.matrix.state_dict().items()}
+        by_rows = [k for k in entry.matrix.ROW_STATES if k in state]
         if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
-            state = {k: state[k] for k in ("exp_avg", "exp_avg_sq")}
-        states[entry.name] = {"rows": list(entry.matrix.rows), **state}
+            state = {k: state[k] for k in by_rows}
+        layout = {"rows": list(entry.matrix.rows), "row_states": by_rows}
+        states[entry.name] = {**layout, "height": entry.matrix.shape[0], **state}
     return states
 
 
@@ -203,7 +207,8 @@ def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     states = {}
     for entry in optimizer.entries:
         if entry.dense_state is not None:
-            first, second, step = map(_to_cpu, entry.dense_state)
+            first, second = (_to_cpu(state.read()) for state in entry.dense_state[:2])
+            step = entry.dense_state[2]
             flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
             states[entry.name] = {
                 "flat": flat,
@@ -372,23 +377,28 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
         ValueError: when a parameter had another rule, or the groups were others.
     """
     hmt = saved.hmt
-    saved.check_same_rules({e.name: e.assignment.rule for e in optimizer.entries})
+    saved.check_same_rules({e.name: e.assignment.layout for e in optimizer.entries})
     saved.check_same_groups(_group_names(optimizer))
     optimizer.step_count = hmt["step_count"]
+    for entry in optimizer.entries:
+        optimizer.bases.forget(entry)
     optimizer.shared.restore(hmt["shared_inputs"])
+    optimizer.restore_groups()
+    optimizer.policy.load_state_dict(hmt["policy"])
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update(values)
     for place, entry in enumerate(optimizer.low_rank):
         assert entry.matrix is not None
-        entry.parked = None
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
         times = hmt["schedule"][entry.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
     for entry in optimizer.entries:
         if entry.dense_state is not None:
             flat = entry.gradient.shards.flat(optimizer.shard_rank)
-            for tensor, value in zip(entry.dense_state, saved.dense(entry.name, flat), strict=True):
-                tensor.copy_(value)
+            *moments, step = saved.dense(entry.name, flat)
+            for state, value in zip(entry.dense_state[:2], moments, strict=True):
+                state.write(value.to(state.data.device, copy=True), None)
+            entry.dense_state[2].copy_(step)
     if optimizer.dynamic_loss_scale and hmt["loss_scaler"]["dynamic"]:
         # A static scale is the config's; so is the start of a dynamic one after bf16 or fp32.
         vars(optimizer.loss_scaler).update(hmt["loss_scaler"])

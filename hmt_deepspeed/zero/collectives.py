@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +88,27 @@ class Collectives:
             tensor, dist.get_global_rank(self.group, owner), group=self.group, async_op=self.overlap
         )
         return self._finish(work, not self.overlap)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send ``parts[q]`` (flat) to rank q; what came from each rank p, ``sizes[p]`` elements."""
+        if self.world == 1:
+            return list(parts)
+        sent = torch.cat(list(parts))
+        received = sent.new_empty(sum(sizes))
+        own = parts[self.rank].numel()
+        self.sent_bytes += (sent.numel() - own) * sent.element_size()
+        dist.all_to_all_single(
+            received, sent, list(sizes), [p.numel() for p in parts], group=self.group
+        )
+        return list(received.split(list(sizes)))
+
+    def broadcast_object(self, value: Any) -> Any:
+        """A picklable value of the group's first rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
         """``tensor`` of ``owner`` to all."""

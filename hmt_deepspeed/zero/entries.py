@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import Assignment, assign_rules
-from hmt_deepspeed.optim.hmt import low_rank_settings
+from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
-from hmt_deepspeed.optim.matrix import LowRankMatrix
+from hmt_deepspeed.optim.low_rank import takes_projection
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
@@ -46,6 +49,9 @@ class ZeroSettings:
     scale: ReductionScale
 
 
+DenseState = tuple[StateTensor, StateTensor, Tensor]
+
+
 @dataclass(eq=False)
 class Entry:
     """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
@@ -54,9 +60,8 @@ class Entry:
     group: dict[str, Any]
     gradient: Gradient
     weight: Weight
-    matrix: LowRankMatrix | None
-    dense_state: tuple[Tensor, Tensor, Tensor] | None  # exp_avg, exp_avg_sq, step
-    parked: Tensor | None = None  # this rank's rows of the projection, while it is not whole
+    matrix: MatrixRule | None
+    dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
 
     @property
     def name(self) -> str:
@@ -85,14 +90,13 @@ def build_entries(
     Raises:
         ValueError: options that cannot be honoured for these parameters.
     """
-    low_rank = low_rank_settings(options)
     assignments = assign_rules(
         [(name, whole_shape(p)) for name, p, _ in placed],
-        method=options["method"],
+        settings=matrix_settings(options),
+        module_rules=module_rules(options),
         target_modules=options["target_modules"],
         exclude_modules=options["exclude_modules"],
         linear_names=modules,
-        rank=low_rank.rank,
     )
     entries = []
     for index, (assignment, (name, param, group)) in enumerate(
@@ -103,28 +107,39 @@ def build_entries(
         shards = RowShards(m, n, world)
         weight = Weight(param, shards, rank, options["master_weights"] == "fp32")
         matrix, state = None, None
-        if assignment.low_rank:
+        if assignment.settings is not None:
+            shards = RowShards(*assignment.settings.oriented(m, n), world)
             rows, dtype = shards.rows(rank), settings.model_dtype
-            matrix = LowRankMatrix(name, (m, n), rows, low_rank, dtype, weight.device)
+            matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, weight.device)
         else:
-            moment = torch.zeros(weight.shard.numel(), device=weight.device)
-            step = torch.zeros((), device=weight.device)
-            state = (moment, torch.zeros_like(moment), step)
-        site = _site(assignment, modules, options["projected_backward"])
+            state = _dense_state(weight, options["state_dtype"])
+        site = _site(assignment, matrix, modules, options["projected_backward"])
         gradient = Gradient(index, name, param, shards, matrix, site)
         entries.append(Entry(assignment, group, gradient, weight, matrix, state))
     return entries
 
 
+def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
+    """AdamW's moments of the elements held here; small tensors stay in fp32."""
+    begin, end = weight.shards.flat(weight.rank)
+    kind = state_dtype if weight.shards.m >= MIN_INT8_ELEMENTS else "fp32"
+    shape, device = (end - begin,), weight.device
+    first, second = (StateTensor(shape, kind, signed, device) for signed in (True, False))
+    return first, second, torch.zeros((), device=device)
+
+
 def _site(
-    assignment: Assignment, modules: Mapping[str, nn.Module], wanted: bool | str
+    assignment: Assignment,
+    matrix: MatrixRule | None,
+    modules: Mapping[str, nn.Module],
+    wanted: bool | str,
 ) -> ProjectedSite | None:
     """A site where the projected backward applies; refuses where it is insisted on and does not."""
-    if not assignment.low_rank or wanted is False:
+    if matrix is None or wanted is False or not takes_projection(matrix):
         return None
     module = modules.get(assignment.name)
     if module is not None and can_project(module):
-        return ProjectedSite(assignment.name)
+        return ProjectedSite(assignment.name, matrix.transposed)
     if wanted is True:
         raise ValueError(
             f"hmt.optimizer.projected_backward is true, but {assignment.name} belongs to a "
@@ -143,7 +158,12 @@ def build_schedule(
         ValueError: ``max_full_gradient_bytes`` below the largest matrix.
     """
     size = torch.empty(0, dtype=dtype).element_size()
-    nbytes = [size * e.gradient.shards.m * e.gradient.shards.n for e in low_rank]
+    nbytes = [
+        0
+        if e.matrix is None or e.matrix.redraws
+        else size * e.gradient.shards.m * e.gradient.shards.n
+        for e in low_rank
+    ]
     budget = options["max_full_gradient_bytes"]
     if budget == "auto":
         budget = default_full_gradient_bytes(nbytes)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.matrix import LowRankMatrix
+from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.shards import RowShards
 
@@ -28,8 +28,9 @@ class Gradient:
     """Gradient of one parameter on its way to its shard.
 
     Attributes:
-        shards: rows of the matrix over ranks (numel x 1 for a dense parameter).
-        matrix, site: of a low-rank matrix; ``site`` is None without projected backward.
+        shards: rows of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
+            that is projected.
+        matrix, site: of a matrix rule; ``site`` is None without projected backward.
         refreshing: this window forms the full gradient, for the basis.
         owner: rank that finds the basis.
         arrived: contribution of this rank, complete, waiting for its bucket.
@@ -42,7 +43,7 @@ class Gradient:
     name: str
     param: nn.Parameter
     shards: RowShards
-    matrix: LowRankMatrix | None = None
+    matrix: MatrixRule | None = None
     site: ProjectedSite | None = None
     refreshing: bool = False
     owner: int = 0
@@ -59,9 +60,11 @@ class Gradient:
     def collect(self) -> Tensor | None:
         """Take what backward left: m x width, or the full m x n for a refreshing matrix."""
         grad, self.param.grad = self.param.grad, None
-        if grad is not None:
+        if grad is not None and self.matrix is not None and self.matrix.transposed:
+            grad = grad.detach().t()
+        elif grad is not None:
             grad = grad.detach().reshape(self.shards.m, self.shards.n)
-        if self.matrix is None or self.refreshing:
+        if self.matrix is None or self.refreshing or self.matrix.projection is None:
             return grad
         product = self.site.take() if self.site is not None else None
         if grad is not None:
@@ -258,7 +261,7 @@ class GradientReducer:
         if gradient.arrived is None:
             buffer = torch.zeros(shape, dtype=self.comm_dtype, device=gradient.param.device)
         else:
-            buffer = gradient.arrived.to(self.comm_dtype).mul(self.scale.before)
+            buffer = gradient.arrived.to(self.comm_dtype).mul(self.scale.before).contiguous()
         gradient.arrived = None
         work = self.collectives.reduce(buffer, gradient.owner)
         self._in_flight.append(_InFlight(bucket, work, buffer))

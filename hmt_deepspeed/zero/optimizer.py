@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
@@ -108,6 +110,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         )
         self._hooks = self._register_hooks()
         state_access.link(self)
+        self._form_groups()
         self._begin_window()
 
     def _set_engine_attributes(self, loss_scaler: Any) -> None:
@@ -167,20 +170,68 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     # -- a window: draw probes, choose who refreshes, lay out the projections ---------------------
 
+    def _form_groups(self) -> None:
+        """Matrices that take one basis together, by place; each alone unless bases are shared."""
+        place = {entry.name: index for index, entry in enumerate(self.low_rank)}
+        names = self.shared.groups() if self.options["share_basis"] else []
+        self.groups = [[place[name] for name in group] for group in names]
+        together = {index for group in self.groups for index in group}
+        for group in self.groups:
+            leader, *others = (self.low_rank[index] for index in group)
+            for other in others:
+                assert isinstance(leader.matrix, LowRankMatrix)
+                assert isinstance(other.matrix, LowRankMatrix)
+                if other.matrix.columns is not leader.matrix.columns:
+                    self.bases.restore(leader)
+                    self.bases.restore(other)
+                    other.matrix.share(leader.matrix)
+        self.groups += [[i] for i in range(len(self.low_rank)) if i not in together]
+        matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
+        self.policy = build_policy([[matrices[i] for i in g] for g in self.groups], self.options)
+
+    restore_groups = _form_groups
+
+    def _due(self) -> set[int]:
+        """Matrices that refresh in the coming step."""
+        if self.options["share_basis"] and not self.shared.settled:
+            self.shared.settle()  # the first window only observes who reads the same input
+            if not self.shared.settled:
+                return set()
+            self.shared.restore(self.collectives.broadcast_object(self.shared.groups()))
+            self._form_groups()
+        return set(self.schedule.due(self.step_count))
+
     def _begin_window(self) -> None:
-        due = set(self.schedule.due(self.step_count))
+        due = self._due()
+        for number, group in enumerate(self.groups):
+            for index in group:
+                self.low_rank[index].gradient.owner = number % self.collectives.world
         for index, entry in enumerate(self.low_rank):
             matrix, gradient = entry.matrix, entry.gradient
             assert matrix is not None
-            gradient.refreshing = index in due
-            gradient.owner = index % self.collectives.world
             with self.bases.whole(entry):
-                matrix.draw_probes(self.step_count)
+                if index in due and matrix.redraws:
+                    due.discard(index)
+                    self._redraw(index)
+                matrix.prepare(self.step_count)
+            gradient.refreshing = index in due
             if gradient.site is not None:
-                held = matrix.projection if entry.parked is None else entry.parked
+                assert isinstance(matrix, LowRankMatrix)
+                parked = matrix.columns.parked
+                held = matrix.projection if parked is None else parked
                 gradient.site.projection = None if gradient.refreshing else held
         self.shared.lay_out()
         self.reducer.plan()
+
+    def _redraw(self, index: int) -> None:
+        """The next basis of a rule that draws it from a seed: no gradient is needed."""
+        matrix = self.low_rank[index].matrix
+        assert matrix is not None
+        matrix.draw = self.schedule.num_refreshes[index]
+        if isinstance(matrix, LowRankMatrix):
+            basis = matrix.seeded_basis(matrix.rank, matrix.draw).to(matrix.dtype)
+            self._step.adopt([index], basis)
+        self.schedule.refreshed(index, self.step_count)
 
     # -- reduction, called by the engine ----------------------------------------------------------
 
@@ -214,7 +265,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if self.overflow:
             self.reducer.reset()
         else:
-            self._step.refresh_bases(self.step_count)
+            self._step.refresh_bases(self.groups, self.policy, self.step_count)
             norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)

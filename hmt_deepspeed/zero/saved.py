@@ -77,14 +77,14 @@ class SavedState:
             )
 
     def check_same_rules(self, rules: Mapping[str, str]) -> None:
-        """Raises ValueError when a parameter was dense and is low-rank now, or the reverse."""
-        low_rank = set(self.hmt["matrices"])
-        wrong = [n for n, rule in rules.items() if (rule != "adamw") != (n in low_rank)]
+        """Raises ValueError when a parameter had another method or projection."""
+        saved = self.hmt["rules"]
+        wrong = [f"{n} ({saved[n]}, now {rule})" for n, rule in rules.items() if saved[n] != rule]
         if wrong:
             raise ValueError(
                 f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
-                "do not fit. Keep method, target_modules and exclude_modules, or load with "
-                "load_optimizer_states=False."
+                "do not fit. Keep method, projection, module_rules, target_modules and exclude_modules, "
+                "or load with load_optimizer_states=False."
             )
 
     def check_same_groups(self, groups: Sequence[Sequence[str]]) -> None:
@@ -161,12 +161,12 @@ class SavedState:
     # -- states -----------------------------------------------------------------------------------
 
     def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
-        """State of a low-rank matrix with the moments of the given rows."""
+        """State of a matrix rule with what it keeps by rows for the given rows."""
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")
-        m = self.hmt["shapes"][name][0]
-        for key in ("exp_avg", "exp_avg_sq"):
-            whole = torch.empty(m, common["basis"].shape[1])
+        for key in common.pop("row_states"):
+            like: Tensor = common[key]
+            whole = torch.empty(common["height"], like.shape[1], dtype=like.dtype)
             for state in self._optimizer:
                 held = state["hmt"]["matrices"].get(name)
                 if held is not None:

@@ -62,7 +62,7 @@ class RowShards:
     def pack(self, matrix: Tensor, out: Tensor) -> None:
         """Copy the rows of every rank into ``out`` (world x max_rows x width), padding untouched."""
         if self.aligned and self.max_rows * self.world == self.m:
-            out.copy_(matrix.view(self.world, self.max_rows, -1))
+            out.copy_(matrix.reshape(self.world, self.max_rows, -1))
             return
         for rank in range(self.world):
             begin, end = self.rows(rank)

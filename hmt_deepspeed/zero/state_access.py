@@ -25,9 +25,10 @@ __all__ = ["StateAccess", "link", "local_state", "move_states"]
 def local_state(entry: Entry) -> dict[str, Tensor]:
     """States of one parameter held by this rank, by DeepSpeed's keys."""
     if entry.matrix is not None:
-        return {"exp_avg": entry.matrix.exp_avg, "exp_avg_sq": entry.matrix.exp_avg_sq}
+        return {key: state.read() for key, state in entry.matrix.states().items()}
     assert entry.dense_state is not None
-    return dict(zip(("exp_avg", "exp_avg_sq", "step"), entry.dense_state, strict=True))
+    first, second, step = entry.dense_state
+    return {"exp_avg": first.read(), "exp_avg_sq": second.read(), "step": step}
 
 
 class StateAccess:
@@ -45,6 +46,8 @@ class StateAccess:
         state = self._state(entry, optim_state_key)
         if entry.matrix is None:
             return self._whole_flat(entry, state).view(whole_shape(param))
+        if optim_state_key not in entry.matrix.ROW_STATES:  # a core is whole on every rank
+            return state.clone()
         return self._whole_rows(entry, state)
 
     def set_full_hp_param(
@@ -59,24 +62,32 @@ class StateAccess:
                 param.data.copy_(value.to(param.dtype))
         elif entry.matrix is None:
             shard = entry.gradient.shards.shard_of(value.reshape(-1), rank)
-            self._state(entry, optim_state_key).copy_(shard)
-        else:
+            self._set_state(entry, optim_state_key, shard)
+        elif optim_state_key in entry.matrix.ROW_STATES:
             begin, end = entry.matrix.rows
-            self._state(entry, optim_state_key).copy_(value[begin:end])
+            self._set_state(entry, optim_state_key, value[begin:end])
+        else:
+            self._set_state(entry, optim_state_key, value)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """Whole mean gradient; of a low-rank matrix the part that was kept, ``A Q^T``, m x n."""
+        """Whole mean gradient; of a projected matrix the part that was kept, ``A Q^T``, m x n."""
         entry = self._entries[param]
-        reduced = entry.gradient.reduced
-        if entry.gradient.full is not None and self.optimizer.collectives.world == 1:
-            return entry.gradient.full.float()
-        if reduced is None:
-            return None
-        if entry.matrix is None:
+        matrix, reduced = entry.matrix, entry.gradient.reduced
+        if matrix is None:
+            if reduced is None:
+                return None
             return self._whole_flat(entry, reduced.reshape(-1).float()).view(whole_shape(param))
-        rows = self._whole_rows(entry, reduced[:, : entry.matrix.rank].float())
-        with self.optimizer.bases.whole(entry):
-            return rows @ entry.matrix.basis.float().t()
+        if entry.gradient.full is not None and self.optimizer.collectives.world == 1:
+            whole = entry.gradient.full.float()
+        elif reduced is None:
+            return None
+        elif matrix.projection is None:
+            whole = self._whole_rows(entry, reduced.float())
+        else:
+            rows = self._whole_rows(entry, reduced[:, : matrix.rank].float())
+            with self.optimizer.bases.whole(entry):
+                whole = rows @ matrix.projection[:, : matrix.rank].float().t()
+        return whole.t() if matrix.transposed else whole
 
     def get_local_fp32_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
@@ -95,7 +106,7 @@ class StateAccess:
         if optim_state_key is None:
             entry.weight.set_values(value.reshape(-1).float())
         else:
-            self._state(entry, optim_state_key).copy_(value)
+            self._set_state(entry, optim_state_key, value)
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """This rank's rows of the reduced gradient (projected for a low-rank matrix)."""
@@ -122,6 +133,18 @@ class StateAccess:
         if key not in states:
             raise ValueError(f"{entry.name} has no state {key!r}; legal keys: {sorted(states)}")
         return states[key]
+
+    def _set_state(self, entry: Entry, key: str, value: Tensor) -> None:
+        current = self._state(entry, key)
+        if key == "step" and entry.dense_state is not None:
+            entry.dense_state[2].copy_(value)
+            return
+        if entry.matrix is not None:
+            stored = entry.matrix.states()[key]
+        else:
+            assert entry.dense_state is not None
+            stored = entry.dense_state[0] if key == "exp_avg" else entry.dense_state[1]
+        stored.write(value.to(current).view_as(current).clone(), None)
 
     def _whole_flat(self, entry: Entry, shard: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
@@ -181,14 +204,13 @@ def move_states(
             assert entry.weight.master is not None
             entry.weight.master = entry.weight.master.to(device, non_blocking=non_blocking)
         if entry.matrix is not None:
-            for key in ("exp_avg", "exp_avg_sq"):
-                moved = getattr(entry.matrix, key).to(device, non_blocking=non_blocking)
-                setattr(entry.matrix, key, moved)
+            for state in entry.matrix.states().values():
+                state.to(device, non_blocking=non_blocking)
         elif entry.dense_state is not None:
-            first, second, step = (
-                t.to(device, non_blocking=non_blocking) for t in entry.dense_state
-            )
-            entry.dense_state = (first, second, step)
+            first, second, step = entry.dense_state
+            first.to(device, non_blocking=non_blocking)
+            second.to(device, non_blocking=non_blocking)
+            entry.dense_state = (first, second, step.to(device, non_blocking=non_blocking))
 
 
 def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor:

@@ -20,10 +20,9 @@ __all__ = ["describe", "metrics", "stock_communication_bytes"]
 def state_bytes(entry: Entry) -> int:
     """Bytes of moments and basis of one parameter on this rank; masters not counted."""
     if entry.matrix is not None:
-        parked = 0 if entry.parked is None else entry.parked[:, : entry.matrix.rank].nbytes
-        return entry.matrix.state_bytes() + parked
+        return entry.matrix.state_bytes()
     assert entry.dense_state is not None
-    return sum(t.numel() * t.element_size() for t in entry.dense_state)
+    return sum(t.nbytes for t in entry.dense_state)
 
 
 def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool = False) -> int:

@@ -9,12 +9,17 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.optim.basis import keyed_seed
-from hmt_deepspeed.optim.hmt import low_rank_settings
+from hmt_deepspeed.optim.basis import Subspace, keyed_seed
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.optim.slot import write_moments
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
+from hmt_deepspeed.zero.gradients import Gradient
+from hmt_deepspeed.zero.transpose import rows_from_columns
 from hmt_deepspeed.zero.weights import GatherPipeline
 
 __all__ = ["ZeroStep"]
@@ -58,70 +63,125 @@ class ZeroStep:
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
 
-    def refresh_bases(self, step_count: int) -> None:
-        """New bases from the mean full gradients: found once, at the owner, and broadcast."""
-        refreshing = [(i, e) for i, e in enumerate(self.low_rank) if e.gradient.refreshing]
-        found: dict[int, Tensor] = {}
+    def refresh_bases(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
+        """New bases from the mean full gradients: found once, at the owner, and broadcast.
+
+        Every rank sees the same captured energies and so chooses the same ranks.
+        """
+        refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
             return
-        device = refreshing[0][1].weight.device
-        ranks = torch.zeros(len(refreshing), dtype=torch.int64, device=device)
-        for place, (_, entry) in enumerate(refreshing):
-            full, matrix = entry.gradient.full, entry.matrix
-            assert matrix is not None
-            with self.bases.whole(entry):  # warm start, at the owner
-                basis = None if full is None else matrix.find_basis(full, step_count)
-            if basis is not None:
-                found[place] = basis
-                ranks[place] = basis.shape[1]
-        self.collectives.all_reduce(ranks)
-        for place, (index, entry) in enumerate(refreshing):
-            rank = int(ranks[place])
-            with self.bases.whole(entry):
-                self._adopt(entry, rank, found.get(place), step_count)
+        found: dict[int, tuple[Subspace, Tensor]] = {}
+        most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
+        device = self.entries[0].weight.device
+        energies = torch.zeros(len(refreshing), most, dtype=torch.float64, device=device)
+        for place, (_, group) in enumerate(refreshing):
+            leader = self._matrix(group[0])
+            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
+                subspace = self._find(group, step)
+            if subspace is not None:
+                found[place] = subspace
+                captured = leader.captured_at_candidates(subspace[0])
+                energies[place, : len(captured)] = torch.tensor(captured, dtype=torch.float64)
+        self.collectives.all_reduce(energies)
+        for place, captured in enumerate(energies.tolist()):
+            index, group = refreshing[place]
+            leader, rank = self._matrix(group[0]), 0
+            if captured[0] > 0:
+                rank = policy.choose(index, captured[: len(leader.candidates)])
+            with self.bases.whole(self.low_rank[group[0]]):
+                if rank:
+                    basis = self._broadcast_basis(group, rank, found.get(place))
+                    self.adopt(group, basis)
+                self._project_full(group, step)
             if rank:
-                self.schedule.refreshed(index, step_count)
+                for member in group:
+                    self.schedule.refreshed(member, step)
 
-    def _adopt(self, entry: Entry, rank: int, basis: Tensor | None, step_count: int) -> None:
-        """Rotate to the broadcast basis (rank 0 keeps the old one) and project the full gradient."""
-        matrix, gradient = entry.matrix, entry.gradient
-        assert matrix is not None
-        if rank:
-            if basis is None:
-                basis = torch.empty(matrix.shape[1], rank, dtype=matrix.dtype, device=matrix.device)
-            basis = basis.contiguous()
-            self.collectives.broadcast(basis, gradient.owner)
-            matrix.adopt(basis)
-            matrix.draw_probes(step_count)
-        projected = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
-        if gradient.full is not None:
-            torch.mm(gradient.full.float(), matrix.projection.float(), out=projected)
-        self.collectives.broadcast(projected, gradient.owner)
-        begin, end = matrix.rows
-        gradient.reduced, gradient.full = projected[begin:end], None
+    def _matrix(self, index: int) -> LowRankMatrix:
+        matrix = self.low_rank[index].matrix
+        assert isinstance(matrix, LowRankMatrix)
+        return matrix
+
+    def _gradient(self, index: int) -> Gradient:
+        return self.low_rank[index].gradient
+
+    def _find(self, group: Sequence[int], step: int) -> tuple[Subspace, Tensor] | None:
+        """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
+        parts = [self._gradient(i).full for i in group]
+        if any(part is None for part in parts):
+            return None
+        stacked = [part for part in parts if part is not None]
+        gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
+        found = self._matrix(group[0]).find_basis(gradient, step)
+        return None if found is None else (found, gradient)
+
+    def _broadcast_basis(
+        self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None
+    ) -> Tensor | None:
+        """The owner's basis on every rank; None for full rank."""
+        leader = self._matrix(group[0])
+        if rank == leader.shape[1]:
+            return None
+        if found is None:
+            shape = (leader.basis_rows, rank)
+            basis = torch.empty(shape, dtype=leader.dtype, device=leader.device)
+        else:
+            basis = leader.basis_of(found[0], rank, found[1]).contiguous()
+        self.collectives.broadcast(basis, self._gradient(group[0]).owner)
+        return basis
+
+    def adopt(self, group: Sequence[int], basis: Tensor | None) -> None:
+        """Carry the moments of a group over to a basis that every rank has."""
+        matrices, sums = [self._matrix(i) for i in group], []
+        for index, matrix in zip(group, matrices, strict=True):
+            counted = self._gradient(index).shards.counted(self.shard_rank)
+            overlap = matrix.overlap_sum(basis, counted)
+            if overlap is not None and self.sharded:
+                self.collectives.all_reduce(overlap)
+            sums.append(overlap)
+        adopt_together(matrices, basis, sums)
+
+    def _project_full(self, group: Sequence[int], step: int) -> None:
+        """Turn the owner's full gradients into every rank's rows of what the rules take."""
+        for index in group:
+            matrix, gradient = self._matrix(index), self._gradient(index)
+            matrix.prepare(step)
+            columns, full = matrix.projection, gradient.full
+            reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
+            if full is not None and columns is not None:
+                torch.mm(full.float(), columns.float(), out=reduced)
+            elif full is not None:
+                reduced.copy_(full)
+            self.collectives.broadcast(reduced, gradient.owner)
+            begin, end = matrix.rows
+            gradient.reduced, gradient.full = reduced[begin:end], None
 
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
         and clips; 0-dim fp32."""
         device = self.entries[0].weight.device
-        squares = torch.zeros(len(self.entries), 2, device=device)
-        for place, entry in enumerate(self.entries):
-            reduced = entry.gradient.reduced
-            if reduced is None:
-                continue
-            own = reduced[entry.gradient.shards.counted(self.shard_rank)]
-            if entry.matrix is not None:
-                squares[place] = entry.matrix.square_norms(own)
+        parts = []
+        for entry in self.entries:
+            matrix, gradient = entry.matrix, entry.gradient
+            if matrix is not None and gradient.reduced is None:
+                gradient.reduced = torch.zeros(matrix.num_rows, matrix.width, device=device)
+            counted = gradient.shards.counted(self.shard_rank)
+            if matrix is not None and gradient.reduced is not None:
+                parts.append(matrix.measure(gradient.reduced, counted))
+            elif gradient.reduced is None:
+                parts.append(torch.zeros(1, device=device))
             else:
-                squares[place, 0] = torch.linalg.vector_norm(own, dtype=torch.float32).square()
+                own = gradient.reduced[counted]
+                norm = torch.linalg.vector_norm(own, dtype=torch.float32)
+                parts.append(norm.square().view(1))
+        sums = torch.cat(parts)
         if self.sharded:
-            self.collectives.all_reduce(squares)
+            self.collectives.all_reduce(sums)
         total = torch.zeros((), device=device)
-        for place, entry in enumerate(self.entries):
-            if entry.matrix is None:
-                total = total + squares[place, 0]
-            else:
-                total = total + entry.matrix.observe(squares[place])
+        lengths = [part.numel() for part in parts]
+        for entry, part in zip(self.entries, sums.split(lengths), strict=True):
+            total = total + (part[0] if entry.matrix is None else entry.matrix.observe(part))
         norm = total.sqrt() / scale
         factor = torch.full((), 1.0 / scale, device=device)
         if self.settings.clip > 0:
@@ -137,70 +197,102 @@ class ZeroStep:
             if entry.matrix is not None:
                 update = entry.matrix.finish(*updates.pop(place))
                 with self.bases.whole(entry):
-                    self._apply_low_rank(entry, update, key, gather)
+                    self._apply(entry, entry.matrix, update, key, gather)
             else:
-                gradient = self._dense_gradient(entry, factor)
-                assert entry.dense_state is not None
-                entry.weight.step_dense(gradient, entry.dense_state, key, **entry.hyper())
+                self._step_dense(entry, factor, key, step_count)
                 self._gather_weight(entry, gather)
             entry.gradient.clear()
         gather.finish()
 
     def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Adam in every projected space; (update, squared residual norm over all rows) by place."""
+        """Adam of every matrix; (update, sums over all rows) by place."""
         updates: dict[int, tuple[Tensor, Tensor]] = {}
+        limited: list[int] = []
         for place, entry in enumerate(self.entries):
             matrix, reduced = entry.matrix, entry.gradient.reduced
-            if matrix is None:
+            if matrix is None or reduced is None:
                 continue
-            if reduced is None:
-                reduced = torch.zeros(matrix.num_rows, matrix.width, device=matrix.device)
-            projected = reduced.float().mul_(factor)  # in place: the gradient is used up here
             hyper = entry.hyper()
-            update, squares = matrix.advance(projected, betas=hyper["betas"], eps=hyper["eps"])
-            own = squares[entry.gradient.shards.counted(self.shard_rank)].sum()
+            update, sums = matrix.advance(
+                reduced.float(), factor, betas=hyper["betas"], eps=hyper["eps"]
+            )
+            own = sums[entry.gradient.shards.counted(self.shard_rank)].sum(dim=0)
             updates[place] = (update, own)
-        if self.sharded and updates and low_rank_settings(self.options).norm_growth_limit:
-            norms = torch.stack([square for _, square in updates.values()])
-            self.collectives.all_reduce(norms)
-            updates = {p: (u, norms[i]) for i, (p, (u, _)) in enumerate(updates.items())}
+            limited += [place] if matrix.limits else []
+        if self.sharded and limited:
+            sums = torch.cat([updates[place][1] for place in limited])
+            self.collectives.all_reduce(sums)
+            lengths = [updates[place][1].numel() for place in limited]
+            for place, part in zip(limited, sums.split(lengths), strict=True):
+                updates[place] = (updates[place][0], part)
         return updates
 
-    def _dense_gradient(self, entry: Entry, factor: Tensor) -> Tensor:
-        reduced = entry.gradient.reduced
+    def _step_dense(self, entry: Entry, factor: Tensor, key: int, step_count: int) -> None:
+        reduced, state = entry.gradient.reduced, entry.dense_state
+        assert state is not None
         if reduced is None:  # unused in this window: DeepSpeed's ZeRO counts it as zero too
-            return torch.zeros_like(entry.weight.shard, dtype=torch.float32)
-        return reduced.reshape(-1).float().mul_(factor)
-
-    def _apply_low_rank(
-        self, entry: Entry, update: Tensor, key: int, gather: GatherPipeline
-    ) -> None:
-        matrix, weight = entry.matrix, entry.weight
-        assert matrix is not None
-        lr, decay = entry.group["lr"], entry.group["weight_decay"]
-        if weight.master is not None or weight.partitioned:
-            weight.step_rows(update, matrix.projection, lr, decay, key)
-            self._gather_weight(entry, gather)
-        elif not self.sharded:
-            weight.step_whole(update, matrix.projection, lr, decay, key)
+            gradient = torch.zeros(state[0].shape, device=state[0].data.device)
         else:
-            # The low-rank update travels, not the weights: every replica applies the same one.
-            shards, width = entry.gradient.shards, matrix.width
-            projection = matrix.projection
+            gradient = reduced.reshape(-1).float().mul_(factor)
+        moments = (state[0].read(), state[1].read())
+        entry.weight.step_dense(gradient, (*moments, state[2]), key, **entry.hyper())
+        write_moments(state, moments, self.options["seed"], entry.name, step_count)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def _apply(
+        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+    ) -> None:
+        if matrix.projection is None:
+            self._apply_whole(entry, matrix, update, key, gather)
+        elif not self.sharded or (not matrix.transposed and entry.weight.by_rows):
+            left, right = update, matrix.projection
+            if matrix.transposed:
+                left, right = right, update
+            self._apply_factors(entry, left, right, key, gather)
+        else:
+            # The low-rank update travels: every rank needs all of it for its own rows of the weight.
+            shards, projection = entry.gradient.shards, matrix.projection
+            width = projection.shape[1]
+            exact = matrix.transposed and entry.weight.by_rows
 
             def deliver(packed: Tensor) -> None:
                 rows = packed.reshape(shards.world, shards.max_rows, width)
                 whole = torch.empty(shards.m, width, dtype=packed.dtype, device=packed.device)
                 shards.unpack(rows, whole)
-                weight.step_whole(whole, projection, lr, decay, key)
+                left, right = (projection, whole) if matrix.transposed else (whole, projection)
+                self._apply_factors(entry, left, right, key, gather)
 
-            part = update.to(self.settings.comm_dtype).reshape(-1)
-            gather.add(part, shards.max_rows * width, deliver)
+            part = update if exact else update.to(self.settings.comm_dtype)
+            gather.add(part.reshape(-1), shards.max_rows * width, deliver)
+
+    def _apply_factors(
+        self, entry: Entry, left: Tensor, right: Tensor, key: int, gather: GatherPipeline
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr left right^T``; ``left`` of the rows held here, or of all rows."""
+        weight, lr, decay = entry.weight, entry.group["lr"], entry.group["weight_decay"]
+        if weight.by_rows:
+            begin, end = weight.shards.rows(self.shard_rank)
+            own = left if left.shape[0] == end - begin else left[begin:end]
+            weight.step_rows(own.float(), right, lr, decay, key)
+            self._gather_weight(entry, gather)
+        else:
+            weight.step_whole(left, right, lr, decay, key)
+
+    def _apply_whole(
+        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+    ) -> None:
+        weight = entry.weight
+        if matrix.transposed:
+            columns = entry.gradient.shards
+            update = rows_from_columns(update, columns, weight.shards, self.collectives)
+        weight.step_update(update, entry.group["lr"], entry.group["weight_decay"], key)
+        self._gather_weight(entry, gather)
 
     def _gather_weight(self, entry: Entry, gather: GatherPipeline) -> None:
         if not self.sharded or entry.weight.partitioned:
             return
-        shards, flat = entry.gradient.shards, entry.gradient.param.detach().view(-1)
+        shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)
         gather.add(
             entry.weight.shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat)
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
-from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_
+from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_, apply_whole_
 from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.shards import RowShards, padded
@@ -43,6 +43,11 @@ class Weight:
     @property
     def _offloaded(self) -> bool:
         return self.partitioned and bool(self.param.ds_tensor.device != self.device)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether this rank updates its own rows; else every rank updates all of a bf16 weight alike."""
+        return self.master is not None or self.partitioned
 
     @property
     def shard(self) -> Tensor:
@@ -84,10 +89,17 @@ class Weight:
         key: int,
         **hyper: object,
     ) -> None:
-        """AdamW on the shard; ``state`` is (exp_avg, exp_avg_sq, step), ``gradient`` flat fp32."""
+        """AdamW on the shard; ``state`` is (exp_avg, exp_avg_sq, step) fp32, ``gradient`` flat fp32."""
         values = self.master_values()
         adamw_(values, gradient, *state, **hyper)  # type: ignore[arg-type]
         self._write(values, key)
+
+    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
+        """``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` (fp32) of its rows x n."""
+        values = self.master_values()
+        if values.numel():
+            apply_whole_(values, self.shards.rows_to_shard(update, self.rank), lr, weight_decay)
+            self._write(values, key)
 
     def step_rows(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
@@ -153,7 +165,9 @@ class GatherPipeline:
         """Gather what is queued and deliver everything."""
         for dtype in list(self._open):
             self._launch(dtype)
-        while self._in_flight:
+        while self._in_flight or self._open:  # a delivery may have added more
+            if not self._in_flight:
+                self._launch(next(iter(self._open)))
             self._land()
 
     def _launch(self, dtype: torch.dtype) -> None:

@@ -16,7 +16,8 @@ from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, Setting
 from benchmarks.timing import column, interleave, median_of, paired_spread, timed
 from hmt_deepspeed.optim.linear import ProjectedSite, SharedInputs, patch_linear
-from hmt_deepspeed.optim.matrix import LowRankMatrix, LowRankSettings
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.settings import MatrixSettings
 
 INPUT_BYTES_TARGET = 1 / 8
 
@@ -82,10 +83,10 @@ class Projected(Contender):
         self.sites = [ProjectedSite(str(i)) for i in range(len(self.linears))]
         self.shared = SharedInputs(self.sites)
         for linear, site in zip(self.linears, self.sites, strict=True):
-            settings = LowRankSettings(rank=stack.rank)
+            settings = MatrixSettings(rank=stack.rank)
             shape = (linear.out_features, linear.in_features)
             matrix = LowRankMatrix(site.name, shape, (0, shape[0]), settings, dtype, self.x.device)
-            matrix.draw_probes(0)
+            matrix.prepare(0)
             site.projection = matrix.projection
             patch_linear(linear, site, self.shared)
         self.shared.lay_out()

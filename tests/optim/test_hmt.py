@@ -90,7 +90,7 @@ def test_fixed_basis_is_galores():
             optimizer.describe()  # invariant to a rotation of the basis, nor to its signs
             matrix = optimizer._slots[ours].matrix
             matrix.adopt(reference.state[theirs]["projector"].ortho_matrix.t())
-            matrix.draw_probes(0)
+            matrix.prepare(0)
             optimizer._slots[ours].due = False
             optimizer._schedule.refreshed(0, 0)
             optimizer._schedule.next_refresh[0] = 10**6

@@ -7,8 +7,9 @@ import torch
 from hmt_runs import OPTIONS, batches, network, train
 from torch import nn
 
-from hmt_deepspeed.optim.hmt import HMT, low_rank_settings
-from hmt_deepspeed.optim.matrix import LowRankMatrix
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.options import matrix_settings
 
 # -- construction ---------------------------------------------------------------------------------
 
@@ -23,12 +24,12 @@ def test_construction_with_tensors_allocates_nothing(monkeypatch):
 
 
 def test_options_and_settings():
-    settings = low_rank_settings(HMT([nn.Parameter(torch.ones(2))]).options)
+    settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
     assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
     assert (settings.scale, settings.norm_growth_limit) == (0.25, 1.01)
     options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, residual="none").options
-    assert low_rank_settings(options).norm_growth_limit is None
-    assert not low_rank_settings(options).residual
+    assert matrix_settings(options).norm_growth_limit is None
+    assert matrix_settings(options).residual == "none"
 
 
 @pytest.mark.parametrize(

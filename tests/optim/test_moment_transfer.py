@@ -9,11 +9,12 @@ import copy
 import pytest
 import torch
 
-from hmt_deepspeed.optim.matrix import LowRankMatrix, LowRankSettings
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.settings import MatrixSettings
 
 M, N, RANK, STEPS = 48, 64, 16, 400
 BETAS, EPS = (0.9, 0.999), 1e-8
-SETTINGS = LowRankSettings(rank=RANK, residual=False, probes=0, scale=1.0)
+SETTINGS = MatrixSettings(rank=RANK, residual="none", probes=0, scale=1.0)
 
 
 def new_matrix(basis):

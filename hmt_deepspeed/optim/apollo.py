@@ -1,0 +1,138 @@
+"""APOLLO (2412.05270): Adam's moments of a random projection give the scale of whole gradient rows.
+
+    R = G P,  P_ij ~ N(0, 1/r) from a seed      auxiliary space, nothing of P stored
+    R~ = Adam(R)
+    s_j = ||R~_j|| / ||R_j||  per row (channel), or one for the tensor (Mini, r = 1)
+    W <- (1 - lr wd) W - lr sqrt(scale) s o G   with the norm-growth limiter
+
+The smaller side is projected: a weight with more columns than rows arrives as its transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.optim.basis import keyed_generator
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.moments import Moments
+from hmt_deepspeed.optim.rules import growth_factor
+from hmt_deepspeed.optim.settings import APOLLO_MINI, MatrixSettings
+
+__all__ = ["ApolloMatrix"]
+
+_EPS = 1e-8  # beside ||R_j||, as published
+PUBLISHED_SCALE = {"apollo": 1.0, APOLLO_MINI: 128.0}
+
+
+class ApolloMatrix(MatrixRule):
+    """States and step of one matrix under APOLLO or APOLLO-Mini.
+
+    Attributes:
+        draw: number of the projection in force; a new one is drawn every ``update_interval`` steps.
+    """
+
+    NUM_SUMS = 3
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: tuple[int, int],
+        settings: MatrixSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(name, shape, rows, settings, dtype, device, transposed)
+        self.per_tensor = settings.method == APOLLO_MINI
+        quarter = max(1, min(shape) // 4)  # the paper's rank
+        self.rank = 1 if self.per_tensor else settings.rank or quarter
+        self.candidates = (self.rank,)
+        self.projection = None
+        self.draw = 0
+        moments = (self.num_rows, self.rank)
+        self.moments = Moments(moments, settings.state_dtype, device, name, settings.seed)
+
+    @property
+    def redraws(self) -> bool:
+        return True
+
+    def state_bytes(self) -> int:
+        return self.moments.nbytes
+
+    def prepare(self, step: int) -> None:
+        """Nothing is drawn per step."""
+
+    def seeded_basis(self, rank: int, number: int) -> Tensor:
+        """Projection ``number``, n x rank fp32, entries N(0, 1/rank)."""
+        seed = self.settings.seed
+        generator = keyed_generator(self.device, seed, self.name, "apollo", number)
+        gaussian = torch.randn(self.shape[1], rank, generator=generator, device=self.device)
+        return gaussian.div_(rank**0.5)
+
+    # -- step -----------------------------------------------------------------------------------
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """``||G||^2``."""
+        norm = torch.linalg.vector_norm(gradient[counted], dtype=torch.float32)
+        return norm.square().view(1)
+
+    def square_norm(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def observe(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def advance(
+        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The rows times their channel scale (Mini: unscaled), and sums per row:
+        ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
+        gradient = gradient.float().mul_(factor)
+        projected = gradient @ self.seeded_basis(self.rank, self.draw)
+        direction = self.moments.advance(projected, betas=betas, eps=eps)
+        moved, seen = direction.norm(dim=1), projected.norm(dim=1)
+        if not self.per_tensor:
+            gradient *= (moved / (seen + _EPS)).unsqueeze(1)
+        squares = (moved.square(), seen.square(), gradient.square().sum(dim=1))
+        return gradient, torch.stack(squares, dim=1)
+
+    @property
+    def limits(self) -> bool:
+        return True  # Mini's scale is a sum over rows too
+
+    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
+        """Mini's scale, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
+        norm = sums[2].sqrt()
+        if self.per_tensor:
+            ratio = sums[0].sqrt() / (sums[1].sqrt() + _EPS)
+            update *= ratio
+            norm = norm * ratio
+        limit = self.settings.norm_growth_limit
+        if limit is not None:
+            # As published, the norm is that of the step before Adam's bias correction.
+            correction = self.moments.evidence[0].sqrt() / self.moments.first_evidence
+            uncorrected = norm / correction
+            factor = growth_factor(uncorrected, self.limited_norm, limit)
+            update *= factor
+            self.limited_norm.copy_(uncorrected * factor)
+        return update.mul_(self.scale**0.5)
+
+    @property
+    def scale(self) -> float:
+        """Published: 1 for channels, 128 for Mini."""
+        wanted = self.settings.scale
+        return PUBLISHED_SCALE[self.settings.method] if wanted is None else wanted
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "draw": self.draw}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.draw = int(state["draw"])

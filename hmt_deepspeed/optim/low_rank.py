@@ -1,0 +1,373 @@
+"""AdamW in a low-rank space: one basis, moments of the projected gradient, a residual outside it.
+
+GaLore's projection with Fira's treatment of what the basis misses (the HMT paper's mode A). The
+residual is estimated from random probe columns (``probe``), exact (``full``, Fira) or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.optim.basis import (
+    Subspace,
+    find_subspace,
+    keyed_generator,
+    probe_columns,
+    random_basis,
+)
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.moments import Moments
+from hmt_deepspeed.optim.rank import legal_candidates
+from hmt_deepspeed.optim.rules import (
+    estimated_square_norm,
+    full_residual,
+    growth_factor,
+    probe_residual,
+)
+from hmt_deepspeed.optim.settings import MatrixSettings
+
+__all__ = ["Columns", "LowRankMatrix", "adopt_together", "takes_projection"]
+
+MAX_RESIDUAL_SCALE = 8.0
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(eq=False)
+class Columns:
+    """``[Q | P]`` of one matrix, or of several that share a basis.
+
+    whole: n x (r + k), None where whole gradient rows are taken. owner: name of the matrix whose bytes
+    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3).
+    """
+
+    owner: str
+    whole: Tensor | None = None
+    parked: Tensor | None = None
+
+
+class LowRankMatrix(MatrixRule):
+    """One-sided projection ``A = G Q``; ``W <- (1 - lr wd) W - lr scale (U Q^T + residual)``.
+
+    Gradient rows handed in are ``[A | S] = G [Q | P]``, or ``G`` itself with the full residual and
+    while the matrix is full-rank (its basis is the identity, its step plain AdamW).
+
+    Attributes:
+        basis: n x r; None while full-rank. num_probes: k.
+        measured: the basis came from a gradient (or is one of a seeded sequence).
+        columns: where the projection lives; the leader's where a basis is shared, and its name seeds
+            bases and probes.
+        candidates: legal ranks. draw: number of the basis of the ``random`` range finder.
+    """
+
+    NUM_SUMS = 1
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: tuple[int, int],
+        settings: MatrixSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(name, shape, rows, settings, dtype, device, transposed)
+        self.candidates = (
+            legal_candidates(settings.rank_candidates, *shape)
+            if settings.rank is None
+            else (settings.rank,)
+        )
+        self.columns = Columns(name)
+        self.measured = False
+        self.full_rank = False
+        self.draw = 0
+        self._install(self.seeded_basis(self.candidates[0], 0))
+        self.moments = self._new_moments()
+
+    def _new_moments(self) -> Moments:
+        shape = (self.num_rows, self.rank)
+        settings = self.settings
+        return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed)
+
+    # -- shapes ---------------------------------------------------------------------------------
+
+    def probes_for(self, rank: int) -> int:
+        """k at a rank: a quarter of it and at least 8, never more than the complement has."""
+        if self.settings.residual == "full":
+            return 0
+        wanted = self.settings.probes
+        if wanted is None:
+            wanted = max(8, rank // 4)
+        return min(wanted, self.shape[1] - rank)
+
+    @property
+    def residual_scale(self) -> float:
+        """c of the probe residual; "auto" is the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE.
+
+        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling. The full residual is
+        exact: its c is 1.
+        """
+        wanted = self.settings.residual_scale
+        if self.settings.residual == "full":
+            return 1.0 if wanted is None else wanted
+        unbiased = (self.shape[1] - self.rank) / self.num_probes
+        return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
+
+    def state_bytes(self) -> int:
+        parked, basis = self.columns.parked, self.basis
+        if self.columns.owner != self.name or basis is None:
+            return self.moments.nbytes
+        held = basis if parked is None else parked[:, : self.rank]
+        return self.moments.nbytes + held.nbytes
+
+    def bytes_at(self, rank: int) -> int:
+        """Bytes of moments and basis of the whole matrix at a rank; at n, of full-rank AdamW."""
+        m, n = self.shape
+        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
+        basis = 0 if rank == n else n * rank * self.dtype.itemsize
+        return 2 * m * rank * each + basis
+
+    # -- basis ----------------------------------------------------------------------------------
+
+    @property
+    def projection(self) -> Tensor | None:  # type: ignore[override]
+        """``[Q | P]`` of the coming step."""
+        return self.columns.whole
+
+    @property
+    def basis(self) -> Tensor | None:
+        """Q, n x r: a view of the projection where there is one."""
+        return self._basis if self.projection is None else self.projection[:, : self.rank]
+
+    @property
+    def redraws(self) -> bool:
+        return self.settings.range_finder == "random"
+
+    def seeded_basis(self, rank: int, number: int) -> Tensor:
+        """Random orthonormal basis ``number`` of this matrix, n x rank fp32."""
+        generator = keyed_generator(
+            self.device,
+            self.settings.seed,
+            self.columns.owner,
+            "basis",
+            *([number] if number else []),
+        )
+        return random_basis(self.shape[1], rank, generator)
+
+    def prepare(self, step: int) -> None:
+        """Redraw the probe columns of ``projection`` for the coming step."""
+        if self.columns.owner == self.name and self.num_probes and self.projection is not None:
+            generator = keyed_generator(
+                self.device, self.settings.seed, self.columns.owner, "probes", step
+            )
+            basis = self.projection[:, : self.rank]
+            probes = probe_columns(basis, self.num_probes, generator)
+            self.projection[:, self.rank :].copy_(probes)
+
+    def find_basis(self, gradient: Tensor, step: int) -> Subspace | None:
+        """Dominant subspace of the mean full gradient (m x n) up to the largest candidate.
+
+        None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
+        """
+        if not torch.isfinite(gradient).all() or not gradient.any():
+            return None
+        generator = keyed_generator(
+            self.device, self.settings.seed, self.columns.owner, "sketch", step
+        )
+        start = self.basis if self.measured else None
+        return find_subspace(
+            self.settings.range_finder, gradient, self.candidates[-1], generator, start
+        )
+
+    def captured_at_candidates(self, found: Subspace) -> list[float]:
+        """E(r) of every candidate rank; reading it waits for the device."""
+        captured = found.captured().tolist()
+        return [captured[min(r, len(captured)) - 1] for r in self.candidates]
+
+    @property
+    def basis_rows(self) -> int:
+        """Rows of what :meth:`basis_of` gives."""
+        return self.shape[1]
+
+    def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
+        """What :meth:`adopt` takes for a rank <= that of ``found``, in the basis dtype."""
+        return found.basis[:, :rank].to(self.dtype)
+
+    def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
+        """What is to be summed over all rows before :meth:`adopt`; None when nothing is."""
+        return None
+
+    def adopt(self, basis: Tensor | None, overlap_sum: Tensor | None = None) -> None:
+        """Replace the basis by ``basis`` (n x r'), None for full rank, and carry the moments over."""
+        adopt_together([self], basis, [overlap_sum])
+
+    def share(self, leader: LowRankMatrix) -> None:
+        """Take over the leader's basis, now and from now on."""
+        basis = leader.basis
+        self.adopt(basis)
+        self.measured, self.columns = leader.measured, leader.columns
+        self.candidates = leader.candidates
+
+    def _transfer_moments(self, basis: Tensor | None, overlap_sum: Tensor | None) -> None:
+        rank = self.shape[1] if basis is None else basis.shape[1]
+        if self.settings.moment_transfer == "rotate":
+            self.moments.rotate(self._overlap(basis))
+        elif self.settings.moment_transfer == "keep":
+            self.moments.keep(rank)
+        else:
+            self.moments.reset(rank)
+
+    def _overlap(self, basis: Tensor | None) -> Tensor:
+        """``Q_old^T Q_new``; the basis of a full-rank matrix is the identity."""
+        old = self.basis
+        if old is None:
+            new = basis
+            return torch.eye(self.shape[1], device=self.device) if new is None else new.float()
+        return old.float().t() if basis is None else old.float().t() @ basis.float()
+
+    def _install(self, basis: Tensor | None) -> None:
+        n = self.shape[1]
+        self.full_rank = basis is None
+        self.rank = n if basis is None else basis.shape[1]
+        self.num_probes = 0 if basis is None else self.probes_for(self.rank)
+        self.columns.whole, self._basis = None, None
+        if basis is None:
+            return
+        if self.settings.residual == "full":
+            self._basis = basis.to(dtype=self.dtype, device=self.device)
+            return
+        columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
+        columns[:, : self.rank].copy_(basis)
+        self.columns.whole = columns
+
+    # -- step -----------------------------------------------------------------------------------
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
+        own = gradient[counted].float()
+        if self.projection is not None:
+            inside, rest = own[:, : self.rank], own[:, self.rank :]
+            return torch.stack((inside.square().sum(), rest.square().sum()))
+        total = own.square().sum()
+        if self._basis is None:
+            return torch.stack((total, torch.zeros_like(total)))
+        inside_square = (own @ self._basis.float()).square().sum()
+        return torch.stack((inside_square, (total - inside_square).clamp_min(0)))
+
+    def square_norm(self, sums: Tensor) -> Tensor:
+        if self.projection is None:
+            return sums[0] + sums[1]
+        n, rank = self.shape[1], self.rank
+        return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
+
+    def observe(self, sums: Tensor) -> Tensor:
+        total = self.square_norm(sums)
+        self.follow_energy(sums[0] / total.clamp_min(_TINY))
+        return total
+
+    def advance(
+        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``[U | c phi S]`` for ``[A | S]``; ``U Q^T + c phi (G - A Q^T)`` for whole rows."""
+        gradient = gradient.float().mul_(factor)
+        if self.projection is None:
+            return self._advance_whole(gradient, betas, eps)
+        part, probes = gradient[:, : self.rank], gradient[:, self.rank :]
+        direction = self.moments.advance(part, betas=betas, eps=eps)
+        if self.settings.residual == "probe" and self.num_probes:
+            residual = probe_residual(direction, part, probes, self.residual_scale)
+        else:
+            residual = torch.zeros_like(probes)
+        update = torch.cat((direction, residual), dim=1)
+        return update, residual.square().sum(dim=1, keepdim=True)
+
+    def _advance_whole(
+        self, gradient: Tensor, betas: tuple[float, float], eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._basis is None:
+            direction = self.moments.advance(gradient, betas=betas, eps=eps)
+            return direction, gradient.new_zeros(gradient.shape[0], 1)
+        basis = self._basis.float()
+        part = gradient @ basis
+        direction = self.moments.advance(part, betas=betas, eps=eps)
+        residual = full_residual(direction, part, gradient, basis, self.residual_scale)
+        squares = residual.square().sum(dim=1, keepdim=True)
+        self._inside = direction @ basis.t()  # joined by `finish`, once the residual is limited
+        return residual, squares
+
+    @property
+    def limits(self) -> bool:
+        """Whether the growth of the residual's norm is limited."""
+        has_residual = self._basis is not None or (
+            self.settings.residual == "probe" and self.num_probes > 0
+        )
+        return has_residual and self.settings.norm_growth_limit is not None
+
+    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
+        """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
+        self._limit(update if self.projection is None else update[:, self.rank :], sums)
+        if self._basis is not None:
+            update += self._inside
+            del self._inside
+        return update.mul_(self.scale)
+
+    def _limit(self, residual: Tensor, sums: Tensor) -> None:
+        limit = self.settings.norm_growth_limit
+        if self.limits and limit is not None:
+            norm = sums[0].sqrt()
+            factor = growth_factor(norm, self.limited_norm, limit)
+            residual *= factor
+            self.limited_norm.copy_(norm * factor)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the update; a full-rank matrix takes AdamW's own step."""
+        default = 0.25  # GaLore's published value
+        wanted = self.settings.scale
+        return 1.0 if self.full_rank else default if wanted is None else wanted
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {**super().state_dict(), "measured": self.measured, "draw": self.draw}
+        if self.basis is not None and not self.redraws:
+            state["basis"] = self.basis.clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rank, self.draw = int(state["rank"]), int(state["draw"])
+        if "basis" in state:
+            self._install(self._basis_in(state).to(self.device))
+        elif self.redraws:
+            self._install(self.seeded_basis(rank, self.draw))
+        else:
+            self._install(None)
+        self.measured = bool(state["measured"])
+        super().load_state_dict(state)
+
+    def _basis_in(self, state: Mapping[str, Any]) -> Tensor:
+        return torch.as_tensor(state["basis"])
+
+
+def adopt_together(
+    members: Sequence[LowRankMatrix], basis: Tensor | None, overlap_sums: Sequence[Tensor | None]
+) -> None:
+    """:meth:`LowRankMatrix.adopt` of matrices that share a basis: all leave the old one at once."""
+    for matrix, overlap_sum in zip(members, overlap_sums, strict=True):
+        if matrix.steps:
+            matrix._transfer_moments(basis, overlap_sum)
+    for matrix in members:
+        matrix._install(basis)
+        if not matrix.steps:
+            matrix.moments = matrix._new_moments()
+        matrix.measured = True
+
+
+def takes_projection(matrix: MatrixRule | None) -> bool:
+    """Whether the matrix can be given projected gradients; the others need whole gradient rows."""
+    return isinstance(matrix, LowRankMatrix) and matrix.settings.residual != "full"

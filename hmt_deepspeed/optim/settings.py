@@ -1,0 +1,136 @@
+"""Settings of one matrix's update rule: plain values with their legal ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from hmt_deepspeed.optim.state import STATE_DTYPES
+
+__all__ = ["APOLLO", "APOLLO_MINI", "DENSE", "LOW_RANK", "METHODS", "MatrixSettings"]
+
+LOW_RANK, APOLLO, APOLLO_MINI, DENSE = "lowrank_adamw", "apollo", "apollo_mini", "adamw"
+METHODS = (LOW_RANK, APOLLO, APOLLO_MINI, DENSE)
+
+
+@dataclass(frozen=True)
+class MatrixSettings:
+    """Plain values of ``hmt.optimizer`` for one matrix; None stands for "auto".
+
+    method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
+    or ``two_sided``; APOLLO always projects the smaller side.
+    rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``.
+    probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
+    residual_scale: c, up to the unbiased (n-r)/k. norm_growth_limit: limit on the residual's norm,
+    of APOLLO on the update's. state_dtype: storage of the moments.
+    """
+
+    method: str = LOW_RANK
+    projection: str = "right"
+    rank: int | None = None
+    rank_candidates: tuple[int, ...] = (32, 64, 128, 256)
+    energy_threshold: float = 0.95
+    update_interval: int = 200
+    range_finder: str = "randomized"
+    moment_transfer: str = "rotate"
+    residual: str = "probe"
+    probes: int | None = None
+    residual_scale: float | None = None
+    scale: float | None = None
+    norm_growth_limit: float | None = 1.01
+    state_dtype: str = "fp32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range: field, value, legal range, what to do."""
+        for field, (is_legal, legal, advice) in _LEGAL.items():
+            value = getattr(self, field)
+            if not is_legal(value):
+                raise ValueError(
+                    f"hmt.optimizer.{field} is {value!r}; legal: {legal}. To do: {advice}."
+                )
+        if self.residual == "probe" and self.probes == 0:
+            raise ValueError(
+                "hmt.optimizer.probes is 0; legal: an integer >= 1 with a probe residual. "
+                'To do: raise it, or set residual to "none".'
+            )
+        if self.projection == "two_sided" and self.residual == "full" and not self.is_apollo:
+            raise ValueError(
+                "hmt.optimizer.residual is 'full' with projection 'two_sided'; legal with a core: 'probe' "
+                "(exact inside the span of the right basis) or 'none'. To do: choose one of them."
+            )
+        if self.range_finder == "random" and self.rank is None and self.method == LOW_RANK:
+            raise ValueError(
+                "hmt.optimizer.range_finder is 'random' with rank 'auto', but a basis that ignores the "
+                "gradient has no spectrum to choose a rank by; legal: a fixed rank. To do: give one."
+            )
+
+    @property
+    def is_apollo(self) -> bool:
+        return self.method in (APOLLO, APOLLO_MINI)
+
+    def transposes(self, m: int, n: int) -> bool:
+        """Whether an m x n weight is projected from the left, i.e. its transpose from the right.
+
+        ``auto`` is GaLore's rule: the smaller side is projected, and a square matrix from the right.
+        """
+        if self.is_apollo or self.projection == "auto":
+            return m < n
+        return self.projection == "left"
+
+    def oriented(self, m: int, n: int) -> tuple[int, int]:
+        """Shape of the weight, or of its transpose where that is projected."""
+        return (n, m) if self.transposes(m, n) else (m, n)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any, above: float, most: float = inf) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and above < value <= most and value < inf
+
+
+def _rising(ranks: Any) -> bool:
+    whole = isinstance(ranks, tuple) and len(ranks) > 0 and all(_whole(r, 1) for r in ranks)
+    return whole and all(a < b for a, b in pairwise(ranks))
+
+
+def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str, str]:
+    return choices.__contains__, f"one of {choices}", "choose one of them"
+
+
+# What each field may be: test, legal range in words, what to do.
+_LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "method": _one_of(*METHODS),
+    "projection": _one_of("right", "left", "auto", "two_sided"),
+    "rank": (lambda v: v is None or _whole(v, 1), '"auto" or an integer >= 1', 'use "auto"'),
+    "rank_candidates": (_rising, "strictly increasing integers >= 1", "sort the ranks"),
+    "energy_threshold": (lambda v: _number(v, 0, 1), "above 0, at most 1", "0.95 is usual"),
+    "update_interval": (lambda v: _whole(v, 1), "an integer >= 1", "200 is usual"),
+    "range_finder": _one_of("randomized", "subspace", "svd", "random"),
+    "moment_transfer": _one_of("rotate", "keep", "reset"),
+    "residual": _one_of("none", "probe", "full"),
+    "probes": (lambda v: v is None or _whole(v, 0), '"auto" or an integer >= 0', 'use "auto"'),
+    "residual_scale": (
+        lambda v: v is None or _number(v, 0),
+        '"auto" or a number > 0',
+        'set residual to "none" to drop the residual',
+    ),
+    "scale": (lambda v: v is None or _number(v, 0), '"auto" or a number > 0', 'use "auto"'),
+    "norm_growth_limit": (
+        lambda v: v is None or v == 1 or _number(v, 1),
+        '"auto", None or a number >= 1',
+        "None turns the limit off",
+    ),
+    "state_dtype": _one_of(*STATE_DTYPES),
+    "seed": (
+        lambda v: _whole(v, 0) and v < 1 << 63,
+        "an integer from 0 to 2^63 - 1",
+        "choose another",
+    ),
+}

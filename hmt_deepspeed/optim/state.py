@@ -1,0 +1,77 @@
+"""Storage of optimizer states: fp32, bf16 with stochastic rounding, or blockwise 8 bits.
+
+A state is read as fp32, changed, and written back. 16- and 8-bit storage must round stochastically: a
+running mean with beta_2 = 0.999 moves by less than half a unit in the last place per step, so rounding
+to nearest would freeze it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+try:
+    from hmt_deepspeed.kernels.int8_state import decode_state, encode_state
+except ImportError:
+    pass
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+
+__all__ = ["MIN_INT8_ELEMENTS", "STATE_DTYPES", "StateTensor"]
+
+STATE_DTYPES = ("fp32", "bf16", "int8")
+MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
+
+
+class StateTensor:
+    """One optimizer state, zero at first.
+
+    Args:
+        shape: of the state. dtype: one of :data:`STATE_DTYPES`.
+        signed: False for a state that is never negative; int8 then has twice the levels.
+        device: where it lives.
+
+    Attributes:
+        data: the stored tensor (fp32, bf16, or uint8 codes). scales: of int8 blocks, else None.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, signed: bool, device: torch.device
+    ) -> None:
+        self.shape, self.dtype, self.signed = torch.Size(shape), dtype, signed
+        self.scales: Tensor | None = None
+        if dtype == "int8":
+            zeros = torch.zeros(prod(shape), device=device)
+            self.data, self.scales = encode_state(zeros, signed, None)
+        else:
+            kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+            self.data = torch.zeros(shape, dtype=kind, device=device)
+
+    def read(self) -> Tensor:
+        """The values in fp32; the stored tensor itself when that is fp32."""
+        if self.scales is not None:
+            return decode_state(self.data, self.scales, self.signed, tuple(self.shape))
+        return self.data.float()
+
+    def write(self, value: Tensor, key: int | None) -> None:
+        """Store fp32 values of the same shape; ``key`` seeds the rounding, None rounds to nearest."""
+        if value is self.data:
+            return
+        if self.scales is not None:
+            self.data, self.scales = encode_state(value.contiguous().view(-1), self.signed, key)
+        elif self.dtype == "bf16" and key is not None:
+            stochastic_round(value.contiguous(), self.data, key)
+        else:
+            self.data.copy_(value)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
+        """Move the storage."""
+        self.data = self.data.to(device, non_blocking=non_blocking)
+        if self.scales is not None:
+            self.scales = self.scales.to(device, non_blocking=non_blocking)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)

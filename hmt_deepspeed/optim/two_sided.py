@@ -1,0 +1,151 @@
+"""The HMT paper's r x r core: ``A^ = P^T G Q``, moments in R^{r x r}, ``Delta W = P U Q^T``.
+
+Backward and reduction are the one-sided ones: ``[A | S] = G [Q | Omega]`` of the rows held here
+arrives, and the core is a sum over rows, ``P^T A``. A holder of rows keeps only its rows of ``P``.
+What the core misses of ``A`` is known exactly, so the residual is ``A - P P^T A`` inside the span of Q
+and the probes ``S`` outside it, both without states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.optim.basis import Subspace, keyed_generator, orthonormal, random_basis
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.moments import Moments
+
+__all__ = ["TwoSidedMatrix"]
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class TwoSidedMatrix(LowRankMatrix):
+    """States and step of a matrix with bases on both sides; a basis travels as ``[Q; P]``, (n + m) x r.
+
+    Attributes:
+        left_basis: the rows held here of ``P`` (m x r), in the basis dtype.
+    """
+
+    ROW_STATES = ("left_basis",)
+
+    def _new_moments(self) -> Moments:
+        shape, settings = (self.rank, self.rank), self.settings
+        return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed, True)
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + self.left_basis.nbytes
+
+    def bytes_at(self, rank: int) -> int:
+        m, n = self.shape
+        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
+        return 2 * rank**2 * each + (m + n) * rank * self.dtype.itemsize
+
+    # -- basis ----------------------------------------------------------------------------------
+
+    def seeded_basis(self, rank: int, number: int) -> Tensor:
+        generator = keyed_generator(self.device, self.settings.seed, self.name, "left", number)
+        left = random_basis(self.shape[0], rank, generator)
+        return torch.cat((super().seeded_basis(rank, number), left))
+
+    @property
+    def basis_rows(self) -> int:
+        return sum(self.shape)
+
+    def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
+        """``[Q; P]`` with ``P`` an orthonormal basis of ``G Q``, turned at random within its span.
+
+        Left at the singular vectors, the core of this very gradient would be diagonal, and Adam's first
+        step would blow the rounding noise off the diagonal up to full size.
+        """
+        right = found.basis[:, :rank]
+        generator = keyed_generator(self.device, self.settings.seed, self.name, "turn", self.steps)
+        left = orthonormal(gradient.float() @ right) @ random_basis(rank, rank, generator)
+        return torch.cat((right, left)).to(self.dtype)
+
+    def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
+        assert basis is not None
+        if not self.steps or self.settings.moment_transfer != "rotate":
+            return None
+        new = basis[self.shape[1] :][self.rows[0] : self.rows[1]]
+        return self.left_basis[counted].float().t() @ new[counted].float()
+
+    def _transfer_moments(self, basis: Tensor | None, overlap_sum: Tensor | None) -> None:
+        assert basis is not None
+        rank = basis.shape[1]
+        if self.settings.moment_transfer == "rotate":
+            self.moments.rotate(self._overlap(basis[: self.shape[1]]), overlap_sum)
+        elif self.settings.moment_transfer == "keep":
+            self.moments.keep(rank, rank)
+        else:
+            self.moments.reset(rank, rank)
+
+    def _install(self, basis: Tensor | None) -> None:
+        assert basis is not None  # full rank is a one-sided matrix
+        n = self.shape[1]
+        super()._install(basis[:n])
+        self.left_basis = basis[n:][self.rows[0] : self.rows[1]].to(self.dtype, copy=True)
+
+    # -- step -----------------------------------------------------------------------------------
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Squared norms of ``A`` and ``S``, then the core ``P^T A``."""
+        image = gradient[counted, : self.rank].float()
+        core = self.left_basis[counted].float().t() @ image
+        return torch.cat((super().measure(gradient, counted), core.flatten()))
+
+    def observe(self, sums: Tensor) -> Tensor:
+        self._core = sums[2:].view(self.rank, self.rank)
+        core_square = self._core.square().sum()
+        total = self.square_norm(sums)
+        self._seen = torch.maximum(core_square, sums[1]).sqrt()
+        self.follow_energy(core_square / total.clamp_min(_TINY))
+        return total
+
+    def advance(
+        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``[P U | 0]`` plus the residual ``phi [A - P P^T A | c S]``, joined by :meth:`finish`.
+
+        ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
+        larger, as in :func:`hmt_deepspeed.optim.rules.probe_residual`.
+        """
+        gradient = gradient.float().mul_(factor)
+        core, left = self._core * factor, self.left_basis.float()
+        direction = self.moments.advance(core, betas=betas, eps=eps)
+        self._inside = left @ direction
+        if self.settings.residual == "none":
+            return torch.zeros_like(gradient), gradient.new_zeros(gradient.shape[0], 1)
+        phi = direction.norm() / (self._seen * factor).clamp_min(_TINY)
+        gradient[:, : self.rank] -= left @ core
+        if self.num_probes:
+            gradient[:, self.rank :] *= self.residual_scale
+        residual = gradient.mul_(phi)
+        return residual, residual.square().sum(dim=1, keepdim=True)
+
+    @property
+    def limits(self) -> bool:
+        has_residual = self.settings.residual == "probe"
+        return has_residual and self.settings.norm_growth_limit is not None
+
+    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
+        self._limit(update, sums)
+        update[:, : self.rank] += self._inside
+        del self._inside, self._core, self._seen
+        return update.mul_(self.scale)
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self.redraws else {**state, "left_basis": self.left_basis}
+
+    def _basis_in(self, state: Mapping[str, Any]) -> Tensor:
+        """``[Q; P]`` of a checkpoint, whose ``left_basis`` holds the rows of this object."""
+        right = torch.as_tensor(state["basis"])
+        left = right.new_zeros(self.shape[0], right.shape[1])
+        left[self.rows[0] : self.rows[1]] = torch.as_tensor(state["left_basis"])
+        return torch.cat((right, left))
