@@ -17,10 +17,11 @@ each up to ``4 * 2^-24 |x| + 2^-149`` of fp32 arithmetic. Zeros and the largest 
 
 Stochastic rounding picks a neighbouring level with a probability linear in the value, so the
 expectation of y is x. A running mean needs that: with beta2 = 0.999 one step moves it by about 0.1 %,
-less than half the distance of two levels, and nearest rounding would return the old level for ever.
-The price is noise: rounding a mean v of x^2 once per step leaves a relative variance of about
-``E|x^2/v - 1| (rho - 1)/2`` per element (variance of a step p(1-p) gap^2 with p gap = (1 - beta)
-E|x^2 - v|, summed over 1/(2 (1 - beta)) steps): 0.18 of v, 0.09 of sqrt(v), for Gaussian x.
+less than half the distance of two levels (3.3 %), and nearest rounding would return the old level for ever.
+The price is noise. Rounded once per step, a mean v of x^2 that is stationary has a relative variance of
+about ``E|x^2/v - x_m^2/v_m| (rho - 1)/2``, m the largest element of the block, whose movement moves all
+levels (a step adds p(1-p) gap^2 with p the movement in gaps; they add up over 1/(2 (1 - beta)) steps).
+For Gaussian x that is a deviation of 0.2 of v, 0.1 of sqrt(v), whatever beta is.
 
 Unsigned states are second moments, which divide. One that became zero would throw its element by
 m/eps, so a positive value below the lowest level always becomes the lowest level: the step is shorter

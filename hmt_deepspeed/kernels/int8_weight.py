@@ -5,19 +5,16 @@ A block never crosses a row; the last of a row may be short. With a the largest 
     s = max(a / 127, 2^-126),   code = round(x / s) in -127..127,   decoded y = s code
 
     |y - x| <= s       stochastic: a neighbour with a probability linear in x, so E y = x
-    |y - x| <= s / 2   nearest (a tie away from zero or towards it, whichever is higher)
+    |y - x| <= s / 2   nearest (a tie to the higher)
 
 each up to ``2^-16 s`` of fp32 arithmetic, and bf16's own ``2^-8 |y|`` on top where y is decoded to
 bf16. Zeros are exact. The floor of 2^-126 keeps s a normal number; blocks smaller than 127 * 2^-126
 lose precision by it and stay unbiased. A block that holds an infinity or a NaN gets a NaN scale and
 decodes to NaN throughout.
 
-Scales are fp32 (1.6 % of the codes' bytes in full blocks): a 16-bit scale would save half of that and
-move all of a block whenever it is rounded, by up to 2^-9 of every weight in bf16, which is as much as
-the codes' own error.
-
-Training moves a weight by less than s/2 in most steps. Nearest rounding returns it to its old code;
-stochastic rounding moves it by s with the right probability.
+Scales are fp32, 1.6 % of the codes' bytes in full blocks. fp16 overflows where bf16 weights do not; a
+bf16 scale would save 0.8 % and move a whole block by up to 2^-8 of itself whenever it is rounded,
+which is as much as the nearest codes' own error.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
-from hmt_deepspeed.kernels.low_rank_update import check_low_rank
 from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
 
 try:
@@ -37,34 +33,38 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = [
     "BLOCK",
+    "check_encoded",
     "decode_weight",
     "decode_weight_reference",
     "decode_weight_triton",
+    "encode_rows",
     "encode_weight",
     "encode_weight_reference",
     "encode_weight_triton",
-    "int8_low_rank_update_",
-    "int8_low_rank_update_reference_",
-    "int8_low_rank_update_triton_",
 ]
 
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-126
-_BLOCK_ROWS, _BLOCK_W = 16, 16
+_BLOCK_ROWS = 16
 
 
 def _blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def _encode_rows(value: Tensor, key: int | None, offset: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a few rows."""
+def tile_grid(rows: int, n: int, block_rows: int) -> tuple[int]:
+    """Launch grid of a kernel whose programs take a tile of :func:`tile_jit`."""
+    return (-(-rows // block_rows) * _blocks(n),)
+
+
+def encode_rows(value: Tensor, key: int | None, offset: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a few rows at once; see :func:`encode_weight`."""
     rows, n = value.shape
     padding = (0, -n % BLOCK)
     padded = torch.nn.functional.pad(value, padding).view(rows, -1, BLOCK)
     largest = padded.abs().amax(dim=2)
     finite = largest.isfinite()
-    scale = (largest / 127).clamp_min(_SMALLEST_SCALE)
+    scale = (largest * (1 / 127)).clamp_min(_SMALLEST_SCALE)
     scaled = torch.where(finite[..., None], padded / scale[..., None], 0.0)
     if key is None:
         code = (scaled + 0.5).floor_()
@@ -85,7 +85,7 @@ def encode_weight_reference(
     codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
     scales = torch.empty(rows, _blocks(n), dtype=torch.float32, device=value.device)
     for chunk in row_chunks(rows, n):
-        codes[chunk], scales[chunk] = _encode_rows(value[chunk], key, offset + chunk.start * n)
+        codes[chunk], scales[chunk] = encode_rows(value[chunk], key, offset + chunk.start * n)
     return codes, scales
 
 
@@ -99,31 +99,12 @@ def decode_weight_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -
     return out
 
 
-def int8_low_rank_update_reference_(
-    codes: Tensor,
-    scales: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None,
-    offset: int = 0,
-) -> None:
-    """Torch twin of the kernel; see :func:`int8_low_rank_update_`."""
-    rows, n = codes.shape
-    columns, decay = projection.float().t(), 1 - lr * weight_decay
-    for chunk in row_chunks(rows, n):
-        value = decode_weight_reference(codes[chunk], scales[chunk], torch.float32)
-        value.addmm_(update[chunk], columns, beta=decay, alpha=-lr)
-        codes[chunk], scales[chunk] = _encode_rows(value, key, offset + chunk.start * n)
-
-
 if triton is not None:
-    from hmt_deepspeed.kernels.low_rank_update import low_rank_product_jit
     from hmt_deepspeed.kernels.noise import uniform_jit
+    from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit
 
     @triton.jit
-    def _store_encoded(  # type: ignore[no-untyped-def]
+    def store_encoded_jit(  # type: ignore[no-untyped-def]
         value, codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
         STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -132,7 +113,7 @@ if triton is not None:
         largest = tl.max(bits, axis=1)  # patterns order as magnitudes do, infinity and NaN last
         finite = largest < 0x7F800000
         largest = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), 2.0**-126)
+        scale = tl.maximum(largest * (1 / 127), 2.0**-126)
         value = tl.where(finite[:, None] & (bits >= 0), value, 0.0)
         scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
         position = row[:, None] * n + column[None, :]
@@ -149,7 +130,7 @@ if triton is not None:
         tl.store(scales_ptr + row * tl.cdiv(n, BLOCK) + block, scale, mask=row < rows)
 
     @triton.jit
-    def _load_decoded(  # type: ignore[no-untyped-def]
+    def load_decoded_jit(  # type: ignore[no-untyped-def]
         codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK: tl.constexpr
     ):
         """A tile of rows x one block in fp32, zero where there is no element."""
@@ -159,7 +140,7 @@ if triton is not None:
         return tl.where(mask, code.to(tl.float32) * scale[:, None], 0.0)
 
     @triton.jit
-    def _tile(n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def tile_jit(n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Rows, number of the block in its row and columns of this program, int64."""
         blocks = tl.cdiv(n, BLOCK)
         program = tl.program_id(0).to(tl.int64)
@@ -173,46 +154,26 @@ if triton is not None:
         value_ptr, codes_ptr, scales_ptr, rows, n, offset, key_low, key_high,
         STOCHASTIC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row, block, column = _tile(n, BLOCK_ROWS, BLOCK)
+        row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
         mask = (row[:, None] < rows) & (column[None, :] < n)
         value = tl.load(value_ptr + row[:, None] * n + column[None, :], mask=mask, other=0.0)
-        _store_encoded(
+        store_encoded_jit(
             value, codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
             STOCHASTIC, BLOCK,
         )  # fmt: skip
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]
-        codes_ptr, scales_ptr, out_ptr, rows, n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        row, block, column = _tile(n, BLOCK_ROWS, BLOCK)
-        value = _load_decoded(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
-        mask = (row[:, None] < rows) & (column[None, :] < n)
-        tl.store(out_ptr + row[:, None] * n + column[None, :], value, mask=mask)
-
-    @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
-    def _update_kernel(  # type: ignore[no-untyped-def]
-        codes_ptr, scales_ptr, update_ptr, projection_ptr, rows, n, width,
-        update_row, update_column, projection_row, projection_column,
-        lr, decay, offset, key_low, key_high,
-        STOCHASTIC: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+        codes_ptr, scales_ptr, out_ptr, rows, n,
+        TO_BF16: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row, block, column = _tile(n, BLOCK_ROWS, BLOCK)
-        product = low_rank_product_jit(
-            update_ptr, projection_ptr, row, column, rows, n, width,
-            update_row, update_column, projection_row, projection_column,
-            BLOCK_ROWS, BLOCK, BLOCK_W,
-        )  # fmt: skip
-        weight = _load_decoded(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
-        _store_encoded(
-            decay * weight - lr * product,
-            codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
-            STOCHASTIC, BLOCK,
-        )  # fmt: skip
-
-    def _grid(rows: int, n: int) -> tuple[int]:
-        return (triton.cdiv(rows, _BLOCK_ROWS) * _blocks(n),)
+        row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
+        value = load_decoded_jit(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
+        mask = (row[:, None] < rows) & (column[None, :] < n)
+        if TO_BF16:  # to nearest, a tie to even; out_ptr points to patterns
+            bits = value.to(tl.uint32, bitcast=True)
+            value = round_bits_jit(bits, 0x7FFF + ((bits >> 16) & 1)).to(tl.int16)
+        tl.store(out_ptr + row[:, None] * n + column[None, :], value, mask=mask)
 
     def encode_weight_triton(
         value: Tensor, key: int | None, offset: int = 0
@@ -222,7 +183,7 @@ if triton is not None:
         codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
         scales = torch.empty(rows, _blocks(n), dtype=torch.float32, device=value.device)
         if value.numel() > 0:
-            _encode_kernel[_grid(rows, n)](
+            _encode_kernel[tile_grid(rows, n, _BLOCK_ROWS)](
                 value, codes, scales, rows, n, offset, low, high,
                 STOCHASTIC=key is not None, BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK,
             )  # fmt: skip
@@ -232,35 +193,17 @@ if triton is not None:
         """Triton launcher; see :func:`decode_weight`."""
         rows, n = codes.shape
         out = torch.empty(rows, n, dtype=dtype, device=codes.device)
+        to_bf16 = dtype == torch.bfloat16
         if codes.numel() > 0:
-            _decode_kernel[_grid(rows, n)](
-                codes, scales, out, rows, n, BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK
-            )
+            _decode_kernel[tile_grid(rows, n, _BLOCK_ROWS)](
+                codes, scales, out.view(torch.int16) if to_bf16 else out, rows, n,
+                TO_BF16=to_bf16, BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK,
+            )  # fmt: skip
         return out
 
-    def int8_low_rank_update_triton_(
-        codes: Tensor,
-        scales: Tensor,
-        update: Tensor,
-        projection: Tensor,
-        lr: float,
-        weight_decay: float,
-        key: int | None,
-        offset: int = 0,
-    ) -> None:
-        """Triton launcher; see :func:`int8_low_rank_update_`."""
-        (rows, n), (low, high) = codes.shape, key_halves(key or 0)
-        if codes.numel() > 0:
-            _update_kernel[_grid(rows, n)](
-                codes, scales, update, projection, rows, n, update.shape[1],
-                *update.stride(), *projection.stride(),
-                lr, 1 - lr * weight_decay, offset, low, high,
-                STOCHASTIC=key is not None,
-                BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK, BLOCK_W=_BLOCK_W,
-            )  # fmt: skip
 
-
-def _check_encoded(codes: Tensor, scales: Tensor) -> None:
+def check_encoded(codes: Tensor, scales: Tensor) -> None:
+    """Raises ValueError unless the two are what :func:`encode_weight` returns."""
     if codes.dtype != torch.int8 or scales.dtype != torch.float32:
         raise ValueError(
             f"an encoded weight is int8 with fp32 scales, got {codes.dtype} and {scales.dtype}"
@@ -306,46 +249,9 @@ def decode_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: for other dtypes, shapes or tensors that are not contiguous.
     """
-    _check_encoded(codes, scales)
+    check_encoded(codes, scales)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"decodes to fp32 or bf16, got {dtype}")
     if codes.is_cuda and triton is not None:
         return decode_weight_triton(codes, scales, dtype)
     return decode_weight_reference(codes, scales, dtype)
-
-
-def int8_low_rank_update_(
-    codes: Tensor,
-    scales: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None,
-    offset: int = 0,
-) -> None:
-    """``W <- (1 - lr wd) W - lr (update projection^T)`` on an encoded weight, in place.
-
-    Decoded, updated and encoded in fp32, a few rows (torch) or one tile (Triton) at a time; the
-    formula is :mod:`hmt_deepspeed.kernels.low_rank_update`'s.
-
-    Args:
-        codes, scales: of :func:`encode_weight`; both are overwritten.
-        update: rows x w, fp32, any strides.
-        projection: n x w, fp32 or bf16, any strides.
-        lr, weight_decay: step length; decay per unit of step length.
-        key, offset: of :func:`encode_weight`; a new key for every step.
-
-    Raises:
-        ValueError: for other dtypes, shapes or an encoded weight that is not contiguous.
-    """
-    _check_encoded(codes, scales)
-    check_low_rank(codes.shape, update, projection)
-    if codes.is_cuda and triton is not None:
-        int8_low_rank_update_triton_(
-            codes, scales, update, projection, lr, weight_decay, key, offset
-        )
-    else:
-        int8_low_rank_update_reference_(
-            codes, scales, update, projection, lr, weight_decay, key, offset
-        )
