@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.noise import counters, key_halves, noise_bits
+
 try:
     import triton
     import triton.language as tl
@@ -20,41 +22,8 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = ["stochastic_round", "stochastic_round_reference", "stochastic_round_triton"]
 
-# Two rounds of multiply and xor-shift: the low-bias 32-bit mixer found by C. Wellons' search.
-_MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
 _BLOCK = 4096
 _CHUNK = 1 << 20
-_MASK64 = (1 << 64) - 1
-
-
-def _signed32(value: int) -> int:
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _halves(key: int) -> tuple[int, int]:
-    """Two 32-bit halves of a mixed key (splitmix64's finaliser), so that keys 1 and 2 have nothing in
-    common: the per-element mixer alone would leave keys correlated that differ in a high bit."""
-    key = (key + 0x9E3779B97F4A7C15) & _MASK64
-    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
-    key ^= key >> 31
-    return key & 0xFFFFFFFF, key >> 32
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int32: torch's own shift keeps the sign."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _noise16(index: Tensor, key: int) -> Tensor:
-    """Sixteen uniform bits for each int32 counter in ``index``."""
-    low, high = _halves(key)
-    h = index ^ _signed32(low)
-    h = (h ^ _shift_right(h, 16)) * _MIX_1
-    h = h ^ _signed32(high)
-    h = (h ^ _shift_right(h, 15)) * _signed32(_MIX_2)
-    return (h ^ _shift_right(h, 16)) & 0xFFFF
 
 
 def stochastic_round_reference(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:
@@ -62,17 +31,26 @@ def stochastic_round_reference(value: Tensor, out: Tensor, key: int, offset: int
     flat_value, flat_out = value.view(-1), out.view(-1)
     for begin in range(0, flat_value.numel(), _CHUNK):  # bounds the int32 temporaries
         chunk = flat_value[begin : begin + _CHUNK]
-        first = _signed32(offset + begin)
-        index = torch.arange(chunk.numel(), dtype=torch.int32, device=chunk.device).add_(first)
+        noise = noise_bits(counters(chunk.numel(), offset + begin, chunk.device), key) & 0xFFFF
         bits = chunk.view(torch.int32)
         # Adding noise to the pattern of an infinity or a NaN would change what it is: infinities are
         # exact in bf16; a NaN keeps its sign and becomes quiet.
         special = torch.where(torch.isnan(chunk), bits | 0x00400000, bits)
-        bits = torch.where(torch.isfinite(chunk), bits + _noise16(index, key), special) >> 16
+        bits = torch.where(torch.isfinite(chunk), bits + noise, special) >> 16
         flat_out[begin : begin + _CHUNK].copy_(bits.to(torch.int16).view(torch.bfloat16))
 
 
 if triton is not None:
+    from hmt_deepspeed.kernels.noise import noise_bits_jit
+
+    @triton.jit
+    def round_bits_jit(bits, noise):  # type: ignore[no-untyped-def]
+        """Pattern of the bf16 (low half of a uint32) that fp32 ``bits`` round to with uint32 ``noise``."""
+        special = (bits & 0x7F800000) == 0x7F800000
+        # Infinities are exact in bf16; a NaN keeps its sign and becomes quiet.
+        quiet = tl.where((bits & 0x007FFFFF) != 0, bits | 0x00400000, bits)
+        return tl.where(special, quiet, bits + (noise & 0xFFFF)) >> 16
+
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
     def _stochastic_round_kernel(  # type: ignore[no-untyped-def]
@@ -81,20 +59,13 @@ if triton is not None:
         position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = position < numel
         bits = tl.load(value_ptr + position, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        h = ((position + offset) & 0xFFFFFFFF).to(tl.uint32) ^ key_low.to(tl.uint32)
-        h = (h ^ (h >> 16)) * 0x7FEB352D
-        h = h ^ key_high.to(tl.uint32)
-        h = (h ^ (h >> 15)) * 0x846CA68B
-        noise = (h ^ (h >> 16)) & 0xFFFF
-        special = (bits & 0x7F800000) == 0x7F800000
-        # Infinities are exact in bf16; a NaN keeps its sign and becomes quiet.
-        quiet = tl.where((bits & 0x007FFFFF) != 0, bits | 0x00400000, bits)
-        rounded = tl.where(special, quiet, bits + noise) >> 16
+        noise = noise_bits_jit(position + offset, key_low, key_high)
+        rounded = round_bits_jit(bits, noise)
         tl.store(out_ptr + position, rounded.to(tl.int16), mask=mask)
 
     def stochastic_round_triton(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:
         """Triton launcher; see :func:`stochastic_round`. Works on integer views of both tensors."""
-        numel, (low, high) = value.numel(), _halves(key)
+        numel, (low, high) = value.numel(), key_halves(key)
         if numel == 0:
             return
         _stochastic_round_kernel[(triton.cdiv(numel, _BLOCK),)](

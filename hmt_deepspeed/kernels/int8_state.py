@@ -1,0 +1,275 @@
+"""Optimizer states in 8 bits: blocks of 256 elements, one fp32 scale each, logarithmic codes.
+
+The scale of a block is its largest magnitude. A code names a level, a fraction of the scale; code 0
+is zero and the other levels are equally spaced in the logarithm::
+
+    signed    level_k = 2^((k - 127) 16/126),  k = 1..127, and their negatives (k + 128)
+    unsigned  level_k = 2^((k - 255) 24/254),  k = 1..255
+
+With ``rho = level_{k+1} / level_k`` = 1.0920 (signed) or 1.0677 (unsigned) and s the scale, a value
+x decodes to y with
+
+    |y - x| <= (rho - 1) |x|            stochastic     if |x| >= s 2^-16 (signed), s 2^-24 (unsigned)
+    |y - x| <= (rho - 1)/(rho + 1) |x|  nearest        likewise
+    |y - x| <= s 2^-16 or s 2^-24       either         below
+
+each up to ``4 * 2^-24 |x| + 2^-149`` of fp32 arithmetic. Zeros and the largest magnitude are exact.
+
+Stochastic rounding picks a neighbouring level with a probability linear in the value, so the
+expectation of y is x. A running mean needs that: with beta2 = 0.999 one step moves it by about 0.1 %,
+less than half the distance of two levels (3.3 %), and nearest rounding would return the old level for ever.
+The price is noise. Rounded once per step, a mean v of x^2 that is stationary has a relative variance of
+about ``E|x^2/v - x_m^2/v_m| (rho - 1)/2``, m the largest element of the block, whose movement moves all
+levels (a step adds p(1-p) gap^2 with p the movement in gaps; they add up over 1/(2 (1 - beta)) steps).
+For Gaussian x that is a deviation of 0.2 of v, 0.1 of sqrt(v), whatever beta is.
+
+Unsigned states are second moments, which divide. One that became zero would throw its element by
+m/eps, so a positive value below the lowest level always becomes the lowest level: the step is shorter
+than it should be instead of unbounded. 24 octaves of v are 12 of sqrt(v): this happens to elements
+whose gradient is 4096 times smaller than the largest of their block. A scale below 2^-125 has levels
+that fp32 cannot hold and that decode to zero all the same.
+
+A block that holds an infinity or a NaN gets a NaN scale and decodes to NaN throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
+from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # platforms without Triton have no CUDA device to run it on
+    triton = None
+
+__all__ = [
+    "BLOCK",
+    "decode_state",
+    "decode_state_reference",
+    "decode_state_triton",
+    "encode_state",
+    "encode_state_reference",
+    "encode_state_triton",
+    "levels",
+]
+
+BLOCK = 256
+_BLOCKS_PER_PROGRAM = 16
+# signed -> (code of the scale, levels per octave)
+_CODE = {True: (127, 126 / 16), False: (255, 254 / 24)}
+
+
+@functools.cache
+def levels(signed: bool, device: torch.device) -> Tensor:
+    """The fraction of the scale that each code stands for: (256,), fp32. A table, so that every
+    device encodes and decodes alike whatever its exp2."""
+    top, per_octave = _CODE[signed]
+    code = torch.arange(1, top + 1, dtype=torch.float64)
+    table = torch.cat((torch.zeros(1, dtype=torch.float64), torch.exp2((code - top) / per_octave)))
+    return (torch.cat((table, -table)) if signed else table).float().to(device)
+
+
+def encode_state_reference(
+    value: Tensor, signed: bool, key: int | None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Torch twin of the kernel; see :func:`encode_state`."""
+    numel, top = value.numel(), _CODE[signed][0]
+    table = levels(signed, value.device)
+    codes = torch.empty(numel, dtype=torch.uint8, device=value.device)
+    scales = torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=value.device)
+    for begin in range(0, numel, CHUNK_ELEMENTS):  # whole blocks
+        chunk = value.view(-1)[begin : begin + CHUNK_ELEMENTS]
+        padded = torch.nn.functional.pad(chunk, (0, -chunk.numel() % BLOCK)).view(-1, BLOCK)
+        scale = padded.abs().amax(dim=1)
+        usable = ((scale > 0) & scale.isfinite())[:, None]
+        scales[begin // BLOCK :][: len(scale)] = torch.where(scale.isinf(), torch.nan, scale)
+        ratio = torch.where(usable, padded.abs() / scale[:, None], 0.0)
+
+        code = torch.bucketize(ratio, table[: top + 1], right=True, out_int32=True) - 1
+        low, high = table[code], table[(code + 1).clamp_max(top)]
+        if key is None:
+            threshold = torch.full_like(ratio, 0.5)
+        else:
+            threshold = uniform(counters(padded.numel(), offset + begin, value.device), key)
+        code += threshold.view_as(ratio) * (high - low) < ratio - low
+        if signed:
+            code += 128 * ((padded < 0) & (code > 0))
+        else:  # see the top of the file; the ratio of a tiny value may have become zero
+            code = torch.where(usable & (padded != 0), code.clamp_min(1), code)
+        codes[begin : begin + CHUNK_ELEMENTS] = code.view(-1)[: chunk.numel()]
+    return codes, scales
+
+
+def decode_state_reference(
+    codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
+) -> Tensor:
+    """Torch twin of the kernel; see :func:`decode_state`."""
+    table, numel = levels(signed, codes.device), codes.numel()
+    out = torch.empty(numel, dtype=torch.float32, device=codes.device)
+    for begin in range(0, numel, CHUNK_ELEMENTS):  # whole blocks; bounds the int32 indices
+        chunk = codes[begin : begin + CHUNK_ELEMENTS]
+        scale = scales[begin // BLOCK :][: -(-chunk.numel() // BLOCK)].repeat_interleave(BLOCK)
+        torch.mul(table[chunk.int()], scale[: chunk.numel()], out=out[begin:][: chunk.numel()])
+    return out.view(shape)
+
+
+if triton is not None:
+    from hmt_deepspeed.kernels.noise import uniform_jit
+
+    # Not specialised: a new key every step must not compile a new kernel.
+    @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
+    def _encode_kernel(  # type: ignore[no-untyped-def]
+        value_ptr, codes_ptr, scales_ptr, levels_ptr, numel, offset, key_low, key_high, per_octave,
+        TOP: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr,
+        BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        position = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        mask = position < numel
+        bits = tl.load(value_ptr + position, mask=mask, other=0)
+        magnitude = bits & 0x7FFFFFFF
+        largest = tl.max(
+            magnitude, axis=1
+        )  # patterns order as magnitudes do, infinity and NaN last
+        finite = largest < 0x7F800000
+        scale = tl.where(finite, largest, 0x7FC00000).to(tl.float32, bitcast=True)
+        tl.store(scales_ptr + block, scale, mask=block * BLOCK < numel)
+
+        usable = (finite & (largest > 0))[:, None] & (magnitude >= 0)
+        magnitude = tl.where(usable, magnitude, 0)
+        divisor = tl.where(usable, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), 1.0)
+        ratio = tl.div_rn(magnitude.to(tl.float32, bitcast=True), divisor)
+
+        # An estimate by the logarithm, off by one at most, then the exact place in the table.
+        estimate = tl.log2(tl.maximum(ratio, 1e-30)) * per_octave + TOP
+        code = tl.minimum(tl.maximum(estimate, 0.0), TOP * 1.0).to(tl.int32)
+        above = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
+        code = tl.where((above <= ratio) & (code < TOP), code + 1, code)
+        code = tl.where(tl.load(levels_ptr + code) > ratio, code - 1, code)
+
+        low = tl.load(levels_ptr + code)
+        high = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
+        if STOCHASTIC:
+            threshold = uniform_jit(position + offset, key_low, key_high)
+        else:
+            threshold = tl.zeros_like(ratio) + 0.5
+        code = tl.where(threshold * (high - low) < ratio - low, code + 1, code)
+        if SIGNED:
+            code = tl.where((bits < 0) & (code > 0), code + 128, code)
+        else:  # see the top of the file; the ratio of a tiny value may have become zero
+            code = tl.where((magnitude > 0) & (code == 0), 1, code)
+        tl.store(codes_ptr + position, code.to(tl.uint8), mask=mask)
+
+    @triton.jit
+    def _decode_kernel(  # type: ignore[no-untyped-def]
+        codes_ptr, scales_ptr, levels_ptr, out_ptr, numel,
+        BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        position = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        mask = position < numel
+        code = tl.load(codes_ptr + position, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(scales_ptr + block, mask=block * BLOCK < numel, other=0.0)
+        tl.store(out_ptr + position, tl.load(levels_ptr + code) * scale[:, None], mask=mask)
+
+    def encode_state_triton(
+        value: Tensor, signed: bool, key: int | None, offset: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Triton launcher; see :func:`encode_state`."""
+        numel, (low, high) = value.numel(), key_halves(key or 0)
+        top, per_octave = _CODE[signed]
+        codes = torch.empty(numel, dtype=torch.uint8, device=value.device)
+        scales = torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=value.device)
+        if numel == 0:
+            return codes, scales
+        _encode_kernel[(triton.cdiv(len(scales), _BLOCKS_PER_PROGRAM),)](
+            value.view(torch.int32),
+            codes,
+            scales,
+            levels(signed, value.device),
+            numel,
+            offset,
+            low,
+            high,
+            per_octave,
+            TOP=top,
+            SIGNED=signed,
+            STOCHASTIC=key is not None,
+            BLOCKS=_BLOCKS_PER_PROGRAM,
+            BLOCK=BLOCK,
+        )
+        return codes, scales
+
+    def decode_state_triton(
+        codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
+    ) -> Tensor:
+        """Triton launcher; see :func:`decode_state`."""
+        out = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+        if codes.numel() > 0:
+            _decode_kernel[(triton.cdiv(len(scales), _BLOCKS_PER_PROGRAM),)](
+                codes,
+                scales,
+                levels(signed, codes.device),
+                out,
+                codes.numel(),
+                BLOCKS=_BLOCKS_PER_PROGRAM,
+                BLOCK=BLOCK,
+            )
+        return out.view(shape)
+
+
+def encode_state(
+    value: Tensor, signed: bool, key: int | None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a state; levels and error bounds at the top of the file.
+
+    Args:
+        value: fp32, contiguous, any shape; a shard that starts at a multiple of 256 gets the codes
+            that it has in the whole tensor.
+        signed: whether values may be negative. If not, their sign is not looked at.
+        key: 64-bit seed of stochastic rounding; None rounds to the nearest level (a tie to the lower).
+        offset: global index of the first element, so that shards of one tensor share one stream.
+
+    Returns:
+        codes: (numel,), uint8.
+        scales: (ceil(numel / 256),), fp32.
+
+    Raises:
+        ValueError: for another dtype or a tensor that is not contiguous.
+    """
+    if value.dtype != torch.float32:
+        raise ValueError(f"encodes fp32, got {value.dtype}")
+    if not value.is_contiguous():
+        raise ValueError("value must be contiguous")
+    if value.is_cuda and triton is not None:
+        return encode_state_triton(value, signed, key, offset)
+    return encode_state_reference(value, signed, key, offset)
+
+
+def decode_state(
+    codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size | tuple[int, ...]
+) -> Tensor:
+    """The fp32 tensor of the given shape that :func:`encode_state` made codes and scales of.
+
+    Raises:
+        ValueError: for other dtypes, sizes or tensors that are not contiguous.
+    """
+    shape = torch.Size(shape)
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float32:
+        raise ValueError(f"decodes uint8 with fp32 scales, got {codes.dtype} and {scales.dtype}")
+    if codes.shape != (shape.numel(),) or scales.shape != (-(-codes.numel() // BLOCK),):
+        raise ValueError(
+            f"shape {tuple(shape)} takes ({shape.numel()},) codes and one scale for each {BLOCK} of "
+            f"them, got {tuple(codes.shape)} and {tuple(scales.shape)}"
+        )
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        raise ValueError("codes and scales must be contiguous")
+    if codes.is_cuda and triton is not None:
+        return decode_state_triton(codes, scales, signed, shape)
+    return decode_state_reference(codes, scales, signed, shape)

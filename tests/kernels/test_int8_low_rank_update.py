@@ -1,0 +1,181 @@
+"""Low-rank updates of INT8 weights: one step, the drift of many, the kernel against its twin."""
+
+import pytest
+import torch
+from interpreted import assert_as_accurate, run_interpreted, strided
+
+from hmt_deepspeed.kernels import chunks, int8_low_rank_update
+from hmt_deepspeed.kernels.int8_low_rank_update import (
+    int8_low_rank_update_,
+    int8_low_rank_update_reference_,
+)
+from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_weight
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
+
+SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (16, 256, 16), (5, 600, 7)]
+
+
+def inputs(rows, n, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, n), (rows, width), (n, width))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def exact_inputs(rows, n, width):
+    """Codes 1/8 apart and updates of 1/64: fp32 holds every sum, whatever the order of its terms."""
+    weight, update, projection = inputs(rows, n, width)
+    codes = (40 * weight).round().clamp(-127, 127).to(torch.int8)
+    codes[:, ::256] = 127
+    scales = torch.full((rows, -(-n // 256)), 0.125)
+    return codes, scales, (4 * update).round() / 64, (4 * projection).round()
+
+
+@pytest.mark.parametrize(("key", "bound"), [(None, 0.5), (5, 1.0)])
+@pytest.mark.parametrize(("rows", "n", "width"), SHAPES)
+def test_one_step(rows, n, width, key, bound):
+    weight, update, projection = inputs(rows, n, width)
+    codes, scales = encode_weight(weight, 1)
+    expected = decode_weight(codes, scales, torch.float32)
+    low_rank_update_(expected, update, projection, 0.3, 0.1)
+    int8_low_rank_update_(codes, scales, strided(update), strided(projection), 0.3, 0.1, key)
+    out = decode_weight(codes, scales, torch.float32)
+    step = scales.repeat_interleave(256, dim=1)[:, :n]
+    # The codes' bound, and the rounding of sums of width + 1 terms below 16.
+    assert ((out - expected).abs() <= (bound + 2.0**-16) * step + 16 * (width + 3) * 2.0**-23).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
+def test_internal_chunks_and_held_rows_do_not_matter(chunk, monkeypatch):
+    codes, scales, update, projection = exact_inputs(65, 130, 33)
+    offset = (1 << 33) - 700
+    value = decode_weight(codes, scales, torch.float32)
+    value = 0.9375 * value - 0.125 * (update @ projection.t())
+    expected = encode_weight(value, 7, offset)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
+    halves = codes.clone(), scales.clone()
+    int8_low_rank_update_(codes, scales, update, projection, 0.125, 0.5, 7, offset)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales, expected[1])
+    for rows in (slice(0, 20), slice(20, 65)):
+        parts = halves[0][rows], halves[1][rows], update[rows]
+        int8_low_rank_update_(*parts, projection, 0.125, 0.5, 7, offset + rows.start * 130)
+    assert torch.equal(halves[0], expected[0])
+    assert torch.equal(halves[1], expected[1])
+
+
+def drift(key_of_step, steps=500):
+    """Movement of an INT8 weight and of its fp32 twin, and the documented deviation of the former.
+
+    Rank-2 updates with a constant and a random part, 0.03 codes a step.
+    """
+    start, update, projection = inputs(32, 512, 2)
+    codes, scales = encode_weight(start, None)
+    first = decode_weight(codes, scales, torch.float32)
+    exact, path = first.clone(), torch.zeros_like(first)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        now = update + torch.randn(update.shape, generator=generator)
+        before = exact.clone()
+        low_rank_update_(exact, now, projection, 4e-4, 0.1)
+        path += (exact - before).abs()
+        key = key_of_step(step)
+        int8_low_rank_update_(codes, scales, now, projection, 4e-4, 0.1, key)
+    largest = path.view(32, 2, 256).amax(dim=2).repeat_interleave(256, dim=1)
+    step = scales.repeat_interleave(256, dim=1)
+    deviation = (step.square() / 4 + step * (path + largest)).sqrt()
+    return decode_weight(codes, scales, torch.float32) - first, exact - first, deviation
+
+
+def slope(moved, target):
+    return ((moved * target).sum() / target.square().sum()).item()
+
+
+def test_drift_follows_fp32_with_stochastic_rounding_only():
+    moved, target, deviation = drift(lambda step: step)
+    error = (moved - target) / deviation
+    assert error.square().mean().sqrt() < 1.0  # the documented bound
+    assert abs(error.mean().item()) < 5 / error.numel() ** 0.5
+    # Unbiased: five deviations of the fit of 16384 independent errors.
+    allowed = 5 * (deviation * target).norm() / target.square().sum()
+    assert abs(slope(moved, target) - 1) < allowed < 0.1
+    moved, target, _ = drift(lambda step: None)
+    assert abs(slope(moved, target)) < 0.5
+
+
+def test_refuses():
+    def arguments(**change):
+        codes, scales = encode_weight(torch.ones(4, 6), None)
+        usual = {"codes": codes, "scales": scales, "key": 0}
+        return usual | {"update": torch.ones(4, 2), "projection": torch.ones(6, 2)} | change
+
+    int8_low_rank_update_(**arguments(), lr=0.1, weight_decay=0)
+    for change in (
+        {"codes": torch.zeros(4, 6)},
+        {"codes": torch.zeros(6, 4).char().t()},
+        {"scales": torch.zeros(4, 2)},
+        {"update": torch.ones(3, 2)},
+        {"update": torch.ones(4, 2).bfloat16()},
+        {"projection": torch.ones(5, 2)},
+        {"projection": torch.ones(6, 2).half()},
+    ):
+        with pytest.raises(ValueError):
+            int8_low_rank_update_(**arguments(**change), lr=0.1, weight_decay=0)
+
+
+def check_kernel(device="cpu"):
+    kernel = int8_low_rank_update.int8_low_rank_update_triton_
+    for rows, n, width in SHAPES:
+        codes, scales, update, projection = exact_inputs(rows, n, width)
+        for key, offset in ((None, 0), (1, 1), ((1 << 63) - 5, (1 << 33) + 3), (7, (1 << 31) - 9)):
+            for columns in (projection, strided(projection), projection.bfloat16()):
+                first = codes.clone(), scales.clone()
+                second = codes.to(device, copy=True), scales.to(device, copy=True)
+                int8_low_rank_update_reference_(*first, update, columns, 0.125, 0.5, key, offset)
+                kernel(
+                    *second,
+                    strided(update).to(device),
+                    columns.to(device),
+                    0.125,
+                    0.5,
+                    key,
+                    offset,
+                )
+                assert torch.equal(second[0].cpu(), first[0]), (rows, n, width, key, offset)
+                assert torch.equal(second[1].cpu(), first[1]), (rows, n, width, key, offset)
+        check_scales(kernel, rows, n, width, device)
+    empty = torch.zeros(0, 5, device=device)
+    kernel(empty.char(), empty[:, :1], empty[:, :2], empty.new_ones(5, 2), 0.1, 0.0, 1)
+
+
+def check_scales(kernel, rows, n, width, device):
+    """Scales are an fp32 result of the update: as accurate as the twin's against float64."""
+    weight, update, projection = inputs(rows, n, width, seed=3)
+    codes, scales = encode_weight(weight, 1)
+    start = codes.double() * scales.double().repeat_interleave(256, dim=1)[:, :n]
+    change = 0.3 * (update.double() @ projection.double().t())
+    terms = (0.97 * start).abs() + 0.3 * (update.double().abs() @ projection.double().abs().t())
+    exact, terms = (
+        torch.stack([b.abs().amax(dim=1) / 127 for b in t.split(256, dim=1)], dim=1)
+        for t in (0.97 * start - change, terms)
+    )
+    first = codes.clone(), scales.clone()
+    second = codes.to(device, copy=True), scales.to(device, copy=True)
+    int8_low_rank_update_reference_(*first, update, projection, 0.3, 0.1, 1)
+    kernel(*second, update.to(device), projection.to(device), 0.3, 0.1, 1)
+    assert_as_accurate(second[1].cpu(), first[1], exact, terms)
+    # A sum that differs in its last bit may round to the other neighbour, one in 10^4.
+    difference = (second[0].cpu().int() - first[0]).abs()
+    assert difference.max() <= 1
+    assert difference.sum() <= max(1, 1e-3 * rows * n)
+
+
+def test_kernel():
+    """Bit-equal where fp32 holds every sum; else scales are as accurate as the twin's."""
+    pytest.importorskip("triton")
+    run_interpreted(__file__, "check_kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernel_on_gpu():
+    check_kernel("cuda")

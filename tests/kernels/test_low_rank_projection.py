@@ -1,0 +1,80 @@
+"""Projection: exact products, fp32 sums, the kernel against float64."""
+
+import itertools
+
+import pytest
+import torch
+from interpreted import assert_as_accurate, run_interpreted, strided
+
+from hmt_deepspeed.kernels import chunks, low_rank_projection
+from hmt_deepspeed.kernels.low_rank_projection import project, project_reference
+
+SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (32, 64, 64), (33, 1000, 70)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def inputs(rows, n, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((rows, n), (n, width))]
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)))
+def test_sums_in_fp32(dtypes):
+    gradient, projection = (t.to(d) for t, d in zip(inputs(65, 1000, 33), dtypes, strict=True))
+    out = project(strided(gradient), strided(projection))
+    assert out.dtype == torch.float32
+    # Sums of 1000 products of size 1: fp32 is off by 1e-5, sums in bf16 or fp16 by .01 and more.
+    assert (out - gradient.double() @ projection.double()).abs().max() < 1e-4
+
+
+def test_internal_chunks_do_not_matter(monkeypatch):
+    gradient, projection = inputs(65, 130, 33)
+    whole = project(gradient.bfloat16(), projection)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 300)
+    # A product of fewer rows may sum in another order.
+    assert (project(gradient.bfloat16(), projection) - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("gradient", "projection"),
+    [
+        (torch.ones(3, 4).double(), torch.ones(4, 2)),
+        (torch.ones(3, 4), torch.ones(4, 2).int()),
+        (torch.ones(3, 4), torch.ones(3, 2)),
+        (torch.ones(4), torch.ones(4, 2)),
+    ],
+)
+def test_refuses(gradient, projection):
+    with pytest.raises(ValueError):
+        project(gradient, projection)
+
+
+def check_kernel(device="cpu"):
+    for rows, n, width in SHAPES:
+        for dtypes in itertools.product(DTYPES, DTYPES):
+            gradient, projection = (
+                t.to(d) for t, d in zip(inputs(rows, n, width, seed=n), dtypes, strict=True)
+            )
+            exact = gradient.double() @ projection.double()
+            terms = gradient.double().abs() @ projection.double().abs()
+            twin = project_reference(gradient, projection)
+            for left, right in (
+                (gradient, projection),
+                (strided(gradient), strided(projection)),
+            ):
+                out = low_rank_projection.project_triton(left.to(device), right.to(device))
+                assert_as_accurate(out.cpu(), twin, exact, terms)
+    for rows, n, width in ((0, 4, 3), (4, 0, 3), (4, 3, 0)):
+        left, right = torch.ones(rows, n, device=device), torch.ones(n, width, device=device)
+        assert torch.equal(low_rank_projection.project_triton(left, right), left @ right)
+
+
+def test_kernel():
+    pytest.importorskip("triton")
+    run_interpreted(__file__, "check_kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernel_on_gpu():
+    check_kernel("cuda")

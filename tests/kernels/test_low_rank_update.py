@@ -1,0 +1,131 @@
+"""Low-rank updates: the formula, the noise, the kernel against float64 and against its twin."""
+
+import pytest
+import torch
+from interpreted import assert_as_accurate, run_interpreted, strided
+
+from hmt_deepspeed.kernels import chunks, low_rank_update
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_, low_rank_update_reference_
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_
+
+SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (64, 64, 32), (5, 70, 100), (130, 3, 7)]
+OFFSETS = (0, 12_345, (1 << 31) - 40, (1 << 33) + 3, (1 << 40) - 7)
+
+
+def inputs(rows, n, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, n), (rows, width), (n, width))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def exact_inputs(rows, n, width):
+    """Integers and powers of two: fp32 holds every sum, whatever the order of its terms."""
+    weight, update, projection = ((4 * t).round() for t in inputs(rows, n, width))
+    return weight.bfloat16(), update, projection
+
+
+def formula(weight, update, projection, lr, decay):
+    weight, update, projection = (t.double() for t in (weight, update, projection))
+    return (1 - lr * decay) * weight - lr * (update @ projection.t())
+
+
+@pytest.mark.parametrize(("rows", "n", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_formula(rows, n, width, dtype):
+    weight, update, projection = inputs(rows, n, width)
+    projection = projection.to(dtype)
+    expected = formula(weight, update, projection, 0.3, 0.1)
+    low_rank_update_(weight, strided(update), strided(projection), 0.3, 0.1)
+    # Each of the width + 1 terms is below 16 and rounded a few times.
+    assert (weight - expected).abs().max() < 16 * (width + 3) * 2.0**-23
+
+
+def test_does_what_the_optimizer_does():
+    weight, update, projection = inputs(65, 130, 33)
+    ours, theirs = weight.clone(), weight.clone()
+    low_rank_update_(ours, update, projection, 0.3, 0.1)
+    apply_low_rank_(theirs, update, projection, 0.3, 0.1)
+    assert torch.equal(ours, theirs)
+    ours, theirs = weight.bfloat16(), weight.bfloat16()
+    low_rank_update_(ours, update, projection, 0.3, 0.1, key=7, offset=260)
+    apply_low_rank_rounded_(theirs, update, projection, 0.3, 0.1, 7, 260)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_noise_is_that_of_the_element(chunk, offset, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
+    weight, update, projection = exact_inputs(65, 130, 33)
+    value = formula(weight, update, projection, 0.125, 0.5).float()
+    expected = torch.empty_like(weight)
+    stochastic_round(value, expected, 77, offset)
+    halves = weight.clone()
+    low_rank_update_(weight, update, projection, 0.125, 0.5, 77, offset)
+    assert torch.equal(weight, expected)
+    for rows in (slice(0, 20), slice(20, 65)):
+        start = offset + rows.start * 130
+        low_rank_update_(halves[rows], update[rows], projection, 0.125, 0.5, 77, start)
+    assert torch.equal(halves, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": torch.ones(4, 6).half()},
+        {"weight": torch.ones(4, 6).bfloat16()},  # no key
+        {"weight": torch.ones(6, 4).t()},
+        {"weight": torch.ones(24)},
+        {"update": torch.ones(3, 2)},
+        {"update": torch.ones(4, 2).bfloat16()},
+        {"projection": torch.ones(6, 3)},
+        {"projection": torch.ones(5, 2)},
+        {"projection": torch.ones(6, 2).half()},
+        {"projection": torch.ones(12)},
+    ],
+)
+def test_refuses(change):
+    arguments = {
+        "weight": torch.ones(4, 6),
+        "update": torch.ones(4, 2),
+        "projection": torch.ones(6, 2),
+    }
+    low_rank_update_(**arguments, lr=0.1, weight_decay=0)
+    with pytest.raises(ValueError):
+        low_rank_update_(**(arguments | change), lr=0.1, weight_decay=0)
+
+
+def check_kernel(device="cpu"):
+    kernel = low_rank_update.low_rank_update_triton_
+    for rows, n, width in SHAPES:
+        weight, update, projection = inputs(rows, n, width, seed=rows)
+        for columns in (projection, strided(projection), projection.bfloat16()):
+            expected = formula(weight, update, columns, 0.3, 0.1)
+            first, second = weight.clone(), weight.to(device)
+            low_rank_update_reference_(first, update, columns, 0.3, 0.1)
+            kernel(second, strided(update).to(device), columns.to(device), 0.3, 0.1)
+            terms = formula(-weight.abs(), update.abs(), columns.abs(), 0.3, 0.1).abs()
+            assert_as_accurate(second.cpu(), first, expected, terms)
+
+        weight, update, projection = exact_inputs(rows, n, width)
+        for offset, key in zip(OFFSETS, (0, 1, (1 << 63) - 5, 0xFFFFFFFF, 1 << 62), strict=True):
+            first, second = weight.clone(), weight.to(device)
+            low_rank_update_reference_(first, update, projection, 0.125, 0.5, key, offset)
+            kernel(second, update.to(device), projection.to(device), 0.125, 0.5, key, offset)
+            assert torch.equal(first, second.cpu()), (rows, n, width, key, offset)
+    weight = torch.full((2, 3), float("nan"), device=device).bfloat16()
+    kernel(weight, weight.float()[:, :0], weight.float().t()[:, :0], 0.1, 0.0, 1)
+    assert weight.isnan().all()
+    kernel(weight[:0], weight.float()[:0], torch.ones(3, 3, device=device), 0.1, 0.0, 1)
+
+
+def test_kernel():
+    pytest.importorskip("triton")
+    run_interpreted(__file__, "check_kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernel_on_gpu():
+    check_kernel("cuda")
