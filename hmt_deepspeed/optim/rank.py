@@ -25,14 +25,21 @@ def select_rank(
 
     HMT paper, "rank selection rule". ``current`` adds hysteresis: the rank falls only to a candidate
     that clears the threshold by a margin, and grows only when the present one misses it by the margin,
-    so that a layer at the threshold does not change its shapes at every refresh.
+    so that a layer at the threshold does not change its shapes at every refresh. Candidates beyond the
+    energies known (a range finder that stopped early) are out of reach, the present rank too.
 
     Args:
-        captured: E(1), E(2), ... up to the largest candidate, each in [0, 1].
+        captured: E(1), E(2), ... up to a candidate, as far as was sketched, each in [0, 1].
         candidates: strictly increasing ranks.
         threshold: in (0, 1].
         current: present rank, or None when the matrix has not been measured before.
+
+    Raises:
+        ValueError: not even the smallest candidate was sketched.
     """
+    candidates = [rank for rank in candidates if rank <= len(captured)]
+    if not candidates:
+        raise ValueError(f"{len(captured)} energies; legal: as many as the smallest candidate")
     margin = HYSTERESIS * (1.0 - threshold)
 
     def smallest(level: float) -> int:

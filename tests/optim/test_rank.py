@@ -57,6 +57,22 @@ def test_rank_does_not_flip_at_the_threshold():
 
 
 @pytest.mark.parametrize(
+    ("known", "current", "expected"),
+    [
+        (4, None, 4),  # none of those sketched reaches it: the largest of them
+        (2, None, 2),
+        (4, 8, 4),  # the present rank was not sketched: it cannot be kept
+        (5, 2, 4),
+    ],
+)
+def test_a_sketch_that_stopped_early_bounds_the_rank(known, current, expected):
+    energies = captured(0.5, 0.9, 0.99)[:known]
+    assert select_rank(energies, CANDIDATES, 0.95, current) == expected
+    with pytest.raises(ValueError, match="1 energies"):
+        select_rank(energies[:1], CANDIDATES, 0.95, current)
+
+
+@pytest.mark.parametrize(
     ("shape", "expected"),
     [((512, 512), (32, 64, 128)), ((512, 100), (32, 64, 100)), ((16, 900), (16,))],
 )
