@@ -94,8 +94,8 @@ class _Sketch:
         """Add Gaussian columns until there are ``rank`` and the oversampling."""
         m, n = self.gradient.shape
         missing = max(0, min(rank + OVERSAMPLING, m, n) - self.width)
-        device = self.gradient.device
-        self.add(torch.randn(n, missing, generator=generator, device=device), rounds)
+        gaussian = torch.randn(n, missing, generator=generator, device=self.gradient.device)
+        self.add(gaussian, rounds)
 
     def subspace(self, rank: int) -> Subspace:
         """Rayleigh-Ritz: rotate to the image's singular directions and keep the ``rank`` strongest."""
@@ -125,8 +125,7 @@ def range_finder(
     Args:
         gradient: m x n, any float dtype; computed in fp32, without an m x n copy.
         rank: columns wanted, 1 <= rank <= min(m, n).
-        generator: draws the Gaussian columns that ``start`` leaves open.
-        start: n x r_old old basis, or None.
+        generator: draws the Gaussian columns. start: n x r_old old basis, or None.
         power_iterations: rounds of ``V <- orth(G^T orth(G V))`` from ``start``; one more for columns
             that nothing warms.
 
@@ -256,7 +255,7 @@ def _check_rank(rank: int, gradient: Tensor) -> None:
 
 def _oversampled(start: Tensor, gradient: Tensor, generator: torch.Generator) -> Tensor:
     """``start`` and OVERSAMPLING Gaussian columns of about unit length, as many as fit: fp32."""
-    n = start.shape[0]
+    n = gradient.shape[1]
     extra = min(OVERSAMPLING, *(side - start.shape[1] for side in gradient.shape))
     gaussian = torch.randn(n, extra, generator=generator, device=gradient.device)
     return torch.cat((start.float(), gaussian / n**0.5), dim=1)
@@ -292,12 +291,9 @@ def _cholesky_qr(columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
     """
     unit = columns / torch.linalg.vector_norm(columns, dim=0).clamp_min(_TINY)
     lower, info = torch.linalg.cholesky_ex(unit.t() @ unit)
-    eye = torch.eye(lower.shape[0], device=lower.device)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
     # sqrt(|A|_1 |A|_inf) bounds the largest singular value of L^-1; unit columns bound that of L.
-    square_bound = torch.linalg.matrix_norm(inverse, 1) * torch.linalg.matrix_norm(
-        inverse, torch.inf
-    )
+    square_bound = inverse.abs().sum(0).max() * inverse.abs().sum(1).max()
     if info == 0 and square_bound <= limit:
         return unit @ inverse.t()
     return torch.linalg.qr(columns).Q
