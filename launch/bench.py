@@ -2,6 +2,7 @@
 
     python launch/bench.py foundations                  every case, each in a process of its own
     python launch/bench.py foundations --case galore    one case
+    python launch/bench.py optimizer                    the cases of another suite
     python launch/bench.py table                        the committed results as Markdown
 
 Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.
@@ -20,25 +21,27 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.foundations import CASES, SUITE, run_case  # noqa: E402
 from benchmarks.results import RESULTS, machine, machine_slug, markdown  # noqa: E402
 from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
+from benchmarks.suites import SUITES, run_case  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmarks of hmt_deepspeed.")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     commands = parser.add_subparsers(dest="command", required=True)
-    suite = commands.add_parser(SUITE, help="HMT as a DeepSpeed optimizer")
-    suite.add_argument("--case", action="append", choices=list(CASES), help="repeat for several")
-    suite.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 where it is fast")
-    suite.add_argument("--rounds", type=_at_least_two, help="instead of each case's own number")
-    suite.add_argument("--toy", action="store_true", help="tiny sizes, to try the code out")
-    suite.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
+    for name, module in SUITES.items():
+        suite = commands.add_parser(name, help=(module.__doc__ or "").partition(":")[0])
+        cases = list(module.CASES)
+        suite.add_argument("--case", action="append", choices=cases, help="repeat for several")
+        suite.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 where it is fast")
+        suite.add_argument("--rounds", type=_at_least_two, help="instead of each case's own number")
+        suite.add_argument("--toy", action="store_true", help="tiny sizes, to try the code out")
+        suite.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
     table = commands.add_parser("table", help="print the results in a folder as Markdown")
     table.add_argument("--output", type=Path, default=RESULTS, help="folder of the machine folders")
     args = parser.parse_args()
-    if args.command == SUITE and args.toy and args.output is None:
+    if args.command in SUITES and args.toy and args.output is None:
         parser.error("--toy needs --output: toy numbers do not belong among the results")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("run one process (--num_gpus 1): cases that need two ranks start them")
@@ -56,10 +59,11 @@ def _at_least_two(text: str) -> int:
 
 def run_suite(args: argparse.Namespace) -> int:
     """Exit status: 1 when a case failed. Whether targets were reached is in the report."""
-    cases = args.case or list(CASES)
+    cases = args.case or list(SUITES[args.command].CASES)
     folder = (args.output or RESULTS) / machine_slug(machine())
     if len(cases) == 1:
-        path = run_case(cases[0], choose_setting(args.dtype, args.rounds, args.toy), folder)
+        setting = choose_setting(args.dtype, args.rounds, args.toy)
+        path = run_case(args.command, cases[0], setting, folder)
         report = json.loads(path.read_text(encoding="utf-8"))
         print(markdown({**report, "cases": {cases[0]: report["cases"][cases[0]]}}))
         print(f"\n{path}")
@@ -72,7 +76,7 @@ def run_suite(args: argparse.Namespace) -> int:
 
 def _run_alone(case: str, args: argparse.Namespace) -> int:
     """One case in a fresh process: no other case's memory, threads or engines."""
-    command = [sys.executable, os.path.relpath(__file__), SUITE, "--case", case]
+    command = [sys.executable, os.path.relpath(__file__), args.command, "--case", case]
     command += ["--dtype", args.dtype] if args.dtype else []
     command += ["--rounds", str(args.rounds)] if args.rounds else []
     command += ["--toy"] if args.toy else []
@@ -82,9 +86,10 @@ def _run_alone(case: str, args: argparse.Namespace) -> int:
 
 
 def print_table(folder: Path) -> int:
-    reports = sorted(folder.glob(f"*/{SUITE}.json"))
+    reports = [path for suite in SUITES for path in sorted(folder.glob(f"*/{suite}.json"))]
     if not reports:
-        print(f"no results in {folder}: run `python launch/bench.py {SUITE}`", file=sys.stderr)
+        suites = " or ".join(f"`python launch/bench.py {suite}`" for suite in SUITES)
+        print(f"no results in {folder}: run {suites}", file=sys.stderr)
         return 1
     print("\n\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in reports))
     return 0

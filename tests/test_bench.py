@@ -55,11 +55,11 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def toy_case(name: str, folder: Path) -> dict[str, Any]:
+def toy_case(name: str, folder: Path, suite: str = "foundations") -> dict[str, Any]:
     """The record that one toy case leaves in the report."""
-    done = run_bench("foundations", "--toy", "--case", name, "--output", str(folder))
+    done = run_bench(suite, "--toy", "--case", name, "--output", str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
-    (path,) = folder.glob("*/foundations.json")
+    (path,) = folder.glob(f"*/{suite}.json")
     assert "| case |" in path.with_suffix(".md").read_text(encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))["cases"][name]
 
@@ -105,6 +105,15 @@ def test_memory(folder: Path) -> None:
     assert value(case, "AdamW's moments") <= 0.3
     assert value(case, "(r + k)·m") == 1.0
     assert value(case, "/ m·n") < 0.5
+
+
+def test_range_finder_of_another_suite(tmp_path: Path) -> None:
+    case = toy_case("range_finder", tmp_path, "optimizer")
+    check_fields(case)
+    assert value(case, "energy of torch.linalg.svd less subspace, warm") < 0.01
+    assert value(case, "columns multiplied") < 0.5
+    done = run_bench("table", "--output", str(tmp_path))
+    assert "| range_finder |" in done.stdout
 
 
 def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:

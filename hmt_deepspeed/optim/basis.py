@@ -1,4 +1,4 @@
-"""Bases of the gradient's row space: range finder, energy, probe columns, moment transfer.
+"""Bases of the gradient's row space: seeds, random bases, probe columns, moment transfer.
 
 Shapes: G is m x n, a basis Q is n x r with orthonormal columns, probe columns are n x k.
 """
@@ -6,14 +6,21 @@ Shapes: G is m x n, a basis Q is n x r with orthonormal columns, probe columns a
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.optim.range_finder import (
+    Subspace,
+    find_subspace,
+    find_subspace_to_energy,
+    range_finder,
+)
+
 __all__ = [
     "Subspace",
     "find_subspace",
+    "find_subspace_to_energy",
     "keyed_generator",
     "keyed_seed",
     "orthonormal",
@@ -22,8 +29,6 @@ __all__ = [
     "range_finder",
     "transfer_second_moment",
 ]
-
-OVERSAMPLING = 8
 
 
 def keyed_seed(seed: int, *parts: object) -> int:
@@ -41,72 +46,6 @@ def keyed_generator(device: torch.device, seed: int, *parts: object) -> torch.Ge
     generator = torch.Generator(device=device)
     generator.manual_seed(keyed_seed(seed, *parts))
     return generator
-
-
-@dataclass(frozen=True)
-class Subspace:
-    """Result of :func:`range_finder`.
-
-    basis: n x r, fp32, orthonormal columns in order of falling energy.
-    energies: (r,) fp32, squared singular values sigma_i^2 that belong to the columns.
-    total: 0-dim fp32, ||G||_F^2.
-    """
-
-    basis: Tensor
-    energies: Tensor
-    total: Tensor
-
-    def captured(self) -> Tensor:
-        """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r))."""
-        return self.energies.cumsum(0) / self.total.clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def range_finder(
-    gradient: Tensor,
-    rank: int,
-    generator: torch.Generator,
-    start: Tensor | None = None,
-    power_iterations: int = 1,
-) -> Subspace:
-    """Dominant right singular subspace of a gradient by randomised subspace iteration.
-
-    Halko, Martinsson and Tropp, algorithms 4.4 and 5.1, run on the smaller factor: the sketch lives
-    in the row space, is warm-started from an old basis, re-orthonormalised after every product, and
-    rotated to singular directions by the Gram matrix of its image.
-
-    Args:
-        gradient: m x n, any float dtype; computed in fp32.
-        rank: columns wanted, 1 <= rank <= min(m, n).
-        generator: draws the Gaussian columns that ``start`` leaves open.
-        start: n x r_old old basis, or None.
-        power_iterations: rounds of ``V <- orth(G^T orth(G V))``; one more when nothing warms the start.
-
-    Raises:
-        ValueError: rank out of range.
-    """
-    m, n = gradient.shape
-    if not 1 <= rank <= min(m, n):
-        raise ValueError(f"rank is {rank}; legal is 1..{min(m, n)} for a {m} x {n} gradient")
-    gradient = gradient.float()
-    width = min(rank + OVERSAMPLING, m, n)
-    sketch = torch.randn(n, width, generator=generator, device=gradient.device)
-    if start is not None:
-        kept = min(start.shape[1], rank)
-        sketch[:, :kept] = start[:, :kept].float()
-    else:
-        power_iterations += 1
-    directions = orthonormal(sketch)
-    for _ in range(power_iterations):
-        directions = orthonormal(gradient.t() @ orthonormal(gradient @ directions))
-    image = gradient @ directions
-    # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
-    energies, rotation = torch.linalg.eigh(image.t() @ image)
-    energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
-    return Subspace(directions @ rotation, energies, gradient.square().sum())
-
-
-def find_subspace(kind, gradient, rank, generator, start=None):  # TEMP until merge
-    return range_finder(gradient, rank, generator, start)
 
 
 def random_basis(n: int, rank: int, generator: torch.Generator) -> Tensor:

@@ -18,7 +18,12 @@ from hmt_deepspeed.optim.linear import (
     patch_linear,
     unpatch_linear,
 )
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together, takes_projection
+from hmt_deepspeed.optim.low_rank import (
+    LowRankMatrix,
+    adopt_together,
+    share_bases,
+    takes_projection,
+)
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
     check_group,
@@ -186,26 +191,21 @@ class HMT(Optimizer):
             )
         old, interval = self._schedule, int(self.options["update_interval"])
         new = self._schedule = RefreshSchedule(sizes, interval, budget)
-        new.next_refresh[: len(old.next_refresh)] = old.next_refresh
-        new.num_refreshes[: len(old.num_refreshes)] = old.num_refreshes
+        new.take_times(old)
         self._form_groups()
 
     def _form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
         place = {slot.name: index for index, slot in enumerate(self._low_rank)}
-        self._groups, together = [], set()
-        if self.options["share_basis"]:
-            for names in self._shared.groups():
-                self._groups.append([place[name] for name in names])
-                together.update(self._groups[-1])
-                leader, *others = (self._low_rank[i].matrix for i in self._groups[-1])
-                for matrix in others:
-                    cast(LowRankMatrix, matrix).share(cast(LowRankMatrix, leader))
-        self._groups += [[i] for i in range(len(self._low_rank)) if i not in together]
-        self._policy = build_policy(
-            [[cast(Any, self._low_rank[i].matrix) for i in group] for group in self._groups],
-            self.options,
-        )
+        names = self._shared.groups() if self.options["share_basis"] else []
+        fixed = self.options["max_full_gradient_bytes"] != "auto"
+        together = [[place[name] for name in group] for group in names]
+        self._schedule = self._schedule.regrouped(together, fixed)
+        self._groups = self._schedule.groups
+        matrices = [cast(MatrixRule, slot.matrix) for slot in self._low_rank]
+        members = [[matrices[i] for i in group] for group in self._groups]
+        share_bases(members)
+        self._policy = build_policy(members, self.options)
 
     def _patch(self, model: nn.Module) -> None:
         """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
@@ -289,9 +289,10 @@ class HMT(Optimizer):
         leader = matrices[0]
         parts = [cast(Tensor, slot.full_gradient()) for slot in slots]
         gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
-        found = leader.find_basis(gradient, self._steps)
+        found = leader.find_basis(gradient, self._steps, self._policy.first_width(number))
         if found is not None:
-            rank = self._policy.choose(number, leader.captured_at_candidates(found))
+            energies = leader.captured_at_candidates(found)
+            rank = self._policy.choose(number, energies, self._steps)
             full = rank == leader.shape[1]
             basis = None if full else leader.basis_of(found, rank, gradient)
             sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
@@ -350,6 +351,8 @@ class HMT(Optimizer):
                 if param in self._slots:
                     self._slots[param].step(group, self._steps)
         self._steps += 1
+        for number in self._policy.stale(self._steps):
+            self._schedule.advance(self._groups[number][0], self._steps)
         self._prepare()
         return loss
 

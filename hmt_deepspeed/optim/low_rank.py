@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.basis import (
     Subspace,
-    find_subspace,
+    find_subspace_to_energy,
     keyed_generator,
     probe_columns,
     random_basis,
@@ -31,7 +31,7 @@ from hmt_deepspeed.optim.rules import (
 )
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["Columns", "LowRankMatrix", "adopt_together", "takes_projection"]
+__all__ = ["Columns", "LowRankMatrix", "adopt_together", "share_bases", "takes_projection"]
 
 MAX_RESIDUAL_SCALE = 8.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -125,12 +125,15 @@ class LowRankMatrix(MatrixRule):
         held = basis if parked is None else parked[:, : self.rank]
         return self.moments.nbytes + held.nbytes
 
-    def bytes_at(self, rank: int) -> int:
-        """Bytes of moments and basis of the whole matrix at a rank; at n, of full-rank AdamW."""
-        m, n = self.shape
+    def moment_bytes_at(self, rank: int) -> int:
+        """Bytes of the moments of all rows at a rank, scales and evidence not counted."""
         each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
-        basis = 0 if rank == n else n * rank * self.dtype.itemsize
-        return 2 * m * rank * each + basis
+        return 2 * self.shape[0] * rank * each
+
+    def basis_bytes_at(self, rank: int) -> int:
+        """Bytes of the whole basis at a rank; full-rank AdamW has none."""
+        n = self.shape[1]
+        return 0 if rank == n or self.redraws else n * rank * self.dtype.itemsize
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -169,8 +172,9 @@ class LowRankMatrix(MatrixRule):
             probes = probe_columns(basis, self.num_probes, generator)
             self.projection[:, self.rank :].copy_(probes)
 
-    def find_basis(self, gradient: Tensor, step: int) -> Subspace | None:
-        """Dominant subspace of the mean full gradient (m x n) up to the largest candidate.
+    def find_basis(self, gradient: Tensor, step: int, first: int) -> Subspace | None:
+        """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
+        as many more as it takes to reach the energy threshold.
 
         None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
         """
@@ -180,14 +184,20 @@ class LowRankMatrix(MatrixRule):
             self.device, self.settings.seed, self.columns.owner, "sketch", step
         )
         start = self.basis if self.measured else None
-        return find_subspace(
-            self.settings.range_finder, gradient, self.candidates[-1], generator, start
+        return find_subspace_to_energy(
+            self.settings.range_finder,
+            gradient,
+            self.candidates,
+            self.settings.energy_threshold,
+            generator,
+            start,
+            first=first,
         )
 
     def captured_at_candidates(self, found: Subspace) -> list[float]:
-        """E(r) of every candidate rank; reading it waits for the device."""
+        """E(r) of the candidate ranks that were sketched; reading it waits for the device."""
         captured = found.captured().tolist()
-        return [captured[min(r, len(captured)) - 1] for r in self.candidates]
+        return [captured[r - 1] for r in self.candidates if r <= len(captured)]
 
     @property
     def basis_rows(self) -> int:
@@ -267,7 +277,7 @@ class LowRankMatrix(MatrixRule):
 
     def observe(self, sums: Tensor) -> Tensor:
         total = self.square_norm(sums)
-        self.follow_energy(sums[0] / total.clamp_min(_TINY))
+        self.follow(sums[0], total)
         return total
 
     def advance(
@@ -366,6 +376,17 @@ def adopt_together(
         if not matrix.steps:
             matrix.moments = matrix._new_moments()
         matrix.measured = True
+
+
+def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
+    """Let every member of a group take over the first one's basis, now and from now on."""
+    for group in groups:
+        leader, *others = group
+        for other in others:
+            assert isinstance(leader, LowRankMatrix)
+            assert isinstance(other, LowRankMatrix)
+            if other.columns is not leader.columns:
+                other.share(leader)
 
 
 def takes_projection(matrix: MatrixRule | None) -> bool:

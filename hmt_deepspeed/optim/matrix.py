@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from math import log
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ __all__ = ["MatrixRule"]
 
 # Captured energy of one layer is a noisy estimate: it is read as a smoothed trend.
 ENERGY_SMOOTHING = 0.9
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class MatrixRule(ABC):
@@ -71,6 +73,7 @@ class MatrixRule(ABC):
         self.settings, self.dtype, self.device = settings, dtype, device
         self.transposed = transposed
         self.captured_energy = torch.zeros((), device=device)
+        self.mean_square_norm = torch.zeros((), device=device)
         self.energy_weight = 0.0
         self.limited_norm = torch.zeros((), device=device)
 
@@ -164,14 +167,21 @@ class MatrixRule(ABC):
 
     # -- energy ---------------------------------------------------------------------------------
 
-    def follow_energy(self, share: Tensor) -> None:
-        """Smooth the captured share of the gradient's energy; bias-corrected like a moment."""
+    def follow(self, inside: Tensor, total: Tensor) -> None:
+        """Smooth ``||G||^2`` and the share of it inside the basis; bias-corrected like a moment."""
+        share = inside / total.clamp_min(_TINY)
         self.captured_energy.lerp_(share, 1 - ENERGY_SMOOTHING)
+        self.mean_square_norm.lerp_(total, 1 - ENERGY_SMOOTHING)
         self.energy_weight += (1 - ENERGY_SMOOTHING) * (1 - self.energy_weight)
 
     def smoothed_energy(self) -> Tensor:
         """Captured energy E in [0, 1], an average over recent steps; 0-dim fp32."""
         return self.captured_energy / max(self.energy_weight, 1e-12)
+
+    def log_norm(self) -> float:
+        """Logarithm of the smoothed ``||G||``; reading it waits for the device."""
+        square = float(self.mean_square_norm) / max(self.energy_weight, 1e-12)
+        return 0.5 * log(max(square, _TINY))
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -182,6 +192,7 @@ class MatrixRule(ABC):
             "rank": self.rank,
             "limited_norm": self.limited_norm,
             "captured_energy": self.captured_energy,
+            "mean_square_norm": self.mean_square_norm,
             "energy_weight": self.energy_weight,
         }
 
@@ -189,7 +200,7 @@ class MatrixRule(ABC):
         """Restore; ``exp_avg`` and ``exp_avg_sq`` hold the rows of this object."""
         self.moments.load_state_dict(state)
         self.rank = int(state["rank"])
-        for key in ("limited_norm", "captured_energy"):
+        for key in ("limited_norm", "captured_energy", "mean_square_norm"):
             value = torch.as_tensor(state[key])
             setattr(self, key, value.to(device=self.device, dtype=torch.float32, copy=True))
         self.energy_weight = float(state["energy_weight"])

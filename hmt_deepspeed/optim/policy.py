@@ -1,7 +1,7 @@
 """Rank decisions of all matrices: by energy, by a global budget of bytes, or full rank as a fallback.
 
-Every process of a data-parallel group gives the same captured energies in the same order and so comes
-to the same ranks. Bytes are those of whole matrices, before sharding.
+Every process of a data-parallel group gives the same energies in the same order and so comes to the
+same ranks. Bytes are those of whole matrices, before sharding.
 """
 
 from __future__ import annotations
@@ -9,32 +9,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import select_rank
+from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks
+from hmt_deepspeed.optim.rank_history import (
+    RankHistory,
+    StalenessTrigger,
+    layer_type,
+    predict_rank,
+    prior_rank,
+)
 
 __all__ = ["RankPolicy", "build_policy"]
 
 
 def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, Any]) -> RankPolicy:
-    """The policy that the fields of ``hmt.optimizer`` ask for."""
-    dense = sum(8 * m.shape[0] * m.shape[1] for group in groups for m in group)
-    budget = options["rank_budget"]
-    return RankPolicy(
-        groups,
-        None if budget is None else int(budget * dense),
-        int(options["full_rank_budget"] * dense),
+    """The policy that the fields of ``hmt.optimizer`` ask for.
+
+    Raises:
+        ValueError: a rank budget below the bytes of the smallest candidates.
+    """
+    own = [m for group in groups for m in group if isinstance(m, LowRankMatrix)]
+    dense = sum(8 * m.shape[0] * m.shape[1] for m in own)
+    share = options["rank_budget"]
+    budget = None if share is None else int(share * dense)
+    policy = RankPolicy(
+        groups, budget, int(options["full_rank_budget"] * dense), bool(options["early_refresh"])
     )
+    least = policy.least_bytes()
+    if budget is not None and least > budget:
+        raise ValueError(
+            f"hmt.optimizer.rank_budget is {share}, {budget} bytes, but the smallest rank candidates "
+            f"take {least}; legal: at least {least / max(dense, 1):.4f}. Raise it, or lower the smallest "
+            "of rank_candidates."
+        )
+    return policy
 
 
 class RankPolicy:
-    """Chooses the rank of each matrix at its refresh.
+    """Chooses where range finding starts, the rank of each group of matrices, and early refreshes.
 
     Args:
-        groups: matrices that take one basis together; alone, a group of one.
+        groups: matrices that take one basis together; alone, a group of one. The first member leads.
         rank_budget: bytes for the states of all matrices, or None: each by its energy threshold.
         full_rank_bytes: what matrices may take, together, for full-rank AdamW when no candidate
             reaches the threshold.
+        early: whether a group whose captured energy falls refreshes before its time.
     """
 
     def __init__(
@@ -42,42 +65,135 @@ class RankPolicy:
         groups: Sequence[Sequence[MatrixRule]],
         rank_budget: int | None,
         full_rank_bytes: int,
+        early: bool,
     ) -> None:
         self.groups = groups
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
+        self.histories = {group[0].name: RankHistory() for group in groups}
+        self.log_norms: dict[str, float] = {}  # of the gradient, at each group's last refresh
+        self._watched = [i for i, group in enumerate(groups) if not group[0].redraws]
+        self.trigger = StalenessTrigger(len(self._watched)) if early else None
 
-    def choose(self, index: int, captured: Sequence[float]) -> int:
-        """Rank of group ``index``; the number of columns means full rank.
-
-        Args:
-            captured: energy at each of the leader's candidates.
-        """
+    def _leader(self, index: int) -> LowRankMatrix:
         leader = self.groups[index][0]
         assert isinstance(leader, LowRankMatrix)
+        return leader
+
+    # -- a refresh ------------------------------------------------------------------------------
+
+    def first_width(self, index: int) -> int:
+        """Candidate rank at which group ``index`` starts its range finding; the budget needs them all."""
+        leader = self._leader(index)
+        if self.rank_budget is not None:
+            return leader.candidates[-1]
+        history = self.histories[leader.name]
+        if history.latest is None:
+            prior = prior_rank(layer_type(leader.name), self.histories, leader.candidates)
+            return leader.candidates[0] if prior is None else prior
+        trend = leader.log_norm() - self.log_norms[leader.name]
+        energy = float(leader.smoothed_energy())
+        threshold = leader.settings.energy_threshold
+        return predict_rank(leader.candidates, history, energy, trend, threshold)
+
+    def choose(self, index: int, energies: Sequence[float], step: int) -> int:
+        """Rank of group ``index``; its number of columns means full rank.
+
+        Args:
+            energies: captured energy at the leader's candidates, as far as was sketched.
+        """
+        leader = self._leader(index)
+        rank = self._choose(index, leader, energies)
+        self.histories[leader.name].add(step, rank, energies)
+        self.log_norms[leader.name] = leader.log_norm()
+        if self.trigger is not None:
+            self.trigger.refreshed(self._watched.index(index), step)
+        return rank
+
+    def _choose(self, index: int, leader: LowRankMatrix, energies: Sequence[float]) -> int:
         if len(leader.candidates) == 1:
             return leader.candidates[0]
+        if self.rank_budget is not None:
+            return self._within_budget(index, leader, energies, self.rank_budget)
         threshold = leader.settings.energy_threshold
-        curve = dict(zip(leader.candidates, captured, strict=True))
-        current = leader.rank if leader.measured and not leader.full_rank else None
-        if captured[-1] < threshold and self._affords_full_rank(index):
+        missed = len(energies) == len(leader.candidates) and energies[-1] < threshold
+        if missed and self._affords_full_rank(index):
             return leader.shape[1]
-        return select_rank(curve, threshold, current)
+        current = leader.rank if leader.measured and not leader.full_rank else None
+        return select_rank(energies, leader.candidates, threshold, current)
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def bytes_at(self, index: int, rank: int) -> int:
+        """State bytes of group ``index`` at a rank: everyone's moments, one right basis."""
+        members = [m for m in self.groups[index] if isinstance(m, LowRankMatrix)]
+        return sum(m.moment_bytes_at(rank) for m in members) + members[0].basis_bytes_at(rank)
+
+    def least_bytes(self) -> int:
+        """State bytes with every rank at its smallest candidate."""
+        return sum(self.bytes_at(i, self._leader(i).candidates[0]) for i in self._budgeted())
+
+    def _budgeted(self) -> list[int]:
+        return [i for i, g in enumerate(self.groups) if isinstance(g[0], LowRankMatrix)]
+
+    def _within_budget(
+        self, index: int, leader: LowRankMatrix, energies: Sequence[float], budget: int
+    ) -> int:
+        """This group's part of the best plan for all, as far as the others' present ranks leave room.
+
+        The plan knows every group by its last spectrum; one that was not measured yet keeps its rank.
+        The others reach their part of it at their own refreshes.
+        """
+        spectra, others = [], 0
+        for i in self._budgeted():
+            member = self._leader(i)
+            latest = self.histories[member.name].latest
+            captured = tuple(energies) if i == index else latest.captured if latest else ()
+            ranks = member.candidates if captured else (member.rank,)
+            sizes = tuple(self.bytes_at(i, rank) for rank in ranks)
+            spectra.append(Spectrum(ranks, captured or (0.0,), sizes))
+            others += self.bytes_at(i, member.rank) if i != index else 0
+        planned = allocate_ranks(spectra, budget)[self._budgeted().index(index)]
+        fitting = [
+            rank
+            for rank in leader.candidates
+            if rank <= planned and self.bytes_at(index, rank) + others <= budget
+        ]
+        return fitting[-1] if fitting else leader.candidates[0]
 
     def _affords_full_rank(self, index: int) -> bool:
-        others = sum(
-            m.bytes_at(m.shape[1])
-            for i, group in enumerate(self.groups)
-            for m in group
-            if i != index and isinstance(m, LowRankMatrix) and m.full_rank
+        if any(m.settings.projection == "two_sided" for m in self.groups[index]):
+            return False
+        taken = sum(
+            self.bytes_at(i, self._leader(i).shape[1])
+            for i in self._budgeted()
+            if i != index and self._leader(i).full_rank
         )
-        own = sum(
-            m.bytes_at(m.shape[1]) for m in self.groups[index] if isinstance(m, LowRankMatrix)
-        )
-        return others + own <= self.full_rank_bytes
+        return taken + self.bytes_at(index, self._leader(index).shape[1]) <= self.full_rank_bytes
+
+    # -- between refreshes ----------------------------------------------------------------------
+
+    def stale(self, step: int) -> list[int]:
+        """Groups that should refresh early; looks at the device once in some steps."""
+        if self.trigger is None or not self._watched or step % self.trigger.check_every:
+            return []
+        energies = torch.stack([self.groups[i][0].smoothed_energy() for i in self._watched])
+        return [self._watched[place] for place in self.trigger.read(step, energies)]
+
+    # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
-        return {}
+        """Plain numbers and lists."""
+        return {
+            "histories": {name: h.to_list() for name, h in self.histories.items()},
+            "log_norms": dict(self.log_norms),
+            "trigger": [] if self.trigger is None else self.trigger.to_list(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore."""
+        """Restore what :meth:`state_dict` of the same groups gave."""
+        for name, saved in state["histories"].items():
+            if name in self.histories:
+                self.histories[name] = RankHistory.from_list(saved)
+        self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
+        if self.trigger is not None and len(state["trigger"]) == len(self._watched):
+            self.trigger.load_list(state["trigger"])

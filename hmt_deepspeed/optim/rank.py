@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 __all__ = ["HYSTERESIS", "legal_candidates", "select_rank"]
 
@@ -15,18 +15,26 @@ def legal_candidates(candidates: Sequence[int], m: int, n: int) -> tuple[int, ..
     return tuple(sorted({min(candidate, m, n) for candidate in candidates}))
 
 
-def select_rank(captured: Mapping[int, float], threshold: float, current: int | None = None) -> int:
+def select_rank(
+    energies: Sequence[float],
+    candidates: Sequence[int],
+    threshold: float,
+    current: int | None = None,
+) -> int:
     """Smallest candidate whose captured energy reaches the threshold, else the largest.
 
     HMT paper, "rank selection rule". ``current`` adds hysteresis: the rank falls only to a candidate
     that clears the threshold by a margin, and grows only when the present one misses it by the margin,
-    so that a layer at the threshold does not change its shapes at every refresh.
+    so that a layer at the threshold does not change its shapes at every refresh. Candidates beyond the
+    energies known (a range finder that stopped early) are out of reach, the present rank too.
 
     Args:
-        captured: E(r) in [0, 1] of every candidate rank, in increasing order.
+        energies: E(r) in [0, 1] of the first candidates, as far as was sketched; at least one.
+        candidates: strictly increasing ranks.
         threshold: in (0, 1].
         current: present rank, or None when the matrix has not been measured before.
     """
+    captured = dict(zip(candidates, energies, strict=False))
     margin = HYSTERESIS * (1.0 - threshold)
 
     def smallest(level: float) -> int:

@@ -2,7 +2,8 @@
 
 A refresh needs the matrix's full gradient. The bytes of full gradients alive at once are bounded, so
 at the first step as many matrices refresh as the bound allows, the others in the steps that follow;
-their next refreshes are then spread evenly over one interval and repeat every interval.
+their next refreshes are then spread evenly over one interval and repeat every interval. Matrices that
+share a basis form a group and refresh together.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from math import ceil
 __all__ = ["RefreshSchedule", "default_full_gradient_bytes"]
 
 
-def default_full_gradient_bytes(matrix_bytes: Sequence[int]) -> int:
-    """A thirty-second of all low-rank gradients, but never less than the largest of them."""
-    return max(max(matrix_bytes, default=0), ceil(sum(matrix_bytes) / 32))
+def default_full_gradient_bytes(
+    matrix_bytes: Sequence[int], groups: Sequence[Sequence[int]] = ()
+) -> int:
+    """A thirty-second of all low-rank gradients, but never less than the largest matrix or group."""
+    together = (sum(matrix_bytes[i] for i in group) for group in groups)
+    return max(max(matrix_bytes, default=0), *together, 0, ceil(sum(matrix_bytes) / 32))
 
 
 class RefreshSchedule:
@@ -24,34 +28,98 @@ class RefreshSchedule:
     Args:
         matrix_bytes: bytes of each matrix's full gradient.
         interval: steps between two refreshes of one matrix, >= 1.
-        budget: bytes of full gradients alive at once, >= the largest of ``matrix_bytes``.
+        budget: bytes of full gradients alive at once, >= the largest matrix and the largest group.
+        groups: indices that refresh together and count their bytes together; whoever is in none is
+            alone.
+
+    Attributes:
+        next_refresh, num_refreshes: per matrix: the step from which it is due, and how often it was
+            refreshed. groups: all of them, those of one member too, by first member.
+
+    Raises:
+        ValueError: groups overlap or name a matrix that does not exist, or one does not fit the budget.
     """
 
-    def __init__(self, matrix_bytes: Sequence[int], interval: int, budget: int) -> None:
+    def __init__(
+        self,
+        matrix_bytes: Sequence[int],
+        interval: int,
+        budget: int,
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.matrix_bytes = list(matrix_bytes)
         self.interval = interval
         self.budget = budget
-        self.next_refresh = [0] * len(self.matrix_bytes)
-        self.num_refreshes = [0] * len(self.matrix_bytes)
+        count = len(self.matrix_bytes)
+        self.groups = _all_groups(groups, count)
+        self.group_of = {index: place for place, g in enumerate(self.groups) for index in g}
+        self.group_bytes = [sum(self.matrix_bytes[i] for i in group) for group in self.groups]
+        if max(self.group_bytes, default=0) > budget:
+            raise ValueError(
+                f"the budget of full gradients is {budget} bytes; legal: at least "
+                f"{max(self.group_bytes)}, the largest matrix or group that refreshes together"
+            )
+        self.next_refresh = [0] * count
+        self.num_refreshes = [0] * count
 
     def due(self, step: int) -> list[int]:
-        """Indices that refresh at ``step``: the most overdue first, as many as the budget allows."""
-        waiting = [i for i, when in enumerate(self.next_refresh) if when <= step]
-        waiting.sort(key=lambda i: (self.next_refresh[i], i))
-        chosen, alive = [], 0
-        for index in waiting:
-            if alive + self.matrix_bytes[index] <= self.budget:
-                chosen.append(index)
-                alive += self.matrix_bytes[index]
+        """Indices that refresh at ``step``: the most overdue group first, as many as the budget allows."""
+        since = [min(self.next_refresh[i] for i in group) for group in self.groups]
+        waiting = [place for place, when in enumerate(since) if when <= step]
+        waiting.sort(key=lambda place: (since[place], place))
+        chosen: list[int] = []
+        alive = 0
+        for place in waiting:
+            if alive + self.group_bytes[place] <= self.budget:
+                chosen += self.groups[place]
+                alive += self.group_bytes[place]
         return sorted(chosen)
+
+    def advance(self, index: int, step: int) -> None:
+        """Make matrix ``index``, and its group, due from ``step`` on: an early refresh.
+
+        It queues behind those that have been due for longer and counts against the same budget; nobody
+        else's next time moves.
+        """
+        for member in self.groups[self.group_of[index]]:
+            self.next_refresh[member] = min(self.next_refresh[member], step)
 
     def refreshed(self, index: int, step: int) -> None:
         """Note that matrix ``index`` refreshed at ``step`` and set its next time.
 
-        Each matrix has its own phase of the interval, evenly spread over them. A refresh that had to
-        wait for the budget does not move the later ones: they would drift into one another.
+        Each group has its own phase of the interval, evenly spread over them. A refresh that had to
+        wait for the budget does not move the later ones: they would drift into one another. Nor does an
+        early one, but a regular one less than a quarter of the interval after it is left out.
         """
-        phase = ceil(self.interval * (index + 1) / len(self.matrix_bytes))
+        phase = ceil(self.interval * (self.group_of[index] + 1) / len(self.groups))
         wait = (phase - step - 1) % self.interval + 1
+        was_early = self.num_refreshes[index] and (self.next_refresh[index] - phase) % self.interval
+        if was_early and 4 * wait < self.interval:
+            wait += self.interval
         self.num_refreshes[index] += 1
         self.next_refresh[index] = step + wait
+
+    def take_times(self, old: RefreshSchedule) -> None:
+        """Carry over the times of the matrices that both schedules have."""
+        self.next_refresh[: len(old.next_refresh)] = old.next_refresh
+        self.num_refreshes[: len(old.num_refreshes)] = old.num_refreshes
+
+    def regrouped(self, groups: Sequence[Sequence[int]], fixed_budget: bool) -> RefreshSchedule:
+        """The same schedule with other groups; its budget grows to the largest unless it is fixed."""
+        sizes, budget = self.matrix_bytes, self.budget
+        if not fixed_budget:
+            budget = max(budget, default_full_gradient_bytes(sizes, groups))
+        new = RefreshSchedule(sizes, self.interval, budget, groups)
+        new.take_times(self)
+        return new
+
+
+def _all_groups(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The groups, and every other index alone, ordered by first member."""
+    named = [index for group in groups for index in group]
+    if len(set(named)) < len(named) or not set(named) <= set(range(count)):
+        raise ValueError(
+            f"groups are {[list(g) for g in groups]}; legal: each of 0..{count - 1} at most once"
+        )
+    alone = [[index] for index in range(count) if index not in set(named)]
+    return sorted([*(sorted(group) for group in groups if group), *alone])

@@ -12,10 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-try:
-    from hmt_deepspeed.kernels.int8_state import decode_state, encode_state
-except ImportError:
-    pass
+from hmt_deepspeed.kernels.int8_state import decode_state, encode_state
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
 __all__ = ["MIN_INT8_ELEMENTS", "STATE_DTYPES", "StateTensor"]

@@ -39,10 +39,11 @@ class TwoSidedMatrix(LowRankMatrix):
     def state_bytes(self) -> int:
         return super().state_bytes() + self.left_basis.nbytes
 
-    def bytes_at(self, rank: int) -> int:
-        m, n = self.shape
-        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
-        return 2 * rank**2 * each + (m + n) * rank * self.dtype.itemsize
+    def moment_bytes_at(self, rank: int) -> int:
+        return super().moment_bytes_at(rank) * rank // self.shape[0]
+
+    def basis_bytes_at(self, rank: int) -> int:
+        return sum(self.shape) * rank * self.dtype.itemsize
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class TwoSidedMatrix(LowRankMatrix):
         core_square = self._core.square().sum()
         total = self.square_norm(sums)
         self._seen = torch.maximum(core_square, sums[1]).sqrt()
-        self.follow_energy(core_square / total.clamp_min(_TINY))
+        self.follow(core_square, total)
         return total
 
     def advance(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, share_bases
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
@@ -174,20 +174,16 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
         place = {entry.name: index for index, entry in enumerate(self.low_rank)}
         names = self.shared.groups() if self.options["share_basis"] else []
-        self.groups = [[place[name] for name in group] for group in names]
-        together = {index for group in self.groups for index in group}
-        for group in self.groups:
-            leader, *others = (self.low_rank[index] for index in group)
-            for other in others:
-                assert isinstance(leader.matrix, LowRankMatrix)
-                assert isinstance(other.matrix, LowRankMatrix)
-                if other.matrix.columns is not leader.matrix.columns:
-                    self.bases.restore(leader)
-                    self.bases.restore(other)
-                    other.matrix.share(leader.matrix)
-        self.groups += [[i] for i in range(len(self.low_rank)) if i not in together]
+        fixed = self.options["max_full_gradient_bytes"] != "auto"
+        together = [[place[name] for name in group] for group in names]
+        self.schedule = self._step.schedule = self.schedule.regrouped(together, fixed)
+        self.groups = self.schedule.groups
+        for index in {i for group in self.groups if len(group) > 1 for i in group}:
+            self.bases.restore(self.low_rank[index])
         matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
-        self.policy = build_policy([[matrices[i] for i in g] for g in self.groups], self.options)
+        members = [[matrices[i] for i in group] for group in self.groups]
+        share_bases(members)
+        self.policy = build_policy(members, self.options)
 
     restore_groups = _form_groups
 
@@ -270,6 +266,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
             self.step_count += 1
+            for number in self.policy.stale(self.step_count):
+                self.schedule.advance(self.groups[number][0], self.step_count)
             self._begin_window()
         if self.parameter_offload is not None:
             persistent = self.parameter_offload.persistent_parameters

@@ -75,10 +75,10 @@ class ZeroStep:
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         device = self.entries[0].weight.device
         energies = torch.zeros(len(refreshing), most, dtype=torch.float64, device=device)
-        for place, (_, group) in enumerate(refreshing):
+        for place, (index, group) in enumerate(refreshing):
             leader = self._matrix(group[0])
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                subspace = self._find(group, step)
+                subspace = self._find(group, policy.first_width(index), step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
@@ -86,9 +86,9 @@ class ZeroStep:
         self.collectives.all_reduce(energies)
         for place, captured in enumerate(energies.tolist()):
             index, group = refreshing[place]
-            leader, rank = self._matrix(group[0]), 0
-            if captured[0] > 0:
-                rank = policy.choose(index, captured[: len(leader.candidates)])
+            rank, known = 0, [energy for energy in captured if energy > 0]
+            if known:
+                rank = policy.choose(index, known, step)
             with self.bases.whole(self.low_rank[group[0]]):
                 if rank:
                     basis = self._broadcast_basis(group, rank, found.get(place))
@@ -106,14 +106,14 @@ class ZeroStep:
     def _gradient(self, index: int) -> Gradient:
         return self.low_rank[index].gradient
 
-    def _find(self, group: Sequence[int], step: int) -> tuple[Subspace, Tensor] | None:
+    def _find(self, group: Sequence[int], first: int, step: int) -> tuple[Subspace, Tensor] | None:
         """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
         parts = [self._gradient(i).full for i in group]
         if any(part is None for part in parts):
             return None
         stacked = [part for part in parts if part is not None]
         gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-        found = self._matrix(group[0]).find_basis(gradient, step)
+        found = self._matrix(group[0]).find_basis(gradient, step, first)
         return None if found is None else (found, gradient)
 
     def _broadcast_basis(

@@ -8,8 +8,8 @@ CANDIDATES = (2, 4, 8)
 
 
 def captured(at_2, at_4, at_8):
-    """E(1)..E(8) with given values at the candidates."""
-    return [at_2 / 2, at_2, at_2, at_4, at_4, at_4, at_4, at_8]
+    """E at the candidates."""
+    return [at_2, at_4, at_8]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,20 @@ def test_rank_does_not_flip_at_the_threshold():
         )
         seen.add(rank)
     assert seen == {4}
+
+
+@pytest.mark.parametrize(
+    ("known", "current", "expected"),
+    [
+        (2, None, 4),  # none of those sketched reaches it: the largest of them
+        (1, None, 2),
+        (2, 8, 4),  # the present rank was not sketched: it cannot be kept
+        (2, 2, 4),
+    ],
+)
+def test_a_sketch_that_stopped_early_bounds_the_rank(known, current, expected):
+    energies = captured(0.5, 0.9, 0.99)[:known]
+    assert select_rank(energies, CANDIDATES, 0.95, current) == expected
 
 
 @pytest.mark.parametrize(

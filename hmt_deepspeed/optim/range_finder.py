@@ -1,0 +1,299 @@
+"""Range finders: the dominant row space of a gradient, its energies, and a rank that reaches a threshold.
+
+Shapes: G is m x n, a basis is n x r with orthonormal columns, a sketch has w = r + oversampling columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "RANGE_FINDERS",
+    "Subspace",
+    "find_subspace",
+    "find_subspace_to_energy",
+    "range_finder",
+]
+
+OVERSAMPLING = 8
+# Power iterations of columns that start as Gaussian ones. With one, a spectrum i^-0.6 at r = d/4 is .02
+# short of the SVD's energy, with two .005.
+COLD_ROUNDS = 2
+# Cholesky-QR loses orthogonality by the rounding error times the squared condition number. Beyond these
+# bounds of the square Householder takes over: for a result, and for a sketch that is multiplied again.
+_WELL_CONDITIONED, _ENOUGH = 256.0, 1e5
+_ROWS = 256
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Result of a range finder.
+
+    basis: n x r, fp32, orthonormal columns in order of falling energy.
+    energies: (r,) fp32, squared singular values sigma_i^2 that belong to the columns.
+    total: 0-dim fp32, ||G||_F^2.
+    products: columns multiplied by G or G^T on the way, oversampling included: 2 m n FLOPs each, and
+        nearly the whole cost. 0 for an SVD, which multiplies none.
+    """
+
+    basis: Tensor
+    energies: Tensor
+    total: Tensor
+    products: int = 0
+
+    def captured(self) -> Tensor:
+        """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r))."""
+        return self.energies.cumsum(0) / self.total.clamp_min(_TINY)
+
+
+class _Sketch:
+    """Directions of the row space found so far and their image under G: what widening starts from.
+
+    directions: n x w fp32, orthonormal. image: m x w fp32, ``G directions``.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+        m, n = gradient.shape
+        self.directions = gradient.new_empty((n, 0), dtype=torch.float32)
+        self.image = gradient.new_empty((m, 0), dtype=torch.float32)
+        self.total = _square_norm(gradient)
+        self.products = 0
+
+    @property
+    def width(self) -> int:
+        return self.directions.shape[1]
+
+    def add(self, columns: Tensor, rounds: int) -> None:
+        """Iterate ``columns`` (n x p) in the complement of what is there, and append them.
+
+        ``V <- orth(G^T orth(G V))``, ``rounds`` times; the image takes one more product.
+        """
+        if not columns.shape[1]:
+            return
+        self.products += (2 * rounds + 1) * columns.shape[1]
+        new = self._outside(columns)
+        for number in range(rounds):
+            # V itself may be skew: its image is made orthonormal, and that is as good.
+            left = _cholesky_qr(_times(self.gradient, new), _ENOUGH)
+            raised = self._outside(_transposed_times(self.gradient, left))
+            new = _cholesky_qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
+        # What cancellation left of the old columns. Twice: where the gradient has no more directions, the
+        # columns are rounding errors, and a first pass leaves too few digits.
+        for _ in range(2 if self.width else not rounds):
+            new = _cholesky_qr(self._outside(new))
+        self.directions = torch.cat((self.directions, new), dim=1)
+        self.image = torch.cat((self.image, _times(self.gradient, new)), dim=1)
+
+    def widen(self, rank: int, generator: torch.Generator, rounds: int = COLD_ROUNDS) -> None:
+        """Add Gaussian columns until there are ``rank`` and the oversampling."""
+        m, n = self.gradient.shape
+        missing = max(0, min(rank + OVERSAMPLING, m, n) - self.width)
+        gaussian = torch.randn(n, missing, generator=generator, device=self.gradient.device)
+        self.add(gaussian, rounds)
+
+    def subspace(self, rank: int) -> Subspace:
+        """Rayleigh-Ritz: rotate to the image's singular directions and keep the ``rank`` strongest."""
+        # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
+        energies, rotation = torch.linalg.eigh(self.image.t() @ self.image)
+        energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
+        return Subspace(self.directions @ rotation, energies, self.total, self.products)
+
+    def _outside(self, columns: Tensor) -> Tensor:
+        if not self.width:
+            return columns
+        return columns - self.directions @ (self.directions.t() @ columns)
+
+
+def range_finder(
+    gradient: Tensor,
+    rank: int,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+    power_iterations: int = 1,
+) -> Subspace:
+    """Dominant right singular subspace of a gradient by randomised subspace iteration.
+
+    Halko, Martinsson and Tropp, algorithms 4.4 and 5.1: warm-started from an old basis,
+    re-orthonormalised after every product, rotated to singular directions by its image's Gram matrix.
+
+    Args:
+        gradient: m x n, any float dtype; computed in fp32, without an m x n copy.
+        rank: columns wanted, 1 <= rank <= min(m, n).
+        generator: draws the Gaussian columns. start: n x r_old old basis, or None.
+        power_iterations: rounds of ``V <- orth(G^T orth(G V))`` from ``start``; one more for columns
+            that nothing warms.
+
+    Raises:
+        ValueError: rank out of range.
+    """
+    _check_rank(rank, gradient)
+    sketch = _Sketch(gradient)
+    if start is not None:
+        sketch.add(_oversampled(start[:, :rank], gradient, generator), power_iterations)
+    sketch.widen(rank, generator, power_iterations + 1)
+    return sketch.subspace(rank)
+
+
+def power_step(
+    gradient: Tensor, rank: int, generator: torch.Generator, start: Tensor | None = None
+) -> Subspace:
+    """One power step and QR from an old basis: two products with G instead of three.
+
+    ``B = G^T orth(G V)``. Energies are the squared singular values of B, lower bounds of what the
+    columns capture (2048 x 5461, r = 512: .0005 short after a drift that cost the old basis .07, .005
+    after one that cost it half). Without an old basis of at least ``rank`` columns, and for arguments
+    and errors: :func:`range_finder`.
+    """
+    _check_rank(rank, gradient)
+    if start is None or start.shape[1] < rank:
+        return range_finder(gradient, rank, generator, start)
+    columns = _oversampled(start[:, :rank], gradient, generator)
+    raised = _transposed_times(gradient, _cholesky_qr(_times(gradient, columns), _ENOUGH))
+    energies, rotation = torch.linalg.eigh(raised.t() @ raised)
+    # The rotated columns are orthogonal but for rounding, and QR of them keeps their order.
+    basis = _cholesky_qr(raised @ rotation.flip(1)[:, :rank])
+    total = _square_norm(gradient)
+    return Subspace(basis, energies.flip(0)[:rank].clamp_min(0), total, 2 * columns.shape[1])
+
+
+def exact_subspace(
+    gradient: Tensor, rank: int, generator: torch.Generator, start: Tensor | None = None
+) -> Subspace:
+    """By ``torch.linalg.svd``: slow, for checking. ``generator`` and ``start`` are not looked at."""
+    _check_rank(rank, gradient)
+    _, sigma, right = torch.linalg.svd(gradient.float(), full_matrices=False)
+    energies = sigma.square()
+    return Subspace(right[:rank].t().contiguous(), energies[:rank], energies.sum())
+
+
+RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None], Subspace]
+RANGE_FINDERS: dict[str, RangeFinder] = {
+    "randomized": range_finder,
+    "subspace": power_step,
+    "svd": exact_subspace,
+}
+
+
+def find_subspace(
+    kind: str,
+    gradient: Tensor,
+    rank: int,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+) -> Subspace:
+    """Dominant right singular subspace by the range finder called ``kind``, see RANGE_FINDERS.
+
+    Raises:
+        ValueError: unknown kind, or rank out of range.
+    """
+    if kind not in RANGE_FINDERS:
+        raise ValueError(f"range finder is {kind!r}; legal: {', '.join(RANGE_FINDERS)}")
+    return RANGE_FINDERS[kind](gradient, rank, generator, start)
+
+
+def find_subspace_to_energy(
+    kind: str,
+    gradient: Tensor,
+    ranks: Sequence[int],
+    threshold: float,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+    *,
+    first: int,
+) -> Subspace:
+    """Sketch ``first`` columns, and go on to the next candidate rank only while the energy is missed.
+
+    Widening keeps the columns found and iterates only the new ones, in their complement, from the old
+    basis where it is wider; a first width that misses costs one product with its columns more than
+    the last width alone would have. One host sync per width.
+
+    Args:
+        ranks: strictly increasing candidates, each <= min(m, n). first: one of them, the predicted rank.
+        threshold: captured energy wanted, in (0, 1].
+
+    Returns:
+        A subspace of the first candidate from ``first`` up that reaches the threshold, else the last.
+
+    Raises:
+        ValueError: unknown kind, ``first`` not among the candidates, a candidate out of range.
+    """
+    if first not in ranks:
+        raise ValueError(f"first is {first}; legal: one of the candidates {list(ranks)}")
+    _check_rank(ranks[-1], gradient)
+    wider = [rank for rank in ranks if rank >= first]
+    if kind == "svd":  # one decomposition has them all
+        full = exact_subspace(gradient, ranks[-1], generator)
+        rank = next((r for r in wider if full.captured()[r - 1] >= threshold), wider[-1])
+        return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
+    found = find_subspace(kind, gradient, first, generator, start)
+    sketch: _Sketch | None = None
+    for rank in wider[1:]:
+        if found.captured()[-1] >= threshold:
+            break
+        if sketch is None:
+            sketch = _Sketch(gradient)
+            sketch.add(found.basis, rounds=0)
+            sketch.products += found.products
+        if start is not None:
+            sketch.add(start[:, sketch.width : rank].float(), rounds=1)
+        sketch.widen(rank, generator)
+        found = sketch.subspace(rank)
+    return found
+
+
+def _check_rank(rank: int, gradient: Tensor) -> None:
+    (m, n), most = gradient.shape, min(gradient.shape)
+    if not 1 <= rank <= most:
+        raise ValueError(f"rank is {rank}; legal is 1..{most} for a {m} x {n} gradient")
+
+
+def _oversampled(start: Tensor, gradient: Tensor, generator: torch.Generator) -> Tensor:
+    """``start`` and OVERSAMPLING Gaussian columns of about unit length, as many as fit: fp32."""
+    n = gradient.shape[1]
+    extra = min(OVERSAMPLING, *(side - start.shape[1] for side in gradient.shape))
+    gaussian = torch.randn(n, extra, generator=generator, device=gradient.device)
+    return torch.cat((start.float(), gaussian / n**0.5), dim=1)
+
+
+def _square_norm(gradient: Tensor) -> Tensor:
+    """``||G||_F^2``, 0-dim fp32, row by row: no m x n temporary, and no sum of m n terms in fp32."""
+    return torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32).square().sum()
+
+
+def _times(gradient: Tensor, columns: Tensor) -> Tensor:
+    """``G V`` in fp32: m x w. A 16-bit G is widened a block of rows at a time."""
+    if gradient.dtype == torch.float32:
+        return gradient @ columns
+    return torch.cat([rows.float() @ columns for rows in gradient.split(_ROWS)])
+
+
+def _transposed_times(gradient: Tensor, columns: Tensor) -> Tensor:
+    """``G^T Y`` in fp32: n x w."""
+    if gradient.dtype == torch.float32:
+        return gradient.t() @ columns
+    out = columns.new_zeros(gradient.shape[1], columns.shape[1])
+    for rows, part in zip(gradient.split(_ROWS), columns.split(_ROWS), strict=True):
+        out.addmm_(rows.float().t(), part)
+    return out
+
+
+def _cholesky_qr(columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
+    """Orthonormal basis of the columns, in their order: Cholesky-QR, or Householder when they are skew.
+
+    Columns are scaled to unit length first, which brings the condition number near the least that a
+    scaling can reach (van der Sluis); images of a warm start are nearly orthogonal, so it is small.
+    """
+    unit = columns / torch.linalg.vector_norm(columns, dim=0).clamp_min(_TINY)
+    lower, info = torch.linalg.cholesky_ex(unit.t() @ unit)
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
+    # sqrt(|A|_1 |A|_inf) bounds the largest singular value of L^-1; unit columns bound that of L.
+    square_bound = inverse.abs().sum(0).max() * inverse.abs().sum(1).max()
+    if info == 0 and square_bound <= limit:
+        return unit @ inverse.t()
+    return torch.linalg.qr(columns).Q

@@ -1,0 +1,13 @@
+"""The numbers of the optimizer's parts: which case runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.range_finder import range_finder
+from benchmarks.results import CaseResult
+from benchmarks.setting import Setting
+
+SUITE = "optimizer"
+CASES: dict[str, Callable[[Setting], CaseResult]] = {"range_finder": range_finder}
+USES_ENGINE: set[str] = set()
