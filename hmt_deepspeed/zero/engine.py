@@ -17,6 +17,7 @@ from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.residency import never_persist_on_ssd, resident
 from hmt_deepspeed.zero.support import check_engine, check_supported
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
@@ -150,7 +151,7 @@ class HMTEngine(DeepSpeedEngine):
 
     def _parameter_offload(self) -> Any:
         """DeepSpeed's own coordinator gathers and partitions the parameters of stage 3."""
-        return DeepSpeedZeRoOffload(
+        offload = DeepSpeedZeRoOffload(
             self.module,
             timers=self.timers if self.wall_clock_breakdown() else NoopTimer(),
             ds_config=self.config,
@@ -166,6 +167,8 @@ class HMTEngine(DeepSpeedEngine):
             zero_module_granularity_threshold=self.zero_module_granularity_threshold(),
             log_trace_cache_warnings=self.zero_log_trace_cache_warnings(),
         )
+        never_persist_on_ssd(offload)
+        return offload
 
     # -- training loop ----------------------------------------------------------------------------
 
@@ -230,6 +233,12 @@ class HMTEngine(DeepSpeedEngine):
             module_state_dict, zero_optimizer_state, save_frozen_param
         )
         return state
+
+    def _get_param_fragment_func(self, param: Any) -> Any:
+        if self._hmt_options is None or not hasattr(param, "ds_tensor"):
+            return super()._get_param_fragment_func(param)
+        with resident(param) as part:  # stock would save what a frozen weight on an SSD left in memory
+            return part.to("cpu", copy=True)
 
     def load_checkpoint(
         self,

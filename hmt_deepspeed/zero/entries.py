@@ -107,7 +107,7 @@ def build_entries(
             rows, dtype = shards.rows(rank), settings.model_dtype
             matrix = LowRankMatrix(name, (m, n), rows, low_rank, dtype, weight.device)
         else:
-            moment = torch.zeros(weight.shard.numel(), device=weight.device)
+            moment = torch.zeros(weight.num_elements, device=weight.device)
             step = torch.zeros((), device=weight.device)
             state = (moment, torch.zeros_like(moment), step)
         site = _site(assignment, modules, options["projected_backward"])

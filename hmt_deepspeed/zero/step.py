@@ -169,7 +169,7 @@ class ZeroStep:
     def _dense_gradient(self, entry: Entry, factor: Tensor) -> Tensor:
         reduced = entry.gradient.reduced
         if reduced is None:  # unused in this window: DeepSpeed's ZeRO counts it as zero too
-            return torch.zeros_like(entry.weight.shard, dtype=torch.float32)
+            return torch.zeros(entry.weight.num_elements, device=entry.weight.device)
         return reduced.reshape(-1).float().mul_(factor)
 
     def _apply_low_rank(
@@ -201,6 +201,5 @@ class ZeroStep:
         if not self.sharded or entry.weight.partitioned:
             return
         shards, flat = entry.gradient.shards, entry.gradient.param.detach().view(-1)
-        gather.add(
-            entry.weight.shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat)
-        )
+        with entry.weight.shard() as shard:
+            gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))

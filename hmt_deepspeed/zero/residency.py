@@ -1,0 +1,80 @@
+"""Partitions of stage 3 wherever DeepSpeed keeps them: in memory, or on an SSD between uses.
+
+Under ``offload_param`` on NVMe ``param.ds_tensor`` of a large parameter (from 1 MiB per rank) holds nothing
+between uses; DeepSpeed's swapper lends it one of ``buffer_count`` buffers. Everything here is local to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch import Tensor, nn
+
+__all__ = ["never_persist_on_ssd", "on_ssd", "release_buffers", "resident"]
+
+
+def on_ssd(param: Any) -> bool:
+    """Whether this rank's partition of a parameter lives on an SSD."""
+    part = getattr(param, "ds_tensor", None)
+    return part is not None and part.final_location == OffloadDeviceEnum.nvme
+
+
+@contextmanager
+def resident(param: Any, overwrite: bool = False) -> Iterator[Tensor]:
+    """This rank's partition of a stage-3 parameter, flat with its padding, for the duration of a block.
+
+    Args:
+        overwrite: the block gives every element a new value: what an SSD holds is not read, but replaced
+            when the block ends. Without it, what the block writes to a partition on an SSD is lost.
+    """
+    part = param.ds_tensor
+    if not on_ssd(param):
+        yield part.detach().view(-1)
+        return
+    swapper = param.nvme_swapper
+    if part.status == PartitionedParamStatus.INFLIGHT:
+        swapper.synchronize_reads()
+    held = part.status == PartitionedParamStatus.AVAILABLE  # fetched ahead, or gathered by the user
+    if not held and overwrite:
+        part.data = swapper.get_buffer(param, part.ds_numel).data
+        part.status = PartitionedParamStatus.AVAILABLE
+    elif not held:
+        swapper.swap_in([param], async_op=False)
+    try:
+        yield part.detach().view(-1)
+        if overwrite:
+            swapper.swap_out_and_release([param])
+            if held:
+                swapper.swap_in([param], async_op=False)
+    finally:
+        if not held:
+            swapper.remove_partition_and_release_buffers([param])
+
+
+def release_buffers(module: nn.Module) -> None:
+    """Give back what was read ahead for a use that did not come; every parameter must be partitioned."""
+    for param in _swapped(module.parameters()):
+        if param.ds_tensor.status == PartitionedParamStatus.INFLIGHT:
+            param.nvme_swapper.synchronize_reads()
+        if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+
+def never_persist_on_ssd(parameter_offload: Any) -> None:
+    """Parameters on an SSD are released after use, below the persistence threshold too.
+
+    A persistent one would occupy a swap buffer for good, and DeepSpeed's ``GatheredParameters`` asserts on it.
+    """
+    for param in _swapped(parameter_offload.persistent_parameters):
+        param.ds_persist = False
+    parameter_offload.persistent_parameters = [
+        p for p in parameter_offload.persistent_parameters if p.ds_persist
+    ]
+
+
+def _swapped(params: Iterable[Any]) -> list[Any]:
+    return [param for param in params if on_ssd(param)]
