@@ -6,15 +6,17 @@ between uses; DeepSpeed's swapper lends it one of ``buffer_count`` buffers. Ever
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
-__all__ = ["never_persist_on_ssd", "on_ssd", "release_buffers", "resident"]
+__all__ = ["on_ssd", "prepare_for_ssd", "release_buffers", "resident"]
 
 
 def on_ssd(param: Any) -> bool:
@@ -64,7 +66,44 @@ def release_buffers(module: nn.Module) -> None:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
-def never_persist_on_ssd(parameter_offload: Any) -> None:
+def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -> None:
+    """What DeepSpeed's coordinator leaves to DeepSpeed's own optimizer, or gets wrong, on NVMe."""
+    _keep_in_memory(parameter_offload.module, max_in_cpu, pin_memory)
+    _read_each_once(parameter_offload.module)
+    _never_persist(parameter_offload)
+
+
+def _keep_in_memory(module: nn.Module, max_elements: int, pin_memory: bool) -> None:
+    """``offload_param.max_in_cpu``: the first partitions that fit stay in host RAM, their files go.
+
+    Partitions too small to be swapped do not count.
+    """
+    for param in _swapped(module.parameters()):
+        part = param.ds_tensor
+        if part.ds_numel > max_elements:
+            continue
+        max_elements -= part.ds_numel
+        with resident(param) as held:
+            copy = held.to("cpu", copy=True)
+        part.data = get_accelerator().pin_memory(copy) if pin_memory else copy
+        part.status, part.final_location = PartitionedParamStatus.AVAILABLE, None
+        os.remove(param.nvme_swapper.get_path(param, must_exist=True))
+
+
+def _read_each_once(module: nn.Module) -> None:
+    """Reading ahead, DeepSpeed 0.19 may name a parameter twice, once for forward and once for backward, and
+    then asserts that it has no buffer yet."""
+    for param in _swapped(module.parameters())[:1]:  # all share one swapper
+        swapper = param.nvme_swapper
+        read = swapper.swap_in
+
+        def swap_in(params: Iterable[Any], *args: Any, **keyword: Any) -> None:
+            read(list(dict.fromkeys(params)), *args, **keyword)
+
+        swapper.swap_in = swap_in
+
+
+def _never_persist(parameter_offload: Any) -> None:
     """Parameters on an SSD are released after use, below the persistence threshold too.
 
     A persistent one would occupy a swap buffer for good, and DeepSpeed's ``GatheredParameters`` asserts on it.

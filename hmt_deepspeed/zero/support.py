@@ -74,7 +74,7 @@ def _check_nvme(engine: Any, buffer_size: int) -> None:
             raise ValueError(
                 f'zero_optimization.offload_param.device is "nvme", but DeepSpeed would keep {name}, which is '
                 f"{param.dtype}, as {swapped_as}: legal is one dtype for all parameters, and fp32 only where "
-                f"the accelerator supports fp16. Turn bf16 on, or use \"cpu\"."
+                f'the accelerator supports fp16. Turn bf16 on, or use "cpu".'
             )
         numel = getattr(param, "ds_numel", param.numel())
         part = -(-numel // engine.seq_dp_world_size)
