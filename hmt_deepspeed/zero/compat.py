@@ -27,6 +27,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.utils": ("count_used_parameters_in_backward", "is_optimized_parameter"),
     "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum", "OffloadStateTypeEnum"),
     "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
+        "ZeroParamStatus",
+    ),
     "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
     "deepspeed.utils": ("groups", "logger"),
     "deepspeed.utils.torch": ("register_grad_hook",),

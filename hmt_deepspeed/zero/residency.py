@@ -11,9 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import (
+    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
+    ZeroParamStatus,
+)
 from torch import Tensor, nn
 
 __all__ = ["on_ssd", "prepare_for_ssd", "release_buffers", "resident"]
@@ -58,8 +63,10 @@ def resident(param: Any, overwrite: bool = False) -> Iterator[Tensor]:
 
 
 def release_buffers(module: nn.Module) -> None:
-    """Give back what was read ahead for a use that did not come; every parameter must be partitioned."""
+    """Give back what was read ahead for a use that did not come."""
     for param in _swapped(module.parameters()):
+        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            continue  # gathered, and released after its use
         if param.ds_tensor.status == PartitionedParamStatus.INFLIGHT:
             param.nvme_swapper.synchronize_reads()
         if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
@@ -71,6 +78,7 @@ def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -
     _keep_in_memory(parameter_offload.module, max_in_cpu, pin_memory)
     _read_each_once(parameter_offload.module)
     _never_persist(parameter_offload)
+    parameter_offload.forward_hooks += _hooks(parameter_offload)
 
 
 def _keep_in_memory(module: nn.Module, max_elements: int, pin_memory: bool) -> None:
@@ -93,14 +101,16 @@ def _keep_in_memory(module: nn.Module, max_elements: int, pin_memory: bool) -> N
 def _read_each_once(module: nn.Module) -> None:
     """Reading ahead, DeepSpeed 0.19 may name a parameter twice, once for forward and once for backward, and
     then asserts that it has no buffer yet."""
-    for param in _swapped(module.parameters())[:1]:  # all share one swapper
-        swapper = param.nvme_swapper
-        read = swapper.swap_in
+    swapped = _swapped(module.parameters())
+    if not swapped:
+        return
+    swapper = swapped[0].nvme_swapper  # all share it
+    read = swapper.swap_in
 
-        def swap_in(params: Iterable[Any], *args: Any, **keyword: Any) -> None:
-            read(list(dict.fromkeys(params)), *args, **keyword)
+    def swap_in(params: Iterable[Any], *args: Any, **keyword: Any) -> None:
+        read(list(dict.fromkeys(params)), *args, **keyword)
 
-        swapper.swap_in = swap_in
+    swapper.swap_in = swap_in
 
 
 def _never_persist(parameter_offload: Any) -> None:
@@ -112,6 +122,27 @@ def _never_persist(parameter_offload: Any) -> None:
         param.ds_persist = False
     parameter_offload.persistent_parameters = [
         p for p in parameter_offload.persistent_parameters if p.ds_persist
+    ]
+
+
+def _hooks(parameter_offload: Any) -> list[Any]:
+    """Forwards without a backward: what they read and gathered ahead for it would leave the next one without
+    buffers."""
+    module = parameter_offload.module
+
+    def before(module: nn.Module, *_: Any) -> None:
+        release_buffers(module)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        users = DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR  # of GatheredParameters around this forward
+        in_use = any(getattr(p, users, 0) for p in module.parameters())
+        if not torch.is_grad_enabled() and not in_use:
+            parameter_offload.partition_all_parameters()
+            release_buffers(module)
+
+    return [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after),
     ]
 
 

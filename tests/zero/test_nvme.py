@@ -84,25 +84,27 @@ def large_llama(seed: int = 0) -> nn.Module:
 
 
 def nvme_config(
-    folder: str, device: str = "nvme", options: dict[str, Any] | None = None, **offload: Any
+    folder: str, device: str = "nvme", variant: str = "bf16", **offload: Any
 ) -> dict[str, Any]:
-    """``options`` of ``hmt.optimizer``; ``offload`` goes to ``offload_param``."""
+    """``offload`` goes to ``offload_param``."""
     section = {"device": device, "pin_memory": False}
     if device == "nvme":
         section |= {"nvme_path": folder, "buffer_size": 1_200_000, "max_in_cpu": 0}
     zero = {"offload_param": {**section, **offload}}
-    options = {**OPTIONS, **(options or {})}
-    return ds_config(3, options, zero_optimization=zero, bf16={"enabled": True})
+    options = {**OPTIONS, "master_weights": "none" if variant == "no masters" else "fp32"}
+    bf16 = {} if variant == "fp32" else {"bf16": {"enabled": True}}
+    return ds_config(3, options, zero_optimization=zero, **bf16)
 
 
 def stored(engine: Any, folder: str) -> dict[str, Tensor]:
     """This rank's partitions as the files under ``nvme_path`` hold them, by name."""
-    files = f"{folder}/zero_stage_3/bfloat16params/rank{dist.get_rank()}"
     found = {}
     for param, name in engine.param_names.items():
-        path = Path(f"{files}/{param.ds_id}_param.tensor.swp")
+        dtype = str(param.dtype).removeprefix("torch.")
+        path = Path(f"{folder}/zero_stage_3/{dtype}params/rank{dist.get_rank()}")
+        path /= f"{param.ds_id}_param.tensor.swp"
         if path.exists():
-            whole = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.bfloat16)
+            whole = torch.frombuffer(bytearray(path.read_bytes()), dtype=param.dtype)
             found[name] = whole[: param.ds_tensor.ds_numel]
     return found
 
@@ -118,10 +120,10 @@ def in_memory(engine: Any) -> set[str]:
     return {n for p, n in engine.param_names.items() if p.ds_tensor.numel() == p.ds_tensor.ds_numel}
 
 
-def trained(
-    folder: str, device: str, options: dict[str, Any] | None = None, **offload: Any
-) -> dict[str, Any]:
-    engine = make_engine(nvme_config(folder, device, options, **offload), large_llama())
+def trained(folder: str, device: str, variant: str = "bf16", **offload: Any) -> dict[str, Any]:
+    if variant == "fp32":
+        get_accelerator().is_fp16_supported = lambda: True  # else fp32 is refused
+    engine = make_engine(nvme_config(folder, device, variant, **offload), large_llama())
     losses = train(engine, STEPS)
     found = {"losses": losses, "weights": model_weights(engine), "masters": weights(engine)}
     found["files"], found["shards"] = stored(engine, folder), shards(found["weights"])
@@ -131,13 +133,18 @@ def trained(
     return found
 
 
-def persistent(folder: str) -> dict[str, Any]:
-    config = nvme_config(folder)
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 10**8
+def evaluated(folder: str, device: str, threshold: int) -> dict[str, Any]:
+    """Forwards that no backward follows, with and without gradients, between the steps."""
+    config = nvme_config(folder, device)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     engine = make_engine(config, large_llama())
-    losses = train(engine, STEPS)
+    losses = train(engine, 2)
+    for step in range(2):
+        with torch.set_grad_enabled(step == 1):
+            losses.append(loss_of(engine, micro_batches(engine, step)[0]).item())
+    losses += train(engine, 2, first=2)
     with torch.no_grad():
-        loss_of(engine, micro_batches(engine, 0)[0])
+        losses.append(loss_of(engine, micro_batches(engine, 0)[0]).item())
     return {"losses": losses, "weights": model_weights(engine), "in memory": in_memory(engine)}
 
 
@@ -220,12 +227,11 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @needs_async_io
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("masters", ["fp32", "none"])
-def test_nvme_changes_nothing(ranks: Ranks, tmp_path: Path, masters: str, world: int) -> None:
+@pytest.mark.parametrize("variant", ["bf16", "no masters", "fp32"])
+def test_nvme_changes_nothing(ranks: Ranks, tmp_path: Path, variant: str, world: int) -> None:
     """Bit-equal, with the values of the last step in the files and nothing of them in memory."""
-    options = {"master_weights": masters}
     runs = {
-        d: ranks.run(trained, world, str(tmp_path), d, options) for d in ("none", "cpu", "nvme")
+        d: ranks.run(trained, world, str(tmp_path), d, variant) for d in ("none", "cpu", "nvme")
     }
     for rank in range(world):
         plain, nvme = runs["none"][rank], runs["nvme"][rank]
@@ -234,7 +240,7 @@ def test_nvme_changes_nothing(ranks: Ranks, tmp_path: Path, masters: str, world:
             assert_equal(plain["weights"], other["weights"])
             assert_equal(plain["masters"], other["masters"])
         assert plain["refreshes"] >= 2
-        assert (plain["master bytes"] > 0) == (masters == "fp32")
+        assert (plain["master bytes"] > 0) == (variant == "bf16")
         assert not plain["files"]
         assert nvme["files"].keys() >= SWAPPED
         assert not SWAPPED & nvme["in memory"]
@@ -289,10 +295,14 @@ def test_max_in_cpu_keeps_the_first_partitions_in_memory(ranks: Ranks, tmp_path:
 
 
 @needs_async_io
-def test_large_parameters_do_not_persist(ranks: Ranks, tmp_path: Path) -> None:
-    """Persistent ones would keep their buffers, five of them, for seven matrices."""
-    plain = ranks.run(trained, 1, str(tmp_path), "none")[0]
-    nvme = ranks.run(persistent, 1, str(tmp_path))[0]
+@pytest.mark.parametrize("threshold", [100, 10**8])
+def test_evaluation_leaves_buffers_for_training(
+    ranks: Ranks, tmp_path: Path, threshold: int
+) -> None:
+    """Five buffers for seven matrices: neither a forward alone nor a persistent parameter may keep them."""
+    plain, nvme = (
+        ranks.run(evaluated, 1, str(tmp_path), device, threshold)[0] for device in ("none", "nvme")
+    )
     assert plain["losses"] == nvme["losses"]
     assert_equal(plain["weights"], nvme["weights"])
     assert not SWAPPED & nvme["in memory"]
