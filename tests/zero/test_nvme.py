@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -30,7 +31,7 @@ from training import (
     weights,
 )
 
-HIDDEN, INTERMEDIATE, STEPS = 1024, 1101, 4
+HIDDEN, INTERMEDIATE, STEPS = 1024, 1101, 3
 LOW = "model.layers.0.mlp.gate_proj.weight"  # at two ranks the parts start and end inside a row
 DENSE = "model.layers.0.mlp.down_proj.weight"
 FROZEN = "model.layers.0.self_attn.q_proj.weight"
@@ -230,15 +231,14 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("variant", ["bf16", "no masters", "fp32"])
 def test_nvme_changes_nothing(ranks: Ranks, tmp_path: Path, variant: str, world: int) -> None:
     """Bit-equal, with the values of the last step in the files and nothing of them in memory."""
-    runs = {
-        d: ranks.run(trained, world, str(tmp_path), d, variant) for d in ("none", "cpu", "nvme")
-    }
+    devices = ("none", "nvme", *(["cpu"] if variant == "bf16" else []))
+    runs = {d: ranks.run(trained, world, str(tmp_path), d, variant) for d in devices}
     for rank in range(world):
         plain, nvme = runs["none"][rank], runs["nvme"][rank]
-        for other in (runs["cpu"][rank], nvme):
-            assert plain["losses"] == other["losses"]
-            assert_equal(plain["weights"], other["weights"])
-            assert_equal(plain["masters"], other["masters"])
+        for device in devices[1:]:
+            assert plain["losses"] == runs[device][rank]["losses"]
+            assert_equal(plain["weights"], runs[device][rank]["weights"])
+            assert_equal(plain["masters"], runs[device][rank]["masters"])
         assert plain["refreshes"] >= 2
         assert (plain["master bytes"] > 0) == (variant == "bf16")
         assert not plain["files"]
