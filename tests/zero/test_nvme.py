@@ -31,7 +31,7 @@ from training import (
     weights,
 )
 
-HIDDEN, INTERMEDIATE, STEPS = 1024, 1101, 3
+HIDDEN, INTERMEDIATE, STEPS = 1024, 1101, 4
 LOW = "model.layers.0.mlp.gate_proj.weight"  # at two ranks the parts start and end inside a row
 DENSE = "model.layers.0.mlp.down_proj.weight"
 FROZEN = "model.layers.0.self_attn.q_proj.weight"
