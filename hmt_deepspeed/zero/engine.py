@@ -244,9 +244,8 @@ class HMTEngine(DeepSpeedEngine):
     def _get_param_fragment_func(self, param: Any) -> Any:
         if self._hmt_options is None or not hasattr(param, "ds_tensor"):
             return super()._get_param_fragment_func(param)
-        with resident(
-            param
-        ) as part:  # stock would save what a frozen weight on an SSD left in memory
+        # Stock would save the one element that a frozen weight on an SSD leaves in memory.
+        with resident(param) as part:
             return part.to("cpu", copy=True)
 
     def load_checkpoint(

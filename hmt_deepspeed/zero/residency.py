@@ -76,9 +76,11 @@ def release_buffers(module: nn.Module) -> None:
 def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -> None:
     """What DeepSpeed's coordinator leaves to DeepSpeed's own optimizer, or gets wrong, on NVMe."""
     _keep_in_memory(parameter_offload.module, max_in_cpu, pin_memory)
-    _read_each_once(parameter_offload.module)
-    _never_persist(parameter_offload)
-    parameter_offload.forward_hooks += _hooks(parameter_offload)
+    swapped = _swapped(parameter_offload.module.parameters())
+    if swapped:
+        _read_each_once(swapped[0].nvme_swapper)  # all share it
+        _never_persist(parameter_offload)
+        parameter_offload.forward_hooks += _hooks(parameter_offload)
 
 
 def _keep_in_memory(module: nn.Module, max_elements: int, pin_memory: bool) -> None:
@@ -98,13 +100,9 @@ def _keep_in_memory(module: nn.Module, max_elements: int, pin_memory: bool) -> N
         os.remove(param.nvme_swapper.get_path(param, must_exist=True))
 
 
-def _read_each_once(module: nn.Module) -> None:
+def _read_each_once(swapper: Any) -> None:
     """Reading ahead, DeepSpeed 0.19 may name a parameter twice, once for forward and once for backward, and
     then asserts that it has no buffer yet."""
-    swapped = _swapped(module.parameters())
-    if not swapped:
-        return
-    swapper = swapped[0].nvme_swapper  # all share it
     read = swapper.swap_in
 
     def swap_in(params: Iterable[Any], *args: Any, **keyword: Any) -> None:
