@@ -31,6 +31,7 @@ from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
 
 __all__ = ["HMTZeroOptimizer"]
@@ -254,8 +255,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
+        self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -269,11 +269,19 @@ class HMTZeroOptimizer(ZeROOptimizer):
             for number in self.policy.stale(self.step_count):
                 self.schedule.advance(self.groups[number][0], self.step_count)
             self._begin_window()
-        if self.parameter_offload is not None:
-            persistent = self.parameter_offload.persistent_parameters
-            if persistent:
-                persistent[0].all_gather(persistent)
+        self._gather_persistent_parameters()
         self.communication_bytes = self.collectives.reset_counter()
+
+    def _partition_parameters(self) -> None:
+        """At stage 3 only the partitions are left, and no buffer waits for a use that will not come."""
+        if self.parameter_offload is not None:
+            self.parameter_offload.partition_all_parameters()
+            release_buffers(self.module)
+
+    def _gather_persistent_parameters(self) -> None:
+        if self.parameter_offload is not None and self.parameter_offload.persistent_parameters:
+            persistent = self.parameter_offload.persistent_parameters
+            persistent[0].all_gather(persistent)
 
     # -- what else the engine asks for --------------------------------------------------------------
 
@@ -307,14 +315,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def checkpoint_event_prologue(self) -> None:
         """Before saving or loading: parameters of stage 3 partitioned."""
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
+        self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
         """After saving or loading: persistent parameters of stage 3 whole again."""
-        if self.parameter_offload is not None and self.parameter_offload.persistent_parameters:
-            persistent = self.parameter_offload.persistent_parameters
-            persistent[0].all_gather(persistent)
+        self._gather_persistent_parameters()
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters of stage 3."""

@@ -293,6 +293,5 @@ class ZeroStep:
         if not self.sharded or entry.weight.partitioned:
             return
         shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)
-        gather.add(
-            entry.weight.shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat)
-        )
+        with entry.weight.shard() as shard:
+            gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
