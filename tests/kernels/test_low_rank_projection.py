@@ -58,11 +58,12 @@ def check_kernel(device="cpu"):
             exact = gradient.double() @ projection.double()
             terms = gradient.double().abs() @ projection.double().abs()
             twin = project_reference(gradient, projection)
+            gradient, projection = gradient.to(device), projection.to(device)
             for left, right in (
                 (gradient, projection),
                 (strided(gradient), strided(projection)),
             ):
-                out = low_rank_projection.project_triton(left.to(device), right.to(device))
+                out = low_rank_projection.project_triton(left, right)
                 assert_as_accurate(out.cpu(), twin, exact, terms)
     for rows, n, width in ((0, 4, 3), (4, 0, 3), (4, 3, 0)):
         left, right = torch.ones(rows, n, device=device), torch.ones(n, width, device=device)

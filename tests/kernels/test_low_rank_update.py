@@ -100,17 +100,18 @@ def check_kernel(device="cpu"):
     kernel = low_rank_update.low_rank_update_triton_
     for rows, n, width in SHAPES:
         weight, update, projection = inputs(rows, n, width, seed=rows)
-        for columns in (projection, strided(projection), projection.bfloat16()):
-            expected = formula(weight, update, columns, 0.3, 0.1)
-            first, second = weight.clone(), weight.to(device)
-            low_rank_update_reference_(first, update, columns, 0.3, 0.1)
-            kernel(second, strided(update).to(device), columns.to(device), 0.3, 0.1)
-            terms = formula(-weight.abs(), update.abs(), columns.abs(), 0.3, 0.1).abs()
+        on_device = projection.to(device)
+        for columns in (on_device, strided(on_device), on_device.bfloat16()):
+            expected = formula(weight, update, columns.cpu(), 0.3, 0.1)
+            first, second = weight.clone(), weight.to(device, copy=True)
+            low_rank_update_reference_(first, update, columns.cpu(), 0.3, 0.1)
+            kernel(second, strided(update.to(device)), columns, 0.3, 0.1)
+            terms = formula(-weight.abs(), update.abs(), columns.cpu().abs(), 0.3, 0.1).abs()
             assert_as_accurate(second.cpu(), first, expected, terms)
 
         weight, update, projection = exact_inputs(rows, n, width)
         for offset, key in zip(OFFSETS, (0, 1, (1 << 63) - 5, 0xFFFFFFFF, 1 << 62), strict=True):
-            first, second = weight.clone(), weight.to(device)
+            first, second = weight.clone(), weight.to(device, copy=True)
             low_rank_update_reference_(first, update, projection, 0.125, 0.5, key, offset)
             kernel(second, update.to(device), projection.to(device), 0.125, 0.5, key, offset)
             assert torch.equal(first, second.cpu()), (rows, n, width, key, offset)

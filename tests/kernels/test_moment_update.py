@@ -74,18 +74,24 @@ def check_kernel(device="cpu"):
             exact = formula(projected, mean, square, evidence, *constants)
             twin = [mean.clone(), square.clone()]
             twin.append(moment_update_reference_(projected, *twin, evidence, *constants))
-            out = [mean.to(device), square.to(device)]
-            wide = torch.full((rows, rank + 5), float("nan"), device=device)
+            wide = torch.full((rows, rank + 5), float("nan"))
             wide[:, 2:-3] = projected
-            out.append(
-                moment_update.moment_update_triton_(
-                    wide[:, 2:-3], *out, evidence.to(device), *constants
+            for source in (wide.to(device)[:, 2:-3], strided(projected.to(device))):
+                out = [mean.to(device, copy=True), square.to(device, copy=True)]
+                out.append(
+                    moment_update.moment_update_triton_(
+                        source, *out, evidence.to(device), *constants
+                    )
                 )
-            )
-            # A difference m - A rounds by the larger of the two, and so does what is made of it.
-            terms = formula(-projected.abs(), -mean.abs(), square, evidence, *constants)
-            for kernel, twin_result, expected, size in zip(out, twin, exact, terms, strict=True):
-                assert_as_accurate(kernel.cpu(), twin_result, expected, size.abs())
+                assert_accurate(out, twin, exact, (projected, mean, square, evidence, *constants))
+
+
+def assert_accurate(out, twin, exact, inputs):
+    projected, mean, *others = inputs
+    # A difference m - A rounds by the larger of the two, and so does what is made of it.
+    terms = formula(-projected.abs(), -mean.abs(), *others)
+    for kernel, twin_result, expected, size in zip(out, twin, exact, terms, strict=True):
+        assert_as_accurate(kernel.cpu(), twin_result, expected, size.abs())
 
 
 def test_kernel():
