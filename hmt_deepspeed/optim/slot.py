@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.apply import (
     apply_adamw_rounded_,
-    apply_low_rank_,
-    apply_low_rank_rounded_,
     apply_whole_,
     apply_whole_rounded_,
 )
@@ -169,16 +168,14 @@ class Slot:
         weight = self._writable()
         left, right = update, matrix.projection
         if matrix.transposed:  # B U^T instead of U B^T
-            left, right = (update.t(), None) if right is None else (right.float(), update)
+            left, right = (update.t(), None) if right is None else (right, update)
         if right is None:
             if self.rounded:
                 apply_whole_rounded_(weight, left, lr, decay, key)
             else:
                 apply_whole_(weight, left, lr, decay)
-        elif self.rounded:
-            apply_low_rank_rounded_(weight, left, right, lr, decay, key, 0)
         else:
-            apply_low_rank_(weight, left, right, lr, decay)
+            low_rank_update_(weight, left.float(), right.float(), lr, decay, key)
         self._write_back(weight)
 
     def _dense_state(self) -> tuple[StateTensor, StateTensor, Tensor]:
@@ -206,10 +203,8 @@ class Slot:
         self._write_back(weight)
 
     def _writable(self) -> Tensor:
-        """What the update is applied to: fp32 weights themselves, a master, or bf16 in one block."""
-        if self.param.dtype == torch.float32:
-            return self.param
-        if self.rounded:
+        """What the update is applied to, contiguous: the weights themselves or an fp32 master."""
+        if self.rounded or self.param.dtype == torch.float32:
             return self.param.contiguous()
         if "master" not in self.state:
             self.state["master"] = self.param.detach().to(torch.float32, copy=True)

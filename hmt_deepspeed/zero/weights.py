@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
-from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_, apply_whole_
+from hmt_deepspeed.optim.apply import apply_whole_
 from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.residency import on_ssd, resident
@@ -131,7 +132,8 @@ class Weight:
         if not values.numel():
             return
         if self.shards.aligned:
-            apply_low_rank_(values.view(-1, self.shards.n), update, projection, lr, weight_decay)
+            whole_rows = values.view(-1, self.shards.n)
+            low_rank_update_(whole_rows, update.float(), projection.float(), lr, weight_decay)
         else:
             change = update.float() @ projection.float().t()
             change = self.shards.rows_to_shard(change, self.rank)
@@ -143,7 +145,7 @@ class Weight:
     ) -> None:
         """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
         whole = self.param.detach().view(self.shards.m, self.shards.n)
-        apply_low_rank_rounded_(whole, update, projection, lr, weight_decay, key, 0)
+        low_rank_update_(whole, update.float(), projection.float(), lr, weight_decay, key)
 
     def _write(self, values: Tensor, key: int) -> None:
         if self._master_is_shard():
