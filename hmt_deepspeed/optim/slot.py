@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.apply import (
     apply_adamw_rounded_,
@@ -18,7 +19,7 @@ from hmt_deepspeed.optim.assign import Assignment
 from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
@@ -96,7 +97,7 @@ class Slot:
         if not due:
             self.matrix.prepare(step)
         if self.site is not None:
-            self.site.projection = None if due else self.matrix.projection
+            self.site.projection = None if due else held_projection(self.matrix)
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
@@ -107,10 +108,10 @@ class Slot:
     def redraw(self, number: int) -> None:
         """Take basis ``number`` of a rule that redraws from a seed."""
         assert self.matrix is not None
-        self.matrix.draw = number
         if isinstance(self.matrix, LowRankMatrix):
             basis = self.matrix.seeded_basis(self.matrix.rank, number).to(self.param.dtype)
             self.matrix.adopt(basis, self.matrix.overlap_sum(basis, slice(None)))
+        self.matrix.draw = number  # only now: the old number gives the basis that moments come from
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients themselves: projected by backward, and ``p.grad``."""
@@ -123,13 +124,15 @@ class Slot:
         Fresh memory, except for the whole gradient of a rule that takes it.
         """
         assert self.matrix is not None
-        columns, gradient = self.matrix.projection, self.full_gradient()
-        if columns is None:
+        gradient = self.full_gradient()
+        if self.matrix.takes_whole:
             return gradient
         pending = None if self.site is None else self.site.pending
         total = None if pending is None else pending.float()
         if gradient is not None:
-            part = (gradient.to(columns.dtype) @ columns).float()
+            columns = self.matrix.projection
+            assert columns is not None
+            part = project(gradient, columns)
             total = part if total is None else total + part
         return total
 
@@ -159,7 +162,7 @@ class Slot:
         if self.site is not None:
             self.site.take()
         matrix.observe(matrix.measure(reduced, slice(None)))
-        if matrix.projection is None:
+        if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
         update, sums = matrix.advance(reduced, 1.0, betas=group["betas"], eps=group["eps"])
         update = matrix.finish(update, sums.sum(dim=0))

@@ -134,8 +134,10 @@ class TwoSidedMatrix(LowRankMatrix):
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         self._limit(update, sums)
+        assert self._inside is not None
         update[:, : self.rank] += self._inside
-        del self._inside, self._core, self._seen
+        self._inside = None
+        del self._core, self._seen
         return update.mul_(self.scale)
 
     # -- checkpoint -----------------------------------------------------------------------------

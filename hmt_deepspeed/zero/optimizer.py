@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, share_bases
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection, share_bases
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
@@ -213,10 +213,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 matrix.prepare(self.step_count)
             gradient.refreshing = index in due
             if gradient.site is not None:
-                assert isinstance(matrix, LowRankMatrix)
-                parked = matrix.columns.parked
-                held = matrix.projection if parked is None else parked
-                gradient.site.projection = None if gradient.refreshing else held
+                held = None if gradient.refreshing else held_projection(matrix)
+                gradient.site.projection = held
         self.shared.lay_out()
         self.reducer.plan()
 
@@ -224,10 +222,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """The next basis of a rule that draws it from a seed: no gradient is needed."""
         matrix = self.low_rank[index].matrix
         assert matrix is not None
-        matrix.draw = self.schedule.num_refreshes[index]
+        number = self.schedule.num_refreshes[index]
         if isinstance(matrix, LowRankMatrix):
-            basis = matrix.seeded_basis(matrix.rank, matrix.draw).to(matrix.dtype)
+            basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)
             self._step.adopt([index], basis)
+        matrix.draw = number  # only now: the old number gives the basis that moments come from
         self.schedule.refreshed(index, self.step_count)
 
     # -- reduction, called by the engine ----------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import Subspace, keyed_seed
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -148,11 +149,10 @@ class ZeroStep:
             matrix, gradient = self._matrix(index), self._gradient(index)
             matrix.prepare(step)
             columns, full = matrix.projection, gradient.full
-            reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
-            if full is not None and columns is not None:
-                torch.mm(full.float(), columns.float(), out=reduced)
-            elif full is not None:
-                reduced.copy_(full)
+            if full is None:
+                reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
+            else:
+                reduced = full.float().contiguous() if columns is None else project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
             begin, end = matrix.rows
             gradient.reduced, gradient.full = reduced[begin:end], None
@@ -243,17 +243,17 @@ class ZeroStep:
     def _apply(
         self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
     ) -> None:
-        if matrix.projection is None:
+        projection = matrix.projection
+        if projection is None:
             self._apply_whole(entry, matrix, update, key, gather)
         elif not self.sharded or (not matrix.transposed and entry.weight.by_rows):
-            left, right = update, matrix.projection
+            left, right = update, projection
             if matrix.transposed:
                 left, right = right, update
             self._apply_factors(entry, left, right, key, gather)
         else:
             # The low-rank update travels: every rank needs all of it for its own rows of the weight.
-            shards, projection = entry.gradient.shards, matrix.projection
-            width = projection.shape[1]
+            shards, width = entry.gradient.shards, projection.shape[1]
             exact = matrix.transposed and entry.weight.by_rows
 
             def deliver(packed: Tensor) -> None:
