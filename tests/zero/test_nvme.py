@@ -42,7 +42,7 @@ OPTIONS = {
     **LOW_RANK,
     "exclude_modules": ["down_proj"],
     "update_interval": 2,
-    "max_full_gradient_bytes": 10**7,
+    "max_full_gradient_bytes": 3 * 10**7,
 }
 
 
@@ -188,6 +188,7 @@ def tools(folder: str) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters([dense], modifier_rank=0):
             dense.data.mul_(0.5)
             while_gathered = safe_get_full_fp32_param(dense).clone()
+            safe_set_full_fp32_param(dense, while_gathered)  # its partition stays in memory
         changed = model_weights(engine)
         engine.optimizer.refresh_fp32_params()
         found[device] = {
