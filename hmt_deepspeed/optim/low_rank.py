@@ -97,7 +97,7 @@ class LowRankMatrix(MatrixRule):
         self.full_rank = False
         self.draw = 0
         self._window = 0  # step of the window: seeds the probes
-        self._inside: Tensor | None = None  # of a whole update, until its residual is limited
+        self._direction: Tensor | None = None  # kept until the residual of its update is limited
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_moments()
 
@@ -347,7 +347,7 @@ class LowRankMatrix(MatrixRule):
         direction = self.moments.advance(part, betas=betas, eps=eps)
         residual = full_residual(direction, part, gradient, basis, self.residual_scale)
         squares = residual.square().sum(dim=1, keepdim=True)
-        self._inside = direction @ basis.t()
+        self._direction = direction
         return residual, squares
 
     @property
@@ -362,9 +362,10 @@ class LowRankMatrix(MatrixRule):
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
         self._limit(update if self.takes_whole else update[:, self.rank :], sums)
-        if self._inside is not None:
-            update += self._inside
-            self._inside = None
+        if self._direction is not None:
+            assert self.basis is not None
+            update.addmm_(self._direction, self.basis.float().t())
+            self._direction = None
         return update.mul_(self.scale)
 
     def _limit(self, residual: Tensor, sums: Tensor) -> None:

@@ -218,6 +218,7 @@ class ZeroStep:
             )
             own = sums[entry.gradient.shards.counted(self.shard_rank)].sum(dim=0)
             updates[place] = (update, own)
+            entry.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
             limited += [place] if matrix.limits else []
         if self.sharded and limited:
             sums = torch.cat([updates[place][1] for place in limited])
