@@ -207,7 +207,8 @@ class LowRankMatrix(MatrixRule):
         """Redraw the probe columns of ``projection`` for the coming step."""
         self._window = step
         basis, whole = self.columns.basis, self.columns.whole
-        if self.columns.owner == self.name and whole is not None and basis is not None:
+        owns = self.columns.owner == self.name and self.num_probes > 0
+        if owns and whole is not None and basis is not None:
             whole[:, self.rank :] = self._probes(basis)
 
     def find_basis(self, gradient: Tensor, step: int, first: int) -> Subspace | None:
