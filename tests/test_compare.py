@@ -18,6 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "launch"))
 
+import compare  # noqa: E402
+
 from comparison import variants as table  # noqa: E402
 from comparison.cells import Cell, Setting, Store  # noqa: E402
 from comparison.contenders import Unavailable, build  # noqa: E402
@@ -219,24 +221,36 @@ def test_finetuning_starts_from_a_base_model_of_other_text(
     setting: Setting, folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path, tmp_path / "runs")
-    queue = make_queue(plan(setting, folder, "finetune", variants=("adamw", "lora")), store)
+    queue = make_queue(
+        plan(setting, folder, "finetune", variants=("adamw", "lora", "qlora")), store
+    )
     base, own = queue.cells[0], queue.cells[1]
-    lora = next(c for c in queue.cells if c.variant == "lora")
     assert base.stage == "base"
-    assert own.start == lora.start == base.key
+    assert {c.start for c in queue.cells[1:]} == {base.key}
     assert own.text != base.text
     assert train_cell(base, queue.texts[base.key], store) is not None
     assert store.is_finished(base)
     base_loss = torch.load(store.weights(base.key), weights_only=True)
     started = Run(own, queue.texts[own.key], store).contender.model.state_dict()
     assert all(torch.equal(started[name], base_loss[name]) for name in base_loss)
-    adapted = Run(lora, queue.texts[lora.key], store)
-    trained = [n for n, p in adapted.contender.model.named_parameters() if p.requires_grad]
+    lora = next(c for c in queue.cells if c.variant == "lora")
+    check_adapters(lora, queue.texts[lora.key], tmp_path)
+
+
+def check_adapters(own: Cell, text: Any, folder: Path) -> None:
+    """Only adapters are trained and checkpointed; an interrupted run ends as a whole one does."""
+    whole, parts = (Store(folder / part, folder / "runs") for part in ("whole", "parts"))
+    model = Run(own, text, whole).contender.model
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    result = train_cell(lora, queue.texts[lora.key], store)
-    assert result is not None
-    assert result["val_loss"] is not None
+    first = train_cell(own, text, whole)
+    assert train_cell(own, text, parts, lambda step: step == 3) is None
+    second = train_cell(own, text, parts)
+    assert first is not None
+    assert second is not None
+    assert first["val_loss"] == second["val_loss"]
+    assert first["checkpoint_bytes"] < 2 * first["parameters"]
 
 
 def test_the_halves_are_disjoint_and_share_a_vocabulary(setting: Setting, folder: Path) -> None:
@@ -283,24 +297,34 @@ def test_a_wrong_option_stops_the_command(
         check_variants(["wrong"], setting)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="QLoRA may be there")
-def test_qlora_says_why_it_is_skipped(setting: Setting) -> None:
-    with pytest.raises(Unavailable, match="CUDA"):
-        build("qlora", build_model(setting, 0), 64, setting.hyper(1e-3, 0))
+def test_what_a_machine_lacks_is_a_reason_to_skip(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hyper = build_model(setting, 0), setting.hyper(1e-3, 0)
+    with pytest.raises(Unavailable, match="NF4 on CUDA only"):
+        build("qlora", model, 64, hyper)
+    monkeypatch.setitem(sys.modules, "galore_torch.adamw", None)
+    with pytest.raises(Unavailable, match=r"galore_torch.* is not installed: pip install"):
+        build("galore", model, 64, hyper)
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
-    script = str(ROOT / "launch" / "compare.py")
-    command = [sys.executable, script, "sweep", "--model", "toy", "--variants", "sgd"]
-    toy = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert toy.returncode == 2
-    assert "--model toy needs --output" in toy.stderr
-    command += ["--output", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "launch" / "compare.py"), "sweep", "--model", "toy"]
+    command += ["--variants", "sgd", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert (
         done.stderr.strip().splitlines()[-1].startswith("compare.py: --variants 'sgd' is unknown")
     )
+
+
+def test_toy_results_are_kept_from_the_committed_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", "sweep", "--model", "toy"])
+    with pytest.raises(SystemExit):
+        compare.parse_arguments()
+    assert "--model toy needs --output" in capsys.readouterr().err
 
 
 # -- Fira, speed, report ----------------------------------------------------------------------------

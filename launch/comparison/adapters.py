@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,24 +18,25 @@ def add_adapters(
     """The model with trainable adapters of `rank`, its base frozen and, for QLoRA, in NF4.
 
     Raises:
-        Missing: for QLoRA, bitsandbytes or a CUDA device is not there.
-        ModuleNotFoundError: peft is not.
+        ModuleNotFoundError: peft or, for QLoRA, bitsandbytes is not installed.
+        Missing: QLoRA without a CUDA device.
     """
     from peft import LoraConfig, get_peft_model
 
+    wrapped: Any = model
     targets = [name.removesuffix(".weight") for name in matrices]
     if quantized:
         _quantize(model, targets)
+        wrapped.is_loaded_in_4bit = True  # how peft knows
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    return get_peft_model(wrapped, config)
 
 
 def _quantize(model: nn.Module, targets: list[str]) -> None:
     """Replace the linears by bitsandbytes' NF4 ones with the same weights."""
-    if not torch.cuda.is_available():
-        raise Missing("QLoRA's NF4 kernels need a CUDA device, and there is none")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise Missing("bitsandbytes is not installed, which QLoRA quantises with")
+    if next(model.parameters()).device.type != "cuda":
+        # 0.50.2 packs weights for the CPU at the first evaluation; its kernel for them has no autograd.
+        raise Missing("bitsandbytes trains NF4 on CUDA only: on the CPU its backward is not exact")
     import bitsandbytes as bnb
 
     for name in targets:
@@ -50,4 +51,4 @@ def _quantize(model: nn.Module, targets: list[str]) -> None:
         )
         values = linear.weight.detach().cpu()
         quantized.weight = bnb.nn.Params4bit(values, requires_grad=False, quant_type="nf4")
-        model.set_submodule(name, quantized.to("cuda"))
+        model.set_submodule(name, quantized.to("cuda"))  # moving quantises

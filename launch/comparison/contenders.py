@@ -96,11 +96,11 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
         )
     try:
         made, optimizer = builder(model, matrices, options, hyper)
-    except adapters.Missing as error:
-        raise Unavailable(str(error)) from error
     except ModuleNotFoundError as error:
         advice = "pip install 'hmt_deepspeed[compare]'"
         raise Unavailable(f"{error.name} is not installed: {advice}") from error
+    except adapters.Missing as error:
+        raise Unavailable(str(error)) from error
     return Contender(made, optimizer, matrices)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.results import load_average, machine
 from benchmarks.timing import now, percentile
@@ -165,10 +165,15 @@ class Run:
 
     _PLAIN = ("step", "batches", "step_seconds", "window", "curves", "energy", "diverged")
 
+    def _trained(self) -> dict[str, Tensor]:
+        """The trained parameters; what is frozen comes from the base model."""
+        named = self.contender.model.named_parameters()
+        return {name: p.detach() for name, p in named if p.requires_grad}
+
     def save(self) -> int:
         """Write the checkpoint, whole or not at all; returns its bytes."""
         state = {
-            "model": self.contender.model.state_dict(),
+            "model": self._trained(),
             "optimizer": self.contender.optimizer.state_dict(),
             "progress": {name: getattr(self, name) for name in self._PLAIN},
             "memory": self.memory.kept,
@@ -185,7 +190,8 @@ class Run:
             return False
         # Our own file; the peers' states hold projector objects, which weights_only refuses.
         state = torch.load(path, map_location=self.setting.device, weights_only=False)
-        self.contender.model.load_state_dict(state["model"])
+        for name, values in self._trained().items():
+            values.copy_(state["model"][name])
         self.contender.optimizer.load_state_dict(state["optimizer"])
         for name, value in state["progress"].items():
             setattr(self, name, value)
