@@ -60,10 +60,12 @@ class Fira(Optimizer):
     def _update(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[param]
         state["step"] = state.get("step", 0) + 1
+        gradient = param.grad
+        assert gradient is not None
         if "rank" not in group:
-            return _adam(param.grad, state, group)
-        wide = param.shape[1] > param.shape[0]
-        gradient = param.grad.t() if wide else param.grad
+            return _adam(gradient, state, group)
+        wide = gradient.shape[1] > gradient.shape[0]
+        gradient = gradient.t() if wide else gradient
         if (state["step"] - 1) % group["update_proj_gap"] == 0:
             state["basis"] = leading_right_vectors(gradient, group["rank"])
         basis = state["basis"]

@@ -123,7 +123,7 @@ class Run:
         self.step += 1
         self.window.append(self.pcie.read(loss.detach()))
         self.diverged = not math.isfinite(self.window[-1])
-        self._note(float(norm))
+        self._note(self.pcie.read(norm))
 
     def _is_evaluation(self, step: int) -> bool:
         return step == self.steps or step % max(1, self.steps // EVALUATIONS) == 0
