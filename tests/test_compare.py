@@ -105,6 +105,7 @@ def test_every_variant_lowers_its_loss(results: dict[str, dict[str, Any]]) -> No
         assert losses[-1] < losses[0] - 0.2, name
         assert result["val_loss"] < math.log(320), name
         assert result["steps"] == STEPS
+        assert result["cpu_seconds"] > 0
         assert result["pcie_bytes"] is None
         assert "CPU" in result["pcie_reason"]
         assert result["device_memory"] == "cpu (process RSS)"
@@ -367,6 +368,7 @@ def test_speed_alternates_and_skips_with_a_reason(
     assert report["adamw"]["together"] == ["adamw", "hmt_right_d4"]
     assert len(report["adamw"]["step_seconds"]) == 3
     assert report["hmt_right_d4"]["tokens_per_second"] > 0
+    assert report["hmt_right_d4"]["tokens_per_cpu_second"] > 0
     assert "CUDA" in report["qlora"]["skipped"]
 
 

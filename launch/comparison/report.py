@@ -31,6 +31,7 @@ CELL_COLUMNS = (
     "step_seconds_median",
     "step_seconds_p95",
     "train_seconds",
+    "cpu_seconds",
     "device_memory",
     "start_device_bytes",
     "peak_device_bytes",

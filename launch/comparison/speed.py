@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -35,7 +36,7 @@ class TimedStep:
         rows = self.order.rows(self.step * setting.batch_rows, setting.batch_rows)
         batch = self.data.train.batch(rows)
         self.step += 1
-        begin = now()
+        begin, begin_cpu = now(), time.process_time()
         with arithmetic(setting.device, setting.dtype):
             loss = contender.model(**Pcie(setting.device).to_device(batch)).loss
         forward = now()
@@ -47,6 +48,7 @@ class TimedStep:
         end = now()
         return {
             "seconds": end - begin,
+            "cpu_seconds": time.process_time() - begin_cpu,
             "forward": forward - begin,
             "backward": backward - forward,
             "step": end - backward,
@@ -94,9 +96,11 @@ def measure_speed(
 
 def _summary(samples: list[Sample], setting: Setting) -> dict[str, Any]:
     seconds = column(samples)
+    own_cpu = column(samples, "cpu_seconds")  # blind to what else the machine did
     low, high = spread(seconds)
     return {
         "tokens_per_second": setting.step_tokens * len(seconds) / sum(seconds),
+        "tokens_per_cpu_second": setting.step_tokens * len(seconds) / sum(own_cpu),
         "step_seconds_mean": sum(seconds) / len(seconds),
         "step_seconds_median": median(seconds),
         "step_seconds_quartiles": [low, high],

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean, median
@@ -86,6 +87,7 @@ class Run:
         self.step = 0
         self.batches = ""  # running digest of every token trained on
         self.step_seconds: list[float] = []
+        self.cpu_seconds = 0.0
         self.window: list[float] = []
         self.curves: dict[str, Any] = {
             **{key: [] for key in ("tokens", "seconds", "train_loss", "device_bytes")},
@@ -96,6 +98,7 @@ class Run:
         self.memory, self.pcie = Memory(setting.device), Pcie(setting.device)
         self.energy: dict[str, float] = {}
         self.diverged = False
+        self.commit = code_version()
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class Run:
         digest.update(batch["input_ids"].numpy().tobytes())
         self.batches = digest.hexdigest()
         contender.set_learning_rate(learning_rate(setting, self.cell.lr, self.step, self.steps))
-        begin = now()
+        begin, begin_cpu = now(), time.process_time()
         with arithmetic(setting.device, setting.dtype):
             loss = contender.model(**self.pcie.to_device(batch)).loss
         loss.backward()
@@ -120,6 +123,7 @@ class Run:
         contender.optimizer.step()
         contender.optimizer.zero_grad()
         self.step_seconds.append(paused - begin + now() - resumed)
+        self.cpu_seconds += time.process_time() - begin_cpu
         self.step += 1
         self.window.append(self.pcie.read(loss.detach()))
         self.diverged = not math.isfinite(self.window[-1])
@@ -163,7 +167,10 @@ class Run:
 
     # -- checkpoint -----------------------------------------------------------------------------
 
-    _PLAIN = ("step", "batches", "step_seconds", "window", "curves", "energy", "diverged")
+    _PLAIN = (
+        *("step", "batches", "step_seconds", "cpu_seconds"),
+        *("window", "curves", "energy", "diverged"),
+    )
 
     def _trained(self) -> dict[str, Tensor]:
         """The trained parameters; what is frozen comes from the base model."""
@@ -217,6 +224,7 @@ class Run:
             "step_seconds_median": median(seconds),
             "step_seconds_p95": percentile(seconds, 0.95),
             "train_seconds": sum(seconds),
+            "cpu_seconds": self.cpu_seconds,  # of all threads; blind to what else the machine did
             **self.memory.record(),
             **self.pcie.record(),
             "checkpoint_bytes": self.save(),
@@ -226,7 +234,7 @@ class Run:
             "threads": torch.get_num_threads(),
             "load_average_after": load_average(),
             "machine": machine(),
-            "commit": code_version(),
+            "commit": self.commit,
             "curves": self.curves,
         }
 
