@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--finetune_data", help="text to tune on; default: the other half of --data")
     add("--vocab_size", type=int, default=512, help="tokens of the bpe tokeniser")
     add("--seq_length", type=int, default=256, help="tokens in a row")
-    add("--batch_rows", type=int, default=8, help="rows in a step")
+    add("--batch_rows", type=int, default=4, help="rows in a step")
     add("--eval_rows", type=int, default=256, help="fixed held-out rows of the final evaluation")
     add("--dtype", choices=DTYPES, help="of the arithmetic; bf16 on a GPU that has it, else fp32")
     add("--base_tokens", type=int, default=2_000_000, help="that the fine-tuned model has seen")

@@ -58,7 +58,7 @@ class Setting:
     finetune_data: str | None
     vocab_size: int
     seq_length: int = 256
-    batch_rows: int = 8
+    batch_rows: int = 4
     dtype: str = "fp32"
     device: str = "cpu"
     eval_rows: int = 256

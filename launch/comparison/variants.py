@@ -44,12 +44,12 @@ def _hmt(**options: Any) -> dict[str, Any]:
 
 
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
-_QUARTER = (1e-2, 5e-3, 2e-2)
-_WHOLE = (4e-3, 2e-3, 8e-3)
+_QUARTER = (5e-3, 1e-2, 2.5e-3)
+_WHOLE = (2e-3, 1e-3, 4e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 
 VARIANTS: dict[str, Variant] = {
-    "adamw": Variant("adamw", {}, (1e-3, 2e-3, 4e-3, 8e-3)),
+    "adamw": Variant("adamw", {}, (1e-3, 2e-3, 4e-3, 5e-4)),
     "galore": Variant("galore", _galore(proj_type="std"), _QUARTER),
     "fira": Variant("fira", _galore(norm_growth_limit=1.01), _QUARTER),
     "apollo": Variant("apollo", _apollo(rank="d/4", scale=1.0, scale_type="channel"), _QUARTER),
