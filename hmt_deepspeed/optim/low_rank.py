@@ -31,7 +31,14 @@ from hmt_deepspeed.optim.rules import (
 )
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["Columns", "LowRankMatrix", "adopt_together", "share_bases", "takes_projection"]
+__all__ = [
+    "Columns",
+    "LowRankMatrix",
+    "adopt_together",
+    "share_bases",
+    "shareable",
+    "takes_projection",
+]
 
 MAX_RESIDUAL_SCALE = 8.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -133,7 +140,11 @@ class LowRankMatrix(MatrixRule):
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
         n = self.shape[1]
-        return 0 if rank == n or self.redraws else n * rank * self.dtype.itemsize
+        return 0 if self.is_full_at(rank) or self.redraws else n * rank * self.dtype.itemsize
+
+    def is_full_at(self, rank: int) -> bool:
+        """Whether a rank means full-rank AdamW, without a basis."""
+        return rank == self.shape[1]
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -369,13 +380,28 @@ def adopt_together(
 ) -> None:
     """:meth:`LowRankMatrix.adopt` of matrices that share a basis: all leave the old one at once."""
     for matrix, overlap_sum in zip(members, overlap_sums, strict=True):
-        if matrix.steps:
+        stays_full = matrix.full_rank and basis is None
+        if matrix.steps and not stays_full:
             matrix._transfer_moments(basis, overlap_sum)
     for matrix in members:
         matrix._install(basis)
         if not matrix.steps:
             matrix.moments = matrix._new_moments()
         matrix.measured = True
+
+
+def shareable(
+    groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
+) -> list[list[str]]:
+    """The parts of groups of names that can share a basis: one-sided and of the same settings."""
+    parts: list[list[str]] = []
+    for names in groups:
+        alike: dict[MatrixSettings, list[str]] = {}
+        for name in names:
+            if type(matrices[name]) is LowRankMatrix:
+                alike.setdefault(matrices[name].settings, []).append(name)
+        parts += [part for part in alike.values() if len(part) > 1]
+    return parts
 
 
 def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
