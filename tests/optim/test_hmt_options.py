@@ -7,6 +7,7 @@ import torch
 from hmt_runs import OPTIONS, batches, network, train
 from torch import nn
 
+from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.options import matrix_settings
@@ -26,7 +27,9 @@ def test_construction_with_tensors_allocates_nothing(monkeypatch):
 def test_options_and_settings():
     settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
     assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
-    assert (settings.scale, settings.norm_growth_limit) == (0.25, 1.01)
+    assert (settings.scale, settings.norm_growth_limit) == (None, 1.01)
+    matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
+    assert matrix.scale == 0.25  # each method resolves its own "auto"
     options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, residual="none").options
     assert matrix_settings(options).norm_growth_limit is None
     assert matrix_settings(options).residual == "none"
@@ -49,7 +52,20 @@ def test_options_and_settings():
         ("energy_threshold", 1.5, "at most 1"),
         ("energy_threshold", "high", "at most 1"),
         ("update_interval", 0, ">= 1"),
-        ("residual", "full", "probe"),
+        ("residual", "half", "probe"),
+        ("projection", "middle", "two_sided"),
+        ("range_finder", "lanczos", "subspace"),
+        ("moment_transfer", "copy", "rotate"),
+        ("state_dtype", "fp8", "int8"),
+        ("share_basis", "auto", "False"),
+        ("early_refresh", None, "False"),
+        ("rank_budget", 0, "above 0"),
+        ("rank_budget", 1.5, "at most 1"),
+        ("full_rank_budget", -0.1, "from 0 to 1"),
+        ("full_rank_budget", None, "from 0 to 1"),
+        ("full_rank_budget", True, "from 0 to 1"),
+        ("module_rules", "q", "mapping"),
+        ("module_rules", {"q": 4}, "mapping"),
         ("probes", 0, ">= 1"),
         ("probes", -1, ">= 0"),
         ("residual_scale", 0.0, "> 0"),
