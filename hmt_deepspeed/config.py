@@ -349,13 +349,15 @@ def _conflicts(given: Mapping[str, object]) -> list[_Conflict]:
             advice = 'A shared basis is one of the input: set "projection": "right".'
             conflicts.append(_Conflict("share_basis", "projection", advice))
         if given.get("projected_backward") is False:
-            advice = 'Who reads the same input shows only in a projected backward: set that to "auto".'
+            advice = (
+                'Who reads the same input shows only in a projected backward: set that to "auto".'
+            )
             conflicts.append(_Conflict("share_basis", "projected_backward", advice))
         if given.get("residual") == "full":
             advice = 'No projected backward shows who shares: set "residual": "probe".'
             conflicts.append(_Conflict("share_basis", "residual", advice))
         if given.get("range_finder") == "random":
-            advice = 'Random bases take no storage to be saved: set it to false.'
+            advice = "Random bases take no storage to be saved: set it to false."
             conflicts.append(_Conflict("share_basis", "range_finder", advice))
     if given.get("residual") == "full":
         if given.get("projected_backward") is True:

@@ -238,7 +238,7 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
 @pytest.mark.parametrize(
     ("rule", "path", "words"),
     [
-        ({"rnk": 4}, ".rnk", 'did you mean "hmt.optimizer.module_rules[\'q\'].rank"?'),
+        ({"rnk": 4}, ".rnk", "did you mean \"hmt.optimizer.module_rules['q'].rank\"?"),
         ({"rank": 0}, ".rank", 'Legal: "auto", an integer >= 1 or null.'),
         ({"rank": "8"}, ".rank", "Write it without quotes."),
         ({"method": "galore"}, ".method", "Legal: "),

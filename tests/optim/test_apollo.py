@@ -1,5 +1,7 @@
 """APOLLO and APOLLO-Mini: against the authors' optimizer, against the formula, and what they keep."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hmt_runs import batches, network, train
@@ -176,7 +178,7 @@ def test_limiter_bounds_the_growth_of_the_uncorrected_norm():
         weight.grad = gradient
         optimizer.step()
         norms.append(matrix.limited_norm.item())
-    ratios = [b / a for a, b in zip(norms, norms[1:], strict=False)]
+    ratios = [b / a for a, b in pairwise(norms)]
     assert max(ratios) <= 1.01 + 1e-5
     assert sum(ratio > 1.0099 for ratio in ratios) >= 5
 

@@ -88,6 +88,62 @@ def test_values_out_of_range(field, value, legal):
     assert legal in message
 
 
+CONTRADICTIONS = [
+    ("projected_backward", {"method": "apollo", "projected_backward": True}, "method 'apollo'"),
+    (
+        "projected_backward",
+        {"method": "apollo_mini", "projected_backward": True},
+        "method 'apollo_mini'",
+    ),
+    ("projected_backward", {"residual": "full", "projected_backward": True}, "residual 'full'"),
+    ("rank", {"method": "apollo_mini", "rank": 2}, "method 'apollo_mini'"),
+    ("rank_budget", {"rank_budget": 0.5, "rank": 8}, "rank 8"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "rank": 8}, "rank 8"),
+    ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}, "method 'apollo'"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "method": "adamw"}, "method 'adamw'"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "rank_budget": 0.5}, "rank_budget 0.5"),
+    (
+        "full_rank_budget",
+        {"full_rank_budget": 0.5, "projection": "two_sided"},
+        "projection 'two_sided'",
+    ),
+    ("share_basis", {"share_basis": True, "projection": "left"}, "projection 'left'"),
+    ("share_basis", {"share_basis": True, "projection": "auto"}, "projection 'auto'"),
+    ("share_basis", {"share_basis": True, "projection": "two_sided"}, "projection 'two_sided'"),
+    ("share_basis", {"share_basis": True, "residual": "full"}, "residual 'full'"),
+    ("share_basis", {"share_basis": True, "method": "apollo"}, "method 'apollo'"),
+    (
+        "share_basis",
+        {"share_basis": True, "range_finder": "random", "rank": 2},
+        "range_finder 'random'",
+    ),
+    (
+        "share_basis",
+        {"share_basis": True, "projected_backward": False},
+        "projected_backward False",
+    ),
+    ("residual", {"residual": "full", "projection": "two_sided"}, "projection 'two_sided'"),
+    ("range_finder", {"range_finder": "random"}, "rank 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("field", "options", "other"), CONTRADICTIONS)
+def test_fields_that_contradict_each_other_are_refused(field, options, other):
+    """As the "hmt" block refuses them, with the module and with bare tensors."""
+    for params in (network(), [nn.Parameter(torch.ones(8, 8))]):
+        with pytest.raises(ValueError) as caught:
+            HMT(params, **options)
+        message = str(caught.value)
+        assert f"hmt.optimizer.{field} is {options[field]!r} with {other}" in message
+        assert "legal" in message
+        assert "To do: " in message
+
+
+def test_share_basis_of_bare_parameters_is_refused():
+    with pytest.raises(ValueError, match="share_basis is True, but HMT was given parameters"):
+        HMT([nn.Parameter(torch.ones(8, 8))], share_basis=True)
+
+
 @pytest.mark.parametrize(
     ("parameter", "options", "words"),
     [

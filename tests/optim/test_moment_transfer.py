@@ -136,7 +136,9 @@ def test_growing_and_shrinking_keep_evidence(new_rank, transfer):
     torch.testing.assert_close(moved[:, :shared], mean[:, :shared], atol=1e-5, rtol=1e-4)
     # Rotation floors v at a thousandth of its row's mean.
     floor = 1e-3 * second.mean(dim=1, keepdim=True)
-    close = (moved_second[:, :shared] - second[:, :shared]).abs() <= 1e-3 * second[:, :shared] + floor
+    close = (moved_second[:, :shared] - second[:, :shared]).abs() <= 1e-3 * second[
+        :, :shared
+    ] + floor
     assert close.all()
     evidence = matrix.moments.evidence
     torch.testing.assert_close(evidence[:shared], torch.full((shared,), before))

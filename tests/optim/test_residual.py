@@ -1,6 +1,7 @@
 """The part of the gradient outside the basis: full (Fira), probes, none; and its limiter."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_limiter_bounds_growth(residual, projection):
         weight.grad = gradient
         optimizer.step()
         norms.append(optimizer.matrices["param_0"].limited_norm.item())
-    ratios = [b / a for a, b in zip(norms, norms[1:], strict=False)]
+    ratios = [b / a for a, b in pairwise(norms)]
     assert max(ratios) <= 1.01 + 1e-5
     assert sum(ratio > 1.0099 for ratio in ratios) >= 4
 
@@ -151,7 +152,7 @@ def test_two_sided_limiter_bounds_growth():
         weight.grad = gradient
         optimizer.step()
         norms.append(optimizer.matrices["param_0"].limited_norm.item())
-    assert max(b / a for a, b in zip(norms, norms[1:], strict=False)) <= 1.01 + 1e-5
+    assert max(b / a for a, b in pairwise(norms)) <= 1.01 + 1e-5
     assert norms[0] > 0
 
 

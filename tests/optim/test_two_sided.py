@@ -140,7 +140,9 @@ def test_rows_sum_to_the_whole():
         sums = sum(m.measure(s, slice(None)) for m, s in zip(parts, slices, strict=True))
         for matrix in parts:
             matrix.observe(sums)
-        steps = [m.advance(s, 1.0, betas=BETAS, eps=EPS) for m, s in zip(parts, slices, strict=True)]
+        steps = [
+            m.advance(s, 1.0, betas=BETAS, eps=EPS) for m, s in zip(parts, slices, strict=True)
+        ]
         squares = sum(part.sum(0) for _, part in steps)
         updates = [m.finish(u, squares) for m, (u, _) in zip(parts, steps, strict=True)]
         found = torch.cat(updates) @ whole.projection.t()
@@ -153,7 +155,9 @@ def test_first_step_after_the_first_refresh_does_not_blow_up_noise():
     sigma = 0.8 ** torch.arange(rank)
     gradient = orthonormal(m, rank, 1) * sigma @ orthonormal(n, rank, 2).t()
     weight = nn.Parameter(torch.zeros(m, n))
-    optimizer = HMT([weight], rank=rank, projection="two_sided", residual="none", range_finder="svd")
+    optimizer = HMT(
+        [weight], rank=rank, projection="two_sided", residual="none", range_finder="svd"
+    )
     weight.grad = gradient.clone()
     optimizer.step()
     cosine = -torch.cosine_similarity(weight.detach().flatten(), gradient.flatten(), dim=0)
