@@ -6,6 +6,7 @@ from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.moments import Moments
 from hmt_deepspeed.optim.state import StateTensor
 
 N, M, RANK = 48, 256, 16  # M RANK = 4096, the least for int8
@@ -151,3 +152,13 @@ def test_a_running_mean_below_the_spacing_still_decays(dtype):
     for step in range(500):
         state.write(state.read() * 0.999, step)
     torch.testing.assert_close(state.read().mean(), torch.tensor(0.999**500), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_moments_decay_as_in_fp32(dtype):
+    moments = Moments((64, 64), dtype, torch.device("cpu"), "w", 0)
+    moments.advance(torch.ones(64, 64), betas=(0.9, 0.999), eps=1e-8)
+    for _ in range(300):
+        moments.advance(torch.zeros(64, 64), betas=(0.9, 0.999), eps=1e-8)
+    expected = torch.tensor(1e-3 * 0.999**300)
+    torch.testing.assert_close(moments.exp_avg_sq.read().mean(), expected, rtol=0.05, atol=0)

@@ -97,6 +97,8 @@ def test_residual_inside_the_right_span_is_exact():
         phi = RANK / core.norm()  # |U| = 1 in each of r x r entries
         expected = phi * (image - left @ core) if residual == "probe" else torch.zeros(M, RANK)
         torch.testing.assert_close(missed, expected, rtol=1e-3, atol=1e-4)
+        inside = left.t() @ moved @ right  # Adam's alone, a first step: the signs
+        torch.testing.assert_close(inside, core.sign(), rtol=0, atol=1e-3)
         outside = phi * matrix.residual_scale * (gradient @ probes)
         expected = outside if residual == "probe" else torch.zeros(M, 4)
         torch.testing.assert_close(moved @ probes, expected, rtol=1e-3, atol=1e-4)
