@@ -100,12 +100,6 @@ class ModuleRule(_StrictModel):
     scale: Auto | PositiveFloat | None = None
 
 
-def _rules_compile(rules: dict[str, ModuleRule]) -> dict[str, ModuleRule]:
-    for pattern in rules:
-        _compiles(pattern)
-    return rules
-
-
 class OptimizerConfig(_StrictModel):
     """`hmt.optimizer`: what the optimizer does with each linear's gradient.
 
@@ -230,8 +224,8 @@ class OptimizerConfig(_StrictModel):
         "AdamW, also where target_modules matches.",
         json_schema_extra={"legal": "a list of non-empty regular expressions"},
     )
-    module_rules: dict[Annotated[str, Field(min_length=1)], ModuleRule] = Field(
-        default_factory=dict,
+    module_rules: dict[Regex, ModuleRule] = Field(
+        default={},
         description="Rules of their own for modules, by regular expression: embeddings and head too. "
         "The first match decides, before every other pattern.",
         json_schema_extra={"legal": "an object of regular expressions and objects"},
@@ -242,6 +236,11 @@ class OptimizerConfig(_StrictModel):
         le=_MAX_SEED,
         description="Seed of the random bases and of the probe columns.",
     )
+
+    def __hash__(self) -> int:
+        rules = frozenset(self.module_rules.items())
+        others = (value for key, value in self if key != "module_rules")
+        return hash((rules, *others))
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> OptimizerConfig:
@@ -333,29 +332,32 @@ def _conflicts(given: Mapping[str, object]) -> list[_Conflict]:
         advice = f'With "rank": {given["rank"]} it is ignored: remove it or set "rank": "auto".'
         conflicts += [_Conflict(key, "rank", advice) for key in _KEYS_OF_FREE_RANK if key in given]
     elif given.get("range_finder") == "random":
-        advice = "A random basis has no spectrum to choose a rank by: give a fixed rank."
+        advice = 'A random basis has no spectrum to choose a rank by: set "rank" to a number.'
         conflicts.append(_Conflict("range_finder", "rank", advice))
     if given.get("rank_budget") is not None:
-        advice = 'With a "rank_budget" it is ignored: remove one of them.'
+        advice = 'With a "rank_budget" it is ignored: remove it or set "rank_budget": null.'
         conflicts += [
             _Conflict(key, "rank_budget", advice)
             for key in ("energy_threshold", "full_rank_budget")
             if key in given
         ]
+    if given.get("projection") == "two_sided" and given.get("full_rank_budget"):
+        advice = 'A core has no full rank to fall back to: remove it or set "projection": "right".'
+        conflicts.append(_Conflict("full_rank_budget", "projection", advice))
     if given.get("share_basis") is True:
         if given.get("projection", "right") != "right":
             advice = 'A shared basis is one of the input: set "projection": "right".'
             conflicts.append(_Conflict("share_basis", "projection", advice))
         if given.get("projected_backward") is False:
-            advice = "Who reads the same input shows only in the projected backward: turn it on."
+            advice = (
+                'Who reads the same input shows only in a projected backward: set that to "auto".'
+            )
             conflicts.append(_Conflict("share_basis", "projected_backward", advice))
         if given.get("residual") == "full":
-            advice = (
-                "The full residual has no projected backward, which shows who shares: use probe."
-            )
+            advice = 'No projected backward shows who shares: set "residual": "probe".'
             conflicts.append(_Conflict("share_basis", "residual", advice))
         if given.get("range_finder") == "random":
-            advice = "Random bases cost no storage that sharing would save: remove one of them."
+            advice = "Random bases take no storage to be saved: set it to false."
             conflicts.append(_Conflict("share_basis", "range_finder", advice))
     if given.get("residual") == "full":
         if given.get("projected_backward") is True:
@@ -475,7 +477,7 @@ def _field_problems(error: ValidationError) -> dict[str, str]:
             text = "Legal: an object. Write {} to use its defaults."
             problems.setdefault(path, f"got {detail['input']!r}. {text}")
         elif rest:
-            key, text = _value_problem(path, rest, detail)
+            key, text = _value_problem(path, model, rest, detail)
             # once an element of a list is wrong, the list is not reported too
             if not any(known.startswith(f"{key}[") for known in problems):
                 problems.setdefault(key, text)
@@ -492,12 +494,16 @@ def _resolve(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel], tuple[in
         if nested is None:
             break
         path, model, rest = f"{path}.{rest[0]}", nested, rest[1:]
+    if rest[:1] == ("module_rules",) and len(rest) > 1 and rest[-1] != "[key]":
+        path, model, rest = f"{path}.module_rules[{rest[1]!r}]", ModuleRule, rest[2:]
     return path, model, rest
 
 
-def _value_problem(path: str, rest: tuple[int | str, ...], detail: ErrorDetails) -> tuple[str, str]:
+def _value_problem(
+    path: str, model: type[BaseModel], rest: tuple[int | str, ...], detail: ErrorDetails
+) -> tuple[str, str]:
     key = f"{path}.{rest[0]}"
-    field = _field_table()[key]
+    field = dict(_walk_fields(model, path))[key]
     index = next((f"[{part}]" for part in rest[1:] if isinstance(part, int)), "")
     value = list(detail["input"]) if isinstance(detail["input"], tuple) else detail["input"]
     reason = f" ({detail['ctx']['error']})" if detail["type"] == "value_error" else ""

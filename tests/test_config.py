@@ -15,23 +15,41 @@ from hmt_deepspeed.config import (
 
 DEFAULTS = {
     "method": "lowrank_adamw",
+    "projection": "right",
     "rank": "auto",
     "rank_candidates": (32, 64, 128, 256),
     "energy_threshold": 0.95,
+    "rank_budget": None,
+    "full_rank_budget": 0.0,
     "update_interval": 200,
+    "early_refresh": True,
+    "range_finder": "randomized",
+    "moment_transfer": "rotate",
     "residual": "probe",
+    "share_basis": False,
     "probes": "auto",
     "residual_scale": "auto",
     "projected_backward": "auto",
     "scale": "auto",
     "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",
+    "state_dtype": "fp32",
     "master_weights": "fp32",
     "target_modules": None,
     "exclude_modules": ("embed", "lm_head"),
+    "module_rules": {},
     "seed": 0,
 }
-KEPT_BY_ADAMW = {"method", "master_weights", "seed"}
+KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "seed"}
+KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
+    "rank",
+    "update_interval",
+    "scale",
+    "norm_growth_limit",
+    "projected_backward",
+    "target_modules",
+    "exclude_modules",
+}
 
 
 def problems_of(block: object) -> dict[str, str]:
@@ -66,6 +84,20 @@ def test_defaults(block):
     ("fields", "key", "expected"),
     [
         ({"method": "adamw"}, "method", "adamw"),
+        ({"method": "apollo"}, "method", "apollo"),
+        ({"method": "apollo_mini", "rank": 1}, "rank", 1),
+        ({"method": "apollo", "projected_backward": False}, "projected_backward", False),
+        *[({"projection": v}, "projection", v) for v in ("right", "left", "auto", "two_sided")],
+        *[({"range_finder": v}, "range_finder", v) for v in ("randomized", "subspace", "svd")],
+        ({"range_finder": "random", "rank": 8}, "range_finder", "random"),
+        *[({"moment_transfer": v}, "moment_transfer", v) for v in ("rotate", "keep", "reset")],
+        *[({"state_dtype": v}, "state_dtype", v) for v in ("fp32", "bf16", "int8")],
+        ({"residual": "full"}, "residual", "full"),
+        ({"rank_budget": 1}, "rank_budget", 1.0),
+        ({"rank_budget": 1e-3}, "rank_budget", 1e-3),
+        ({"full_rank_budget": 1}, "full_rank_budget", 1.0),
+        ({"early_refresh": False}, "early_refresh", False),
+        ({"share_basis": True}, "share_basis", True),
         ({"rank": 1}, "rank", 1),
         ({"rank_candidates": [8]}, "rank_candidates", (8,)),
         ({"rank_candidates": (4, 8)}, "rank_candidates", (4, 8)),
@@ -102,15 +134,48 @@ def test_models_are_frozen_and_hashable():
 
 
 def test_adamw_keeps_its_own_fields():
-    fields = {"method": "adamw", "master_weights": "none", "seed": 3}
+    fields = {"method": "adamw", "master_weights": "none", "seed": 3, "state_dtype": "int8"}
     assert HMTConfig.from_block({"optimizer": fields}).optimizer.seed == 3
+
+
+def test_apollo_keeps_its_own_fields():
+    kept = {"rank": 4, "update_interval": 9, "scale": 2.0, "norm_growth_limit": None}
+    kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
+    config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
+    assert (config.rank, config.scale, config.module_rules["w"].rank) == (4, 2.0, 2)
+
+
+def test_configs_with_module_rules_are_hashable():
+    def config(rank):
+        return HMTConfig.from_block({"optimizer": {"module_rules": {"q": {"rank": rank}}}})
+
+    assert hash(config(4)) == hash(config(4))
+    assert config(4) != config(8)
+    assert len({config(4), config(4), config(8)}) == 2
 
 
 # --- refused values ---------------------------------------------------------------------------
 
 INTEGER_FIELDS = ["rank", "update_interval", "probes", "max_full_gradient_bytes", "seed"]
-FLOAT_FIELDS = ["energy_threshold", "residual_scale", "scale", "norm_growth_limit"]
-NAME_FIELDS = ["method", "residual", "master_weights"]
+FLOAT_FIELDS = [
+    "energy_threshold",
+    "rank_budget",
+    "full_rank_budget",
+    "residual_scale",
+    "scale",
+    "norm_growth_limit",
+]
+NAME_FIELDS = [
+    "method",
+    "projection",
+    "range_finder",
+    "moment_transfer",
+    "residual",
+    "state_dtype",
+    "master_weights",
+]
+BOOL_FIELDS = ["early_refresh", "share_basis"]
+NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
 REGEX_FIELDS = ["target_modules", "exclude_modules"]
 
 BAD_VALUES = [
@@ -118,7 +183,9 @@ BAD_VALUES = [
     *[(key, value) for key in FLOAT_FIELDS for value in ("0.5", True, -1.0, [0.5], {})],
     *[(key, value) for key in FLOAT_FIELDS for value in (float("nan"), float("inf"))],
     *[(key, value) for key in NAME_FIELDS for value in ("fp64", 1, True, None)],
-    *[(key, None) for key in DEFAULTS if key not in ("target_modules", "norm_growth_limit")],
+    *[(key, None) for key in DEFAULTS if key not in NULLABLE_FIELDS],
+    *[(key, value) for key in BOOL_FIELDS for value in (1, 0, "true", "auto")],
+    *[("module_rules", value) for value in ([], "q", 3, ["q"])],
     *[(key, 0) for key in ("rank", "update_interval", "max_full_gradient_bytes")],
     *[(key, "auto") for key in ("energy_threshold", "update_interval", "seed")],
     *[("projected_backward", value) for value in (1, 0, "true", "on")],
@@ -126,6 +193,9 @@ BAD_VALUES = [
     *[(key, value) for key in REGEX_FIELDS for value in ("q_proj", 3, {"q_proj": True})],
     ("energy_threshold", 0),
     ("energy_threshold", 1.0001),
+    ("rank_budget", 0),
+    ("rank_budget", 1.01),
+    ("full_rank_budget", 1.01),
     ("residual_scale", 0),
     ("scale", 0.0),
     ("norm_growth_limit", 0.999),
@@ -163,6 +233,33 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
     path, text = problem_of_field(**{key: value})
     assert path == f"hmt.optimizer.{key}[{index}]"
     assert text.startswith(f"got {element}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "words"),
+    [
+        ({"rnk": 4}, ".rnk", "did you mean \"hmt.optimizer.module_rules['q'].rank\"?"),
+        ({"rank": 0}, ".rank", 'Legal: "auto", an integer >= 1 or null.'),
+        ({"rank": "8"}, ".rank", "Write it without quotes."),
+        ({"method": "galore"}, ".method", "Legal: "),
+        ({"projection": "rigth"}, ".projection", 'Did you mean "right"?'),
+        ({"scale": 0}, ".scale", "a number > 0"),
+        ({"seed": 3}, ".seed", 'it belongs at "hmt.optimizer.seed"'),
+        (3, "", "Legal: an object."),
+    ],
+)
+def test_bad_module_rule_is_named_by_its_pattern(rule, path, words):
+    key, text = problem_of_field(module_rules={"q": rule, "w": {"rank": 4}})
+    assert key == f"hmt.optimizer.module_rules['q']{path}"
+    assert text.startswith(f"got {next(iter(rule.values())) if path else rule!r}".split("'")[0])
+    assert words in text
+
+
+@pytest.mark.parametrize("pattern", ["(", ""])
+def test_module_rule_of_a_bad_pattern(pattern):
+    key, text = problem_of_field(module_rules={pattern: {"rank": 4}})
+    assert key == "hmt.optimizer.module_rules"
+    assert text.startswith(f"got {pattern!r}")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +367,14 @@ def test_every_problem_is_listed_at_once():
 # --- fields that cannot be given together -----------------------------------------------------
 
 LOW_RANK_ONLY = {
+    "projection": "left",
     "rank": 8,
+    "rank_budget": 0.5,
+    "full_rank_budget": 0.5,
+    "early_refresh": False,
+    "range_finder": "svd",
+    "moment_transfer": "keep",
+    "share_basis": True,
     "rank_candidates": [8],
     "energy_threshold": 0.5,
     "update_interval": 10,
@@ -296,6 +400,32 @@ CONFLICTS = [
     ({"probes": 0, "residual": "probe"}, {"probes"}),
     ({"residual": "none", "residual_scale": "auto"}, {"residual_scale"}),
     ({"residual": "none", "norm_growth_limit": None}, {"norm_growth_limit"}),
+    ({"rank": 8, "rank_budget": 0.5}, {"rank_budget"}),
+    ({"rank": 8, "full_rank_budget": 0.5}, {"full_rank_budget"}),
+    ({"range_finder": "random"}, {"range_finder"}),
+    ({"range_finder": "random", "rank": "auto"}, {"range_finder"}),
+    (
+        {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.1},
+        {"energy_threshold", "full_rank_budget"},
+    ),
+    ({"projection": "two_sided", "full_rank_budget": 0.1}, {"full_rank_budget"}),
+    *[({"share_basis": True, "projection": v}, {"share_basis"}) for v in ("left", "two_sided")],
+    ({"share_basis": True, "projection": "auto"}, {"share_basis"}),
+    ({"share_basis": True, "projected_backward": False}, {"share_basis"}),
+    ({"share_basis": True, "residual": "full"}, {"share_basis"}),
+    ({"share_basis": True, "range_finder": "random", "rank": 8}, {"share_basis"}),
+    ({"residual": "full", "projected_backward": True}, {"projected_backward"}),
+    ({"residual": "full", "projection": "two_sided"}, {"residual"}),
+    ({"residual": "full", "probes": 4}, {"probes"}),
+    ({"method": "apollo", "projected_backward": True}, {"projected_backward"}),
+    ({"method": "apollo_mini", "projected_backward": True}, {"projected_backward"}),
+    ({"method": "apollo_mini", "rank": 4}, {"rank"}),
+    *[
+        ({"method": method, key: value}, {key})
+        for method in ("apollo", "apollo_mini")
+        for key, value in LOW_RANK_ONLY.items()
+        if key not in KEPT_BY_APOLLO
+    ],
     *[({"method": "adamw", key: value}, {key}) for key, value in LOW_RANK_ONLY.items()],
     *[
         ({"method": "adamw", key: value}, {key})
@@ -334,6 +464,11 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"residual": "none", "probes": "auto"},
         {"residual": "probe", "probes": 1},
         {"method": "lowrank_adamw", "rank": 8},
+        {"rank": 8, "range_finder": "random"},
+        {"rank_budget": 0.5, "rank_candidates": [8]},
+        {"residual": "full", "projected_backward": "auto", "norm_growth_limit": 1.05},
+        {"share_basis": True, "projection": "right", "projected_backward": True},
+        {"method": "apollo", "rank": 8, "projected_backward": "auto"},
     ],
 )
 def test_no_conflict(fields):
@@ -374,7 +509,12 @@ def test_described_defaults_are_the_defaults():
 @pytest.mark.parametrize(
     ("key", "legal"),
     [
-        ("method", '"lowrank_adamw" or "adamw"'),
+        ("method", '"lowrank_adamw", "apollo", "apollo_mini" or "adamw"'),
+        ("projection", '"right", "left", "auto" or "two_sided"'),
+        ("rank_budget", "a number > 0 and <= 1 or null"),
+        ("full_rank_budget", "a number >= 0 and <= 1"),
+        ("early_refresh", "true or false"),
+        ("module_rules", "an object of regular expressions and objects"),
         ("rank", '"auto" or an integer >= 1'),
         ("rank_candidates", "a non-empty, strictly increasing list of integers >= 1"),
         ("energy_threshold", "a number > 0 and <= 1"),

@@ -22,6 +22,7 @@ from hmt_deepspeed.optim.low_rank import (
     LowRankMatrix,
     adopt_together,
     share_bases,
+    shareable,
     takes_projection,
 )
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -89,6 +90,7 @@ class HMT(Optimizer):
         self._sites: dict[Tensor, ProjectedSite] = {}
         self._shared = SharedInputs(())
         self._schedule = RefreshSchedule((), 1, 0)
+        self._policy = build_policy((), self.options)
         self._linear_names: set[str] | None = None
         self._steps = 0
         model = params if isinstance(params, nn.Module) else None
@@ -197,15 +199,18 @@ class HMT(Optimizer):
     def _form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
         place = {slot.name: index for index, slot in enumerate(self._low_rank)}
+        matrices = [cast(MatrixRule, slot.matrix) for slot in self._low_rank]
         names = self._shared.groups() if self.options["share_basis"] else []
+        names = shareable(names, {matrix.name: matrix for matrix in matrices})
         fixed = self.options["max_full_gradient_bytes"] != "auto"
         together = [[place[name] for name in group] for group in names]
         self._schedule = self._schedule.regrouped(together, fixed)
         self._groups = self._schedule.groups
-        matrices = [cast(MatrixRule, slot.matrix) for slot in self._low_rank]
         members = [[matrices[i] for i in group] for group in self._groups]
         share_bases(members)
+        known = self._policy.state_dict()
         self._policy = build_policy(members, self.options)
+        self._policy.load_state_dict(known)
 
     def _patch(self, model: nn.Module) -> None:
         """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
@@ -214,18 +219,21 @@ class HMT(Optimizer):
         linears, patched = linear_weights(model), []
         for slot in self._low_rank:
             module = linears.get(slot.name)
-            if module is None or not takes_projection(slot.matrix):
-                continue
-            if can_project(module):
+            able = takes_projection(slot.matrix)
+            if module is not None and able and can_project(module):
                 assert slot.matrix is not None
                 site = ProjectedSite(slot.name, slot.matrix.transposed)
                 slot.site = self._sites[slot.param] = site
                 patched.append((cast(nn.Linear, module), slot.site))
             elif self.options["projected_backward"] is True:
+                why = "has a rule that needs whole gradients"
+                if able and module is None:
+                    why = "is not the weight of a linear layer"
+                elif able:
+                    why = f"belongs to a {type(module).__name__} whose forward is not nn.Linear's"
                 raise ValueError(
-                    f"hmt.optimizer.projected_backward is True, but {slot.name} belongs to a "
-                    f"{type(module).__name__} whose forward is not nn.Linear's. Legal for it: 'auto' "
-                    "or False, or add it to exclude_modules."
+                    f"hmt.optimizer.projected_backward is True, but {slot.name} {why}. Legal for it: "
+                    "'auto' or False, or add it to exclude_modules."
                 )
         self._shared = SharedInputs(site for _, site in patched)
         for module, site in patched:
@@ -293,8 +301,7 @@ class HMT(Optimizer):
         if found is not None:
             energies = leader.captured_at_candidates(found)
             rank = self._policy.choose(number, energies, self._steps)
-            full = rank == leader.shape[1]
-            basis = None if full else leader.basis_of(found, rank, gradient)
+            basis = None if leader.is_full_at(rank) else leader.basis_of(found, rank, gradient)
             sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
             adopt_together(matrices, basis, sums)
         for slot, matrix in zip(slots, matrices, strict=True):
@@ -387,6 +394,7 @@ class HMT(Optimizer):
             "steps": self._steps,
             "names": [name for name, _ in self._named()],
             "groups": self._shared.groups(),
+            "settled": self._shared.settled,
             "policy": self._policy.state_dict(),
         }
         return packed
@@ -410,7 +418,8 @@ class HMT(Optimizer):
         self._slots.clear()
         self._low_rank.clear()
         self._schedule = RefreshSchedule((), 1, 0)
-        self._shared.restore(own["groups"])
+        self._policy = build_policy((), self.options)
+        self._shared.restore(own["groups"], own["settled"])
         self._steps = int(own["steps"])
         self._build()
         self._policy.load_state_dict(own["policy"])

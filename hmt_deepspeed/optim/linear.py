@@ -180,8 +180,8 @@ class SharedInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether a window has been observed."""
-        return not self._learning
+        """Whether a window has been observed, or there is nothing to observe."""
+        return not self._learning or not self.sites
 
     def lay_out(self) -> None:
         """Build every group's columns from its active members' projections; shared ones once."""
@@ -203,10 +203,10 @@ class SharedInputs:
         groups = {id(site.group): site.group for site in self.sites}
         return [[site.name for site in g.sites] for g in groups.values() if len(g.sites) > 1]
 
-    def restore(self, groups: Sequence[Sequence[str]]) -> None:
+    def restore(self, groups: Sequence[Sequence[str]], settled: bool = False) -> None:
         """Form the groups of a checkpoint; they take effect at the next :meth:`lay_out`.
 
-        Without groups there is nothing to restore, and the next window is observed.
+        Without groups the next window is observed, unless one was before the checkpoint (``settled``).
         """
         by_name = {site.name: site for site in self.sites}
         for site in self.sites:
@@ -216,7 +216,7 @@ class SharedInputs:
             for site in members[1:]:
                 members[0].group.sites.append(site)
                 site.group = members[0].group
-        self._last, self._learning = None, not groups
+        self._last, self._learning = None, not groups and not settled
         self._joins.clear()
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "adopt_together",
     "held_projection",
     "share_bases",
+    "shareable",
     "takes_projection",
 ]
 
@@ -153,7 +154,11 @@ class LowRankMatrix(MatrixRule):
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
         n = self.shape[1]
-        return 0 if rank == n or self.redraws else n * rank * self.dtype.itemsize
+        return 0 if self.is_full_at(rank) or self.redraws else n * rank * self.dtype.itemsize
+
+    def is_full_at(self, rank: int) -> bool:
+        """Whether a rank means full-rank AdamW, without a basis."""
+        return rank == self.shape[1]
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -412,13 +417,28 @@ def adopt_together(
 ) -> None:
     """:meth:`LowRankMatrix.adopt` of matrices that share a basis: all leave the old one at once."""
     for matrix, overlap_sum in zip(members, overlap_sums, strict=True):
-        if matrix.steps:
+        stays_full = matrix.full_rank and basis is None
+        if matrix.steps and not stays_full:
             matrix._transfer_moments(basis, overlap_sum)
     for matrix in members:
         matrix._install(basis)
         if not matrix.steps:
             matrix.moments = matrix._new_moments()
         matrix.measured = True
+
+
+def shareable(
+    groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
+) -> list[list[str]]:
+    """The parts of groups of names that can share a basis: one-sided and of the same settings."""
+    parts: list[list[str]] = []
+    for names in groups:
+        alike: dict[MatrixSettings, list[str]] = {}
+        for name in names:
+            if type(matrices[name]) is LowRankMatrix:
+                alike.setdefault(matrices[name].settings, []).append(name)
+        parts += [part for part in alike.values() if len(part) > 1]
+    return parts
 
 
 def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:

@@ -8,7 +8,14 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, cast
 
-from hmt_deepspeed.optim.settings import DENSE, LOW_RANK, METHODS, MatrixSettings
+from hmt_deepspeed.optim.settings import (
+    APOLLO,
+    APOLLO_MINI,
+    DENSE,
+    LOW_RANK,
+    METHODS,
+    MatrixSettings,
+)
 from hmt_deepspeed.optim.state import STATE_DTYPES
 
 __all__ = ["check_group", "check_options", "complete_options", "matrix_settings", "module_rules"]
@@ -23,6 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "state_dtype": STATE_DTYPES,
     "weight_dtype": ("auto", "int8"),
 }
+_RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale")
 
 
 DEFAULTS: dict[str, object] = {
@@ -94,7 +102,7 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
     """``module_rules`` with every field that a rule leaves open taken from the others.
 
     A rule of another method starts from that method's defaults where fields mean something else
-    for it: rank, scale and residual.
+    for it: rank and scale.
 
     Raises:
         ValueError: a value out of range.
@@ -112,7 +120,7 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Check the fields that are not :class:`LowRankSettings`' own.
+    """Check the fields that are not :class:`MatrixSettings`' own, and what cannot go together.
 
     Raises:
         ValueError: field, value, legal range, what to do.
@@ -131,6 +139,83 @@ def check_options(options: Mapping[str, object]) -> None:
         words = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if not words or not all(isinstance(p, str) for p in cast("Sequence[object]", patterns)):
             _refuse(field, patterns, "a list of regular expressions", "put the pattern in a list")
+    share, fallback = options["rank_budget"], options["full_rank_budget"]
+    if share is not None and not (_is_share(share) and share):
+        _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
+    if not _is_share(fallback):
+        _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
+    _check_module_rules(options["module_rules"])
+    _check_together(options)
+
+
+def _is_share(value: object) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and 0 <= cast(float, value) <= 1
+
+
+def _check_module_rules(rules: object) -> None:
+    if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
+        _refuse("module_rules", rules, "a mapping of patterns and mappings", "use {} for no rules")
+    for pattern, rule in cast("Mapping[str, Mapping[str, object]]", rules).items():
+        for name in rule:
+            if name not in _RULE_FIELDS:
+                where, legal = f"module_rules[{pattern!r}]", f"fields {', '.join(_RULE_FIELDS)}"
+                _refuse(where, dict(rule), legal, f"remove {name!r}")
+
+
+def _check_together(options: Mapping[str, object]) -> None:
+    """Refuse combinations in which one field contradicts another; the first is to blame."""
+    method, residual = options["method"], options["residual"]
+    low_rank = method == LOW_RANK
+    whole = method in (APOLLO, APOLLO_MINI) or (low_rank and residual == "full")
+    if whole and options["projected_backward"] is True:
+        why = f"method {method!r}" if not low_rank else "residual 'full'"
+        _refuse_with("projected_backward", True, why, '"auto" or False', "it needs whole gradients")
+    if method == APOLLO_MINI and options["rank"] not in ("auto", 1):
+        advice = 'set the method to "apollo" for other ranks'
+        _refuse_with("rank", options["rank"], f"method {method!r}", '"auto" or 1', advice)
+    _check_budgets(options)
+    if not options["share_basis"]:
+        return
+    clashes = {
+        "method": (LOW_RANK,),
+        "projection": ("right",),
+        "projected_backward": ("auto", True),
+        "residual": ("probe", "none"),
+        "range_finder": ("randomized", "subspace", "svd"),
+    }
+    for field, legal in clashes.items():
+        if options[field] not in legal:
+            advice = "share_basis False, or change the other"
+            words = f"{field} one of {legal}"
+            _refuse_with("share_basis", True, f"{field} {options[field]!r}", words, advice)
+
+
+def _check_budgets(options: Mapping[str, object]) -> None:
+    given = {"rank_budget": options["rank_budget"], "full_rank_budget": options["full_rank_budget"]}
+    for field, value in given.items():
+        if not value:
+            continue
+        if options["method"] != LOW_RANK:
+            legal = f"a budget with method {LOW_RANK!r}"
+            _refuse_with(field, value, f"method {options['method']!r}", legal, "remove one of them")
+        if options["rank"] != "auto":
+            legal, advice = 'a budget with rank "auto"', "remove one of them"
+            _refuse_with(field, value, f"rank {options['rank']!r}", legal, advice)
+    if all(given.values()):
+        other = f"rank_budget {given['rank_budget']!r}"
+        legal, advice = "one of the two", "set full_rank_budget to 0"
+        _refuse_with("full_rank_budget", given["full_rank_budget"], other, legal, advice)
+    if given["full_rank_budget"] and options["projection"] == "two_sided":
+        legal, advice = "a fallback of one-sided projections", "remove one of them"
+        value = given["full_rank_budget"]
+        _refuse_with("full_rank_budget", value, "projection 'two_sided'", legal, advice)
+
+
+def _refuse_with(field: str, value: object, other: str, legal: str, advice: str) -> None:
+    raise ValueError(
+        f"hmt.optimizer.{field} is {value!r} with {other}; legal: {legal}. To do: {advice}."
+    )
 
 
 def check_group(group: Mapping[str, Any]) -> None:

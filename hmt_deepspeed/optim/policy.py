@@ -70,7 +70,8 @@ class RankPolicy:
         self.groups = groups
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
         self.histories = {group[0].name: RankHistory() for group in groups}
-        self.log_norms: dict[str, float] = {}  # of the gradient, at each group's last refresh
+        # of the gradient, at each group's last refresh before which it had taken a step
+        self.log_norms: dict[str, float] = {}
         self._watched = [i for i, group in enumerate(groups) if not group[0].redraws]
         self.trigger = StalenessTrigger(len(self._watched)) if early else None
 
@@ -90,7 +91,8 @@ class RankPolicy:
         if history.latest is None:
             prior = prior_rank(layer_type(leader.name), self.histories, leader.candidates)
             return leader.candidates[0] if prior is None else prior
-        trend = leader.log_norm() - self.log_norms[leader.name]
+        now = leader.log_norm()
+        trend = now - self.log_norms.get(leader.name, now)
         energy = float(leader.smoothed_energy())
         threshold = leader.settings.energy_threshold
         return predict_rank(leader.candidates, history, energy, trend, threshold)
@@ -104,7 +106,8 @@ class RankPolicy:
         leader = self._leader(index)
         rank = self._choose(index, leader, energies)
         self.histories[leader.name].add(step, rank, energies)
-        self.log_norms[leader.name] = leader.log_norm()
+        if leader.energy_weight:
+            self.log_norms[leader.name] = leader.log_norm()
         if self.trigger is not None:
             self.trigger.refreshed(self._watched.index(index), step)
         return rank
@@ -148,17 +151,34 @@ class RankPolicy:
             member = self._leader(i)
             latest = self.histories[member.name].latest
             captured = tuple(energies) if i == index else latest.captured if latest else ()
-            ranks = member.candidates if captured else (member.rank,)
-            sizes = tuple(self.bytes_at(i, rank) for rank in ranks)
-            spectra.append(Spectrum(ranks, captured or (0.0,), sizes))
+            spectra.append(self._spectrum(i, captured))
             others += self.bytes_at(i, member.rank) if i != index else 0
-        planned = allocate_ranks(spectra, budget)[self._budgeted().index(index)]
+        place = self._budgeted().index(index)
+        planned = allocate_ranks(spectra, budget)[place]
         fitting = [
             rank
-            for rank in leader.candidates
+            for rank in spectra[place].candidates
             if rank <= planned and self.bytes_at(index, rank) + others <= budget
         ]
-        return fitting[-1] if fitting else leader.candidates[0]
+        return fitting[-1] if fitting else spectra[place].candidates[0]
+
+    def _spectrum(self, index: int, captured: tuple[float, ...]) -> Spectrum:
+        """What the plan may choose from; without energies the present rank.
+
+        A candidate that takes no fewer bytes than a larger one is left out: full-rank AdamW has no
+        basis and may be smaller than the rank below it.
+        """
+        leader = self._leader(index)
+        if not captured:
+            return Spectrum((leader.rank,), (0.0,), (self.bytes_at(index, leader.rank),))
+        kept: list[tuple[int, float, int]] = []
+        known = leader.candidates[: len(captured)]
+        for rank, energy in zip(reversed(known), reversed(captured), strict=True):
+            size = self.bytes_at(index, rank)
+            if not kept or size < kept[-1][2]:
+                kept.append((rank, energy, size))
+        ranks, energies, sizes = zip(*reversed(kept), strict=True)
+        return Spectrum(ranks, energies, sizes)
 
     def _affords_full_rank(self, index: int) -> bool:
         if any(m.settings.projection == "two_sided" for m in self.groups[index]):

@@ -39,6 +39,9 @@ class TwoSidedMatrix(LowRankMatrix):
     def state_bytes(self) -> int:
         return super().state_bytes() + self.left_basis.nbytes
 
+    def is_full_at(self, rank: int) -> bool:
+        return False
+
     def moment_bytes_at(self, rank: int) -> int:
         return super().moment_bytes_at(rank) * rank // self.shape[0]
 

@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection, share_bases
+from hmt_deepspeed.optim.low_rank import (
+    LowRankMatrix,
+    held_projection,
+    share_bases,
+    shareable,
+)
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
@@ -174,14 +179,15 @@ class HMTZeroOptimizer(ZeROOptimizer):
     def _form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
         place = {entry.name: index for index, entry in enumerate(self.low_rank)}
+        matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
         names = self.shared.groups() if self.options["share_basis"] else []
+        names = shareable(names, {matrix.name: matrix for matrix in matrices})
         fixed = self.options["max_full_gradient_bytes"] != "auto"
         together = [[place[name] for name in group] for group in names]
         self.schedule = self._step.schedule = self.schedule.regrouped(together, fixed)
         self.groups = self.schedule.groups
         for index in {i for group in self.groups if len(group) > 1 for i in group}:
             self.bases.restore(self.low_rank[index])
-        matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
         members = [[matrices[i] for i in group] for group in self.groups]
         share_bases(members)
         self.policy = build_policy(members, self.options)

@@ -7,6 +7,7 @@ import torch
 from hmt_runs import OPTIONS, batches, network, train
 from torch import nn
 
+from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.options import matrix_settings
@@ -26,7 +27,9 @@ def test_construction_with_tensors_allocates_nothing(monkeypatch):
 def test_options_and_settings():
     settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
     assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
-    assert (settings.scale, settings.norm_growth_limit) == (0.25, 1.01)
+    assert (settings.scale, settings.norm_growth_limit) == (None, 1.01)
+    matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
+    assert matrix.scale == 0.25  # each method resolves its own "auto"
     options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, residual="none").options
     assert matrix_settings(options).norm_growth_limit is None
     assert matrix_settings(options).residual == "none"
@@ -49,7 +52,20 @@ def test_options_and_settings():
         ("energy_threshold", 1.5, "at most 1"),
         ("energy_threshold", "high", "at most 1"),
         ("update_interval", 0, ">= 1"),
-        ("residual", "full", "probe"),
+        ("residual", "half", "probe"),
+        ("projection", "middle", "two_sided"),
+        ("range_finder", "lanczos", "subspace"),
+        ("moment_transfer", "copy", "rotate"),
+        ("state_dtype", "fp8", "int8"),
+        ("share_basis", "auto", "False"),
+        ("early_refresh", None, "False"),
+        ("rank_budget", 0, "above 0"),
+        ("rank_budget", 1.5, "at most 1"),
+        ("full_rank_budget", -0.1, "from 0 to 1"),
+        ("full_rank_budget", None, "from 0 to 1"),
+        ("full_rank_budget", True, "from 0 to 1"),
+        ("module_rules", "q", "mapping"),
+        ("module_rules", {"q": 4}, "mapping"),
         ("probes", 0, ">= 1"),
         ("probes", -1, ">= 0"),
         ("residual_scale", 0.0, "> 0"),
@@ -70,6 +86,62 @@ def test_values_out_of_range(field, value, legal):
     assert field in message
     assert repr(value) in message
     assert legal in message
+
+
+CONTRADICTIONS = [
+    ("projected_backward", {"method": "apollo", "projected_backward": True}, "method 'apollo'"),
+    (
+        "projected_backward",
+        {"method": "apollo_mini", "projected_backward": True},
+        "method 'apollo_mini'",
+    ),
+    ("projected_backward", {"residual": "full", "projected_backward": True}, "residual 'full'"),
+    ("rank", {"method": "apollo_mini", "rank": 2}, "method 'apollo_mini'"),
+    ("rank_budget", {"rank_budget": 0.5, "rank": 8}, "rank 8"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "rank": 8}, "rank 8"),
+    ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}, "method 'apollo'"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "method": "adamw"}, "method 'adamw'"),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "rank_budget": 0.5}, "rank_budget 0.5"),
+    (
+        "full_rank_budget",
+        {"full_rank_budget": 0.5, "projection": "two_sided"},
+        "projection 'two_sided'",
+    ),
+    ("share_basis", {"share_basis": True, "projection": "left"}, "projection 'left'"),
+    ("share_basis", {"share_basis": True, "projection": "auto"}, "projection 'auto'"),
+    ("share_basis", {"share_basis": True, "projection": "two_sided"}, "projection 'two_sided'"),
+    ("share_basis", {"share_basis": True, "residual": "full"}, "residual 'full'"),
+    ("share_basis", {"share_basis": True, "method": "apollo"}, "method 'apollo'"),
+    (
+        "share_basis",
+        {"share_basis": True, "range_finder": "random", "rank": 2},
+        "range_finder 'random'",
+    ),
+    (
+        "share_basis",
+        {"share_basis": True, "projected_backward": False},
+        "projected_backward False",
+    ),
+    ("residual", {"residual": "full", "projection": "two_sided"}, "projection 'two_sided'"),
+    ("range_finder", {"range_finder": "random"}, "rank 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("field", "options", "other"), CONTRADICTIONS)
+def test_fields_that_contradict_each_other_are_refused(field, options, other):
+    """As the "hmt" block refuses them, with the module and with bare tensors."""
+    for params in (network(), [nn.Parameter(torch.ones(8, 8))]):
+        with pytest.raises(ValueError) as caught:
+            HMT(params, **options)
+        message = str(caught.value)
+        assert f"hmt.optimizer.{field} is {options[field]!r} with {other}" in message
+        assert "legal" in message
+        assert "To do: " in message
+
+
+def test_share_basis_of_bare_parameters_is_refused():
+    with pytest.raises(ValueError, match="share_basis is True, but HMT was given parameters"):
+        HMT([nn.Parameter(torch.ones(8, 8))], share_basis=True)
 
 
 @pytest.mark.parametrize(

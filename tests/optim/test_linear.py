@@ -83,6 +83,45 @@ def test_exact_against_projecting_the_full_gradient(shape):
         torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-12, atol=1e-12)
 
 
+def left_patched(modules, width=6, dtype=torch.float64):
+    """Sites of modules projected from the left, as :func:`patched`."""
+    sites = [ProjectedSite(f"site{i}", transposed=True) for i in range(len(modules))]
+    shared = SharedInputs(sites)
+    for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
+        site.projection = columns(width, i, module.out_features, dtype)
+        patch_linear(module, site, shared)
+    shared.lay_out()
+    return sites, shared
+
+
+@pytest.mark.parametrize("shape", [(5, D), (2, 3, D), (D,)])
+def test_left_is_exact_against_projecting_the_full_gradient(shape):
+    model, x = Attention(), data(*shape).requires_grad_()
+    twin, gradients = full_gradients(model, x)
+    expected_dx, x.grad = x.grad, None
+    sites, shared = left_patched(model.linears())
+    for _ in range(2):  # two micro-batches add up
+        model(x).square().sum().backward()
+    for i, (site, gradient) in enumerate(zip(sites, gradients, strict=True)):
+        expected = 2 * gradient.t() @ columns(6, i)  # (B^T G)^T
+        assert (site.take() - expected).abs().max() <= 1e-12 * expected.abs().max()
+    torch.testing.assert_close(x.grad, 2 * expected_dx, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(model.linears(), twin.linears(), strict=True):
+        assert ours.weight.grad is None
+        torch.testing.assert_close(ours.bias.grad, 2 * theirs.bias.grad, rtol=1e-12, atol=1e-12)
+    assert shared.groups() == []  # nothing of the input is multiplied that could be shared
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_left_under_activation_checkpointing(use_reentrant):
+    model, x = Attention(), data(2, 3, D).requires_grad_()
+    _, gradients = full_gradients(model, x)
+    sites, _ = left_patched(model.linears())
+    checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+    for i, (site, gradient) in enumerate(zip(sites, gradients, strict=True)):
+        torch.testing.assert_close(site.take(), gradient.t() @ columns(6, i))
+
+
 def test_hook_fires_without_a_gradient():
     """DeepSpeed counts parameters by this hook."""
     module, seen = nn.Linear(D, D, dtype=torch.float64), []
@@ -301,6 +340,59 @@ def test_saves_the_flops_of_the_weight_gradient():
         model(x).sum().backward()
     # Forward, dX, and twice a thin product instead of D^T X.
     assert counter.get_total_flops() == 2 * tokens * n * (2 * n + 2 * rank)
+
+
+def test_left_saves_the_flops_and_keeps_the_input():
+    n, rank, tokens = 256, 16, 64
+    model, x = nn.Linear(n, n, bias=False), data(64, n, dtype=torch.float32).requires_grad_()
+    ordinary = saved_bytes(model, x)
+    left_patched([model], width=rank, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    # Forward, dX, D B and X^T (D B) instead of D^T X.
+    assert counter.get_total_flops() == 2 * tokens * n * (2 * n + 2 * rank)
+    # The input as ever, and the basis, which is no parameter but the optimizer's own.
+    assert saved_bytes(model, x) == ordinary + n * rank * 4
+
+
+def saved_per_layer(model, x, width):
+    """Saved tensors as wide as a projection: the number of storages."""
+    kept = {}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[1] == width:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    del out
+    return len(kept)
+
+
+def test_one_projection_object_means_one_product():
+    """Members of a group whose projection is the same tensor read the same columns of the product."""
+    model, x = Attention(), data(4, D)
+    sites, shared = patched(model.linears())
+    model(x)
+    for site in sites[:3]:
+        site.projection = sites[0].projection
+    shared.lay_out()
+    assert [site.span for site in sites[:3]] == [(0, 6)] * 3
+    assert sites[0].group.columns is sites[0].projection
+    assert saved_per_layer(model, x, 6) == 2
+    _, gradients = full_gradients(model, x)
+    model(x).square().sum().backward()
+    for site, gradient in zip(sites[:3], gradients, strict=False):
+        torch.testing.assert_close(site.take(), gradient @ columns(6, 0))
+
+
+def test_without_sites_there_is_nothing_to_wait_for():
+    assert SharedInputs(()).settled
+    shared = SharedInputs([ProjectedSite("a")])
+    assert not shared.settled
+    shared.restore([], settled=True)
+    assert shared.settled
 
 
 def test_bf16_micro_batches_add_up_in_fp32():

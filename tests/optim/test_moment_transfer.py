@@ -5,6 +5,7 @@ start and saw the same gradients ("converged").
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ def new_matrix(basis):
 
 
 def step(matrix, gradient):
-    update, residual = matrix.advance(gradient @ matrix.projection, betas=BETAS, eps=EPS)
-    return matrix.finish(update, residual.sum())
+    projected = gradient @ matrix.projection
+    update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
+    return matrix.finish(update, sums.sum(0))
 
 
 def orthonormal(rows, columns, generator):
@@ -50,19 +52,25 @@ def bases(generator, share_kept):
 
 def plain_ldadam(matrix, basis):
     """LDAdam's rule as published: no division by rho, evidence as before."""
-    weight = float(matrix.evidence[0])
+    moments = matrix.moments
+    weight = float(moments.evidence[0])
     overlap = matrix.basis.t() @ basis
-    mean, second = matrix.exp_avg / matrix.first_evidence, matrix.exp_avg_sq / weight
+    mean = moments.exp_avg.read() / moments.first_evidence
+    second = moments.exp_avg_sq.read() / weight
     moved = ((second - mean.square()) @ overlap.square() + (mean @ overlap).square()).abs()
     matrix.adopt(basis)
-    matrix.exp_avg_sq, matrix.evidence = moved * weight, torch.full((RANK,), weight)
+    matrix.moments.exp_avg_sq.write(moved * weight, None)
+    matrix.moments.evidence = torch.full((RANK,), weight)
 
 
-def kept(matrix, basis):
-    """No transfer: moments stay where they are (GaLore)."""
-    mean, second, evidence = matrix.exp_avg, matrix.exp_avg_sq, matrix.evidence
-    matrix.adopt(basis)
-    matrix.exp_avg, matrix.exp_avg_sq, matrix.evidence = mean, second, evidence
+def by(transfer):
+    """Adopt with another rule of ``moment_transfer``."""
+
+    def rule(matrix, basis):
+        matrix.settings = replace(matrix.settings, moment_transfer=transfer)
+        matrix.adopt(basis)
+
+    return rule
 
 
 def compare(share_kept, rules, seeds=range(6)):
@@ -89,15 +97,18 @@ def compare(share_kept, rules, seeds=range(6)):
 
 
 def test_rotated_basis_keeps_the_step():
-    (moved, keep) = compare(1.0, (LowRankMatrix.adopt, kept))
+    moved, keep, reset = compare(1.0, (by("rotate"), by("keep"), by("reset")))
     # The design notes measured .96: the diagonal second moment is all that a rotation can lose.
     assert moved[0] >= 0.95
     assert 0.9 < moved[1] < 1.1
     assert keep[0] < 0.5  # what the transfer is for
+    # Restarted: m^ / sqrt(v^) of one gradient is its sign, and the notes measured .79 and 1.3.
+    assert 0.6 < reset[0] < moved[0] - 0.1
+    assert reset[1] > 1.1
 
 
 def test_half_new_span_divides_by_what_the_old_basis_saw():
-    ours, plain = compare(0.5, (LowRankMatrix.adopt, plain_ldadam))
+    ours, plain = compare(0.5, (by("rotate"), plain_ldadam))
     assert ours[0] > plain[0] + 0.05  # .76 and .65 here; noise over six seeds is about .01
     assert plain[1] > 1.5  # tiny v in unseen directions throws the step far
     assert ours[1] < 1.1
@@ -110,19 +121,28 @@ def trained(basis, generator):
     return matrix, next(source)
 
 
+@pytest.mark.parametrize("transfer", ["rotate", "keep"])
 @pytest.mark.parametrize("new_rank", [8, 24])
-def test_growing_and_shrinking_keep_evidence(new_rank):
+def test_growing_and_shrinking_keep_evidence(new_rank, transfer):
     generator = torch.Generator().manual_seed(0)
     frame = orthonormal(N, 24, generator)
     matrix, gradient = trained(frame[:, :RANK], generator)
-    before = matrix.evidence[0].item()
-    mean = matrix.exp_avg.clone()
-    matrix.adopt(frame[:, :new_rank])
+    before = matrix.moments.evidence[0].item()
+    mean, second = (state.read().clone() for state in matrix.moments.states().values())
+    by(transfer)(matrix, frame[:, :new_rank])
     shared = min(RANK, new_rank)
-    assert matrix.exp_avg.shape == matrix.exp_avg_sq.shape == (M, new_rank)
-    torch.testing.assert_close(matrix.exp_avg[:, :shared], mean[:, :shared], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(matrix.evidence[:shared], torch.full((shared,), before))
-    assert (matrix.evidence[shared:] < 1e-3 * before).all()  # an unseen direction starts as new
+    moved, moved_second = (state.read() for state in matrix.moments.states().values())
+    assert moved.shape == moved_second.shape == (M, new_rank)
+    torch.testing.assert_close(moved[:, :shared], mean[:, :shared], atol=1e-5, rtol=1e-4)
+    # Rotation floors v at a thousandth of its row's mean.
+    floor = 1e-3 * second.mean(dim=1, keepdim=True)
+    close = (moved_second[:, :shared] - second[:, :shared]).abs() <= 1e-3 * second[
+        :, :shared
+    ] + floor
+    assert close.all()
+    evidence = matrix.moments.evidence
+    torch.testing.assert_close(evidence[:shared], torch.full((shared,), before))
+    assert (evidence[shared:] < 1e-3 * before).all()  # an unseen direction starts as new
     update = step(matrix, gradient)
     assert update.shape == (M, new_rank)
     assert update.isfinite().all()
@@ -137,5 +157,19 @@ def test_no_moments_no_transfer():
     matrix = new_matrix(orthonormal(N, RANK, generator))
     matrix.adopt(orthonormal(N, 4, generator))
     assert matrix.rank == 4
-    assert not matrix.exp_avg.any()
-    assert not matrix.evidence.any()
+    assert not matrix.moments.exp_avg.read().any()
+    assert not matrix.moments.evidence.any()
+
+
+@pytest.mark.parametrize("new_rank", [8, 16, 24])
+def test_reset_restarts_the_bias_correction(new_rank):
+    generator = torch.Generator().manual_seed(0)
+    matrix, gradient = trained(orthonormal(N, RANK, generator), generator)
+    assert matrix.steps == 100
+    basis = orthonormal(N, new_rank, generator)
+    by("reset")(matrix, basis)
+    assert (matrix.steps, matrix.moments.first_evidence) == (0, 0.0)
+    assert matrix.moments.exp_avg.shape == (M, new_rank)
+    fresh = new_matrix(basis)
+    assert torch.equal(step(matrix, gradient), step(fresh, gradient))  # a first step, its sign
+    assert matrix.steps == 1

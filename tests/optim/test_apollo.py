@@ -1,0 +1,210 @@
+"""APOLLO and APOLLO-Mini: against the authors' optimizer, against the formula, and what they keep."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hmt_runs import batches, network, train
+from torch import nn
+
+from hmt_deepspeed.optim.apollo import ApolloMatrix
+from hmt_deepspeed.optim.hmt import HMT
+
+TALL, WIDE = (20, 12), (12, 20)
+BETAS = (0.9, 0.95)
+PARTS = [("apollo", 4, 1.0), ("apollo", 3, 2.0), ("apollo_mini", 1, 128.0)]
+
+
+def gradients(shape, steps, growing=0.0):
+    """A mean that the moments settle on, noise, and a size that may grow."""
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(shape, generator=generator)
+    return [
+        (mean + 0.5 * torch.randn(shape, generator=generator)) * (1 + growing * i)
+        for i in range(steps)
+    ]
+
+
+def run(shape, series, **options):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape))
+    optimizer = HMT([weight], lr=1e-2, betas=BETAS, eps=1e-12, **options)
+    path = []
+    for gradient in series:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        path.append(weight.detach().clone())
+    return path, optimizer
+
+
+def limiter_acts(shape, series, options):
+    limited, _ = run(shape, series, **options)
+    free, _ = run(shape, series, **options, norm_growth_limit=None)
+    return (limited[-1] - free[-1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("method", "rank", "scale"), PARTS)
+@pytest.mark.parametrize("shape", [TALL, WIDE, (16, 16)])
+def test_steps_are_the_authors(monkeypatch, shape, method, rank, scale):
+    """apollo_torch takes eps before the bias correction, hence 1e-12."""
+    reference_module = pytest.importorskip("apollo_torch")
+    from apollo_torch.random_projector import GradientProjector
+
+    gap, steps = 6, 15
+    series = gradients(shape, steps, growing=0.2)
+    side = "left" if shape[0] < shape[1] else "right"
+    projector, drawn = GradientProjector(rank, proj_type="std", seed=1), []
+    for _ in range(steps // gap + 1):
+        projector.update_ortho_matrix(series[0], side)
+        drawn.append(projector.ortho_matrix if side == "left" else projector.ortho_matrix.t())
+    monkeypatch.setattr(ApolloMatrix, "seeded_basis", lambda self, rank, number: drawn[number])
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape))
+    group = {
+        "params": [weight],
+        "rank": rank,
+        "proj": "random",
+        "scale_type": "tensor" if method == "apollo_mini" else "channel",
+        "scale": scale,
+        "update_proj_gap": gap,
+        "proj_type": "std",
+    }
+    authors = reference_module.APOLLOAdamW([group], lr=1e-2, betas=BETAS, eps=1e-12)
+    options = {"method": method, "scale": scale, "update_interval": gap}
+    options["rank"] = rank
+    path, _ = run(shape, series, **options)
+    assert limiter_acts(shape, series, options)
+    for gradient, ours in zip(series, path, strict=True):
+        weight.grad = gradient.clone()
+        authors.step()
+        torch.testing.assert_close(ours, weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+@pytest.mark.parametrize("method", ["apollo", "apollo_mini"])
+def test_step_is_the_papers_formula(shape, method):
+    """Without the limiter, for lr 1: the change is sqrt(scale) s o G."""
+    rank = 4 if method == "apollo" else 1
+    series = gradients(shape, 5)
+    path, optimizer = run(shape, series, method=method, rank=rank, norm_growth_limit=None)
+    tall = shape[0] >= shape[1]
+    projection = optimizer.matrices["param_0"].seeded_basis(rank, 0)
+    assert projection.shape == (min(shape), rank)
+    auxiliary = nn.Parameter(torch.zeros(max(shape), rank))
+    adam = torch.optim.Adam([auxiliary], lr=1.0, betas=BETAS, eps=1e-12)
+    for i, gradient in enumerate(series):
+        rows = gradient if tall else gradient.t()
+        auxiliary.grad, before = rows @ projection, auxiliary.detach().clone()
+        adam.step()
+        moved = before - auxiliary.detach()
+        if method == "apollo":
+            factor = moved.norm(dim=1, keepdim=True) / auxiliary.grad.norm(dim=1, keepdim=True)
+        else:
+            factor = 128**0.5 * moved.norm() / auxiliary.grad.norm()
+        change = factor * rows if tall else (factor * rows).t()
+        start = path[i - 1] if i else run(shape, [], method=method, rank=rank)[1]
+        start = start if i else start.param_groups[0]["params"][0].detach()
+        torch.testing.assert_close(start - path[i], 1e-2 * change, rtol=1e-3, atol=1e-5)
+
+
+def test_projection_is_gaussian_of_variance_one_over_r():
+    weight = nn.Parameter(torch.zeros(512, 400))
+    matrix = HMT([weight], method="apollo", rank=16)
+    matrix.describe()
+    drawn = matrix.matrices["param_0"].seeded_basis(16, 3)
+    assert abs(drawn.std().item() * 4 - 1) < 0.03
+    assert abs(drawn.mean().item()) < 0.01
+    assert torch.equal(drawn, matrix.matrices["param_0"].seeded_basis(16, 3))
+    assert not torch.equal(drawn, matrix.matrices["param_0"].seeded_basis(16, 4))
+
+
+def test_default_ranks():
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 32), (8, 200))]
+    rows = HMT(weights, method="apollo").describe()
+    assert [row.rank for row in rows] == [8, 2]  # a quarter of the smaller side
+    assert [row.rank for row in HMT(weights, method="apollo_mini").describe()] == [1, 1]
+
+
+def test_a_new_projection_every_interval():
+    _, optimizer = run(TALL, gradients(TALL, 1), method="apollo", rank=4, update_interval=5)
+    weight, draws = optimizer.param_groups[0]["params"][0], []
+    for gradient in gradients(TALL, 15):
+        draws.append(optimizer.matrices["param_0"].draw)
+        weight.grad = gradient
+        optimizer.step()
+    assert draws == [0] * 4 + [1] * 5 + [2] * 5 + [3]  # one step was taken before
+
+
+@pytest.mark.parametrize(("method", "rank"), [("apollo", 4), ("apollo_mini", 1)])
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+def test_nothing_of_the_projection_is_stored(method, rank, shape):
+    _, optimizer = run(shape, gradients(shape, 3), method=method, rank=rank)
+    rows = 20
+    # Two moments of the larger side's rows, and the evidence.
+    assert optimizer.describe()[0].state_bytes == 4 * (2 * rows * rank + rank)
+    state = optimizer.state_dict()["state"][0]
+    tensors = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    assert tensors["exp_avg"] == tensors["exp_avg_sq"] == (rows, rank)
+    assert all(shape in ((rows, rank), (rank,), ()) for shape in tensors.values())
+    held = vars(optimizer.matrices["param_0"]).values()
+    assert all(v.numel() <= 1 for v in held if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("method", ["apollo", "apollo_mini"])
+def test_weight_decay_is_decoupled(method):
+    (plain,), _ = run(TALL, gradients(TALL, 1), method=method)
+    torch.manual_seed(0)
+    start = torch.randn(TALL)
+    weight = nn.Parameter(start.clone())
+    optimizer = HMT([weight], lr=1e-2, betas=BETAS, eps=1e-12, weight_decay=0.5, method=method)
+    weight.grad = gradients(TALL, 1)[0]
+    optimizer.step()
+    expected = plain - 1e-2 * 0.5 * start
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+    weight.grad = torch.zeros(TALL)
+    for state in optimizer.matrices["param_0"].moments.states().values():
+        state.data.zero_()
+    before = weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before * (1 - 1e-2 * 0.5))
+
+
+def test_limiter_bounds_the_growth_of_the_uncorrected_norm():
+    _, optimizer = run(TALL, gradients(TALL, 1), method="apollo", rank=4)
+    weight, matrix = optimizer.param_groups[0]["params"][0], optimizer.matrices["param_0"]
+    norms = [matrix.limited_norm.item()]
+    for gradient in gradients(TALL, 10, growing=1.0):
+        weight.grad = gradient
+        optimizer.step()
+        norms.append(matrix.limited_norm.item())
+    ratios = [b / a for a, b in pairwise(norms)]
+    assert max(ratios) <= 1.01 + 1e-5
+    assert sum(ratio > 1.0099 for ratio in ratios) >= 5
+
+
+@pytest.mark.parametrize("method", ["apollo", "apollo_mini"])
+def test_learns_with_whole_gradients(method):
+    model = network()
+    optimizer = HMT(model, lr=2e-2, method=method, update_interval=20)
+    losses = train(model, optimizer, batches(200, size=64))
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+    assert all(model[i].weight.grad is not None for i in (0, 2, 4))  # backward is ordinary
+    assert not optimizer._sites
+
+
+def test_small_int8_states_stay_fp32():
+    _, optimizer = run(TALL, gradients(TALL, 2), method="apollo_mini", state_dtype="int8")
+    assert optimizer.matrices["param_0"].moments.exp_avg.dtype == "fp32"
+    large = HMT([nn.Parameter(torch.zeros(1024, 64))], method="apollo", rank=4, state_dtype="int8")
+    large.describe()
+    assert large.matrices["param_0"].moments.exp_avg.dtype == "int8"
+
+
+def test_clipping_is_of_the_true_norm():
+    weight = nn.Parameter(torch.zeros(TALL))
+    optimizer = HMT([weight], method="apollo", rank=4)
+    weight.grad = gradients(TALL, 1)[0]
+    true = weight.grad.norm()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), true)
+    torch.testing.assert_close(weight.grad.norm(), torch.tensor(1.0), rtol=1e-4, atol=0)

@@ -1,0 +1,142 @@
+"""Rules of their own for modules: who gets which, in which order, and what is refused."""
+
+import pytest
+import torch
+from hmt_runs import batches as data_batches
+from hmt_runs import network, train
+from torch import nn
+from torch.nn import functional as F
+
+from hmt_deepspeed.optim.hmt import HMT
+
+RULES = {
+    r"embed": {"method": "apollo_mini"},
+    r"\.up\.": {"projection": "left", "rank": 4, "scale": 1.0},
+    r"\.down\.": {"method": "adamw"},
+    r"\.up|\.gate": {"projection": "two_sided", "residual": "none"},  # up is taken already
+    r"head": {"range_finder": "random", "rank": 6},
+}
+
+
+class Tiny(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(30, 16)
+        self.mlp = nn.ModuleDict(
+            {
+                "up": nn.Linear(16, 24),
+                "gate": nn.Linear(16, 24),
+                "down": nn.Linear(24, 16),
+                "mix": nn.Linear(16, 16),
+            }
+        )
+        self.lm_head = nn.Linear(16, 30, bias=False)
+
+    def forward(self, tokens):
+        x = self.mlp["mix"](self.embed(tokens))
+        x = x + self.mlp["down"](F.silu(self.mlp["gate"](x)) * self.mlp["up"](x))
+        return self.lm_head(x)
+
+
+def train_tokens(model, optimizer, steps):
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        tokens = torch.randint(30, (16, 8), generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() * 7 + 3) % 30)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_first_match_decides_before_every_other_pattern():
+    model = Tiny()
+    optimizer = HMT(model, rank=8, update_interval=10, module_rules=RULES)
+    rows = {row.name: row for row in optimizer.describe()}
+    rules = {name: row.rule for name, row in rows.items()}
+    assert rules["embed.weight"] == "apollo_mini"  # though embed is excluded by default
+    assert rules["mlp.down.weight"] == "adamw"
+    assert rows["mlp.down.weight"].reason == r"module_rules '\\.down\\.'"
+    assert rules["mlp.mix.weight"] == rules["lm_head.weight"] == "lowrank_adamw"
+    assert rules["mlp.up.bias"] == "adamw"  # a rule is for matrices
+    matrices = optimizer.matrices
+    up, gate = matrices["mlp.up.weight"], matrices["mlp.gate.weight"]
+    assert (up.transposed, up.rank, up.scale, up.settings.residual) == (True, 4, 1.0, "probe")
+    assert (gate.settings.projection, gate.rank, gate.scale) == ("two_sided", 8, 0.25)
+    assert gate.settings.residual == "none"
+    assert (matrices["lm_head.weight"].redraws, matrices["lm_head.weight"].rank) == (True, 6)
+    embed = matrices["embed.weight"]
+    assert (embed.rank, embed.scale) == (1, 128.0)  # its own method's, not rank 8
+    assert {m.settings.update_interval for m in matrices.values()} == {10}
+
+
+def test_all_kinds_train_together_and_resume():
+    straight, resumed = Tiny(), Tiny(seed=1)
+    options = {"lr": 2e-2, "rank": 8, "update_interval": 7, "module_rules": RULES}
+    optimizer = HMT(straight, **options)
+    losses = train_tokens(straight, optimizer, 60)
+    assert losses[-1] < 0.6 * losses[0]
+    resumed.load_state_dict(straight.state_dict())
+    fresh = HMT(resumed, **options)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert train_tokens(straight, optimizer, 10) == train_tokens(resumed, fresh, 10)
+
+
+def test_a_rule_under_plain_adamw():
+    model = network()
+    rules = {r"^2\.": {"method": "lowrank_adamw"}}
+    optimizer = HMT(model, lr=1e-2, method="adamw", module_rules=rules)
+    rules = {row.name: (row.rule, row.reason) for row in optimizer.describe()}
+    assert rules["2.weight"] == ("lowrank_adamw", "")
+    assert rules["0.weight"] == ("adamw", "method is adamw")
+    losses = train(model, optimizer, data_batches(30))
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_a_low_rank_rule_beside_apollo_takes_its_own_defaults():
+    rules = {r"^2\.": {"method": "lowrank_adamw"}}
+    options = {"method": "apollo", "rank": 4, "scale": 2.0, "module_rules": rules}
+    matrices = HMT(network(), **options).matrices
+    assert (matrices["0.weight"].rank, matrices["0.weight"].scale) == (4, 2.0)
+    assert (matrices["2.weight"].rank, matrices["2.weight"].scale) == (32, 0.25)
+
+
+def test_open_fields_may_be_given_as_none():
+    rules = {r"^2\.": {"rank": 2, "projection": None, "method": None}}
+    matrices = HMT(network(), rank=8, projection="left", module_rules=rules).matrices
+    assert (matrices["2.weight"].rank, matrices["2.weight"].transposed) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"nothing": {"rank": 2}}, r"module_rules: 'nothing' matches no trainable"),
+        ({"2": {"rank": 41}}, r"legal is 1\.\.40"),
+        ({"2": {"rank": 0}}, "rank is 0"),
+        ({"2": {"method": "galore"}}, "method is 'galore'"),
+        ({"2": {"scale": -1.0}}, "scale is -1.0"),
+        ({"2": {"range_finder": "random"}}, "range_finder is 'random'"),
+        ({"2": {"projection": "two_sided", "residual": "full"}}, "residual is 'full'"),
+        ({"2": {"rnk": 2}}, r"module_rules\['2'\] .* remove 'rnk'"),
+        ({"2": {"update_interval": 2}}, r"module_rules\['2'\] .* remove 'update_interval'"),
+    ],
+)
+def test_refusals(rules, words):
+    with pytest.raises(ValueError, match=words):
+        HMT(network(), module_rules=rules)
+
+
+@pytest.mark.parametrize("rule", [{"method": "apollo"}, {"residual": "full"}])
+def test_projected_backward_insisted_on_refuses_a_rule_of_whole_gradients(rule):
+    with pytest.raises(ValueError, match=r"2\.weight has a rule that needs whole gradients"):
+        HMT(network(), rank=8, projected_backward=True, module_rules={r"^2\.": rule})
+    optimizer = HMT(network(), rank=8, module_rules={r"^2\.": rule})
+    assert len(optimizer._sites) == 2
+
+
+def test_projected_backward_insisted_on_refuses_an_embedding():
+    rules = {"embed": {"rank": 4}}
+    with pytest.raises(ValueError, match="is not the weight of a linear layer"):
+        HMT(Tiny(), rank=8, projected_backward=True, module_rules=rules)

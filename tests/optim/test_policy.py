@@ -1,0 +1,370 @@
+"""Rank decisions in a run: budget, full-rank fallback, prediction, early refresh, and their resume."""
+
+import pytest
+import torch
+from hmt_runs import assert_same_weights
+from test_hmt_state import assert_same_state, through_a_file
+from torch import nn
+
+from hmt_deepspeed.optim import low_rank
+from hmt_deepspeed.optim.hmt import HMT
+
+SHAPE = (48, 64)
+CANDIDATES = (4, 8, 16, 32)
+
+
+def orthonormal(rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(rows, columns, generator=generator)).Q
+
+
+class Source:
+    """Gradients of a matrix: this many directions of equal energy, a share of noise elsewhere."""
+
+    def __init__(self, directions, noise, shape=SHAPE, seed=0):
+        self.shape, self.noise, self.directions = shape, noise, directions
+        self.generator = torch.Generator().manual_seed(100 + seed)
+        self.turn(seed)
+
+    def turn(self, seed):
+        self.right = orthonormal(self.shape[1], self.directions, seed)
+
+    def __call__(self):
+        def randn(*shape):
+            return torch.randn(*shape, generator=self.generator)
+
+        m, n = self.shape
+        signal = randn(m, self.directions) @ self.right.t() / (m * self.directions) ** 0.5
+        outside = randn(m, n) / (m * n) ** 0.5
+        return (1 - self.noise) ** 0.5 * signal + self.noise**0.5 * outside
+
+
+def heterogeneous():
+    """Few directions with noise that no rank captures, and many that a large rank does."""
+    return [
+        Source(d, noise, seed=i)
+        for i, (d, noise) in enumerate(
+            [(3, 0.5), (3, 0.5), (3, 0.5), (30, 0.02), (30, 0.02), (30, 0.02)]
+        )
+    ]
+
+
+def construct(sources, **options):
+    weights = [nn.Parameter(torch.zeros(s.shape)) for s in sources]
+    return weights, HMT(weights, lr=1e-3, **{"rank_candidates": CANDIDATES, **options})
+
+
+def train(weights, optimizer, sources, steps):
+    for _ in range(steps):
+        for weight, source in zip(weights, sources, strict=True):
+            weight.grad = source()
+        optimizer.step()
+        yield
+
+
+def moment_and_basis_bytes(optimizer):
+    """Of what is really allocated; the budget leaves out evidence."""
+    matrices = optimizer.matrices.values()
+    return sum(m.state_bytes() - m.moments.evidence.nbytes for m in matrices)
+
+
+def captured(optimizer, sources):
+    """Sum over the matrices of the energy that the bases hold of fresh gradients."""
+    total = 0.0
+    for matrix, source in zip(optimizer.matrices.values(), sources, strict=True):
+        draws = [source() for _ in range(4)]
+        shares = [((g @ matrix.basis).norm() / g.norm()).square().item() for g in draws]
+        total += sum(shares) / len(shares)
+    return total
+
+
+# -- budget ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["right", "two_sided"])
+@pytest.mark.parametrize("share", [0.12, 0.2, 0.35, 1.0])
+def test_budget_is_never_exceeded(share, projection):
+    sources = heterogeneous()
+    weights, optimizer = construct(
+        sources, rank_budget=share, update_interval=4, projection=projection
+    )
+    budget = share * sum(8 * w.numel() for w in weights)
+    used = []
+    for step, _ in enumerate(train(weights, optimizer, sources, 40)):
+        if step == 20:  # the spectra change places: ranks must be taken back and given elsewhere
+            sources[:] = sources[::-1]
+        used.append(moment_and_basis_bytes(optimizer))
+        assert used[-1] <= budget
+        assert used[-1] == sum(
+            optimizer._policy.bytes_at(i, m.rank) for i, m in enumerate(optimizer.matrices.values())
+        )
+    if projection == "right" and share < 1:
+        assert used[-1] > 0.6 * budget  # and it is spent
+
+
+def test_budget_captures_more_than_the_threshold_at_equal_bytes():
+    """Large matrices of noise that no rank captures, and small ones of many directions."""
+    shapes = [(96, 128)] * 2 + [(32, 40)] * 4
+    kinds = [(3, 0.7)] * 2 + [(30, 0.02)] * 4
+    results = {}
+    for budget in (False, True):
+        sources = [
+            Source(*kind, shape, seed)
+            for seed, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+        ]
+        options = {"energy_threshold": 0.7}
+        if budget:
+            options = {"rank_budget": results[False][1] / sum(8 * m * n for m, n in shapes)}
+        weights, optimizer = construct(sources, update_interval=5, **options)
+        for _ in train(weights, optimizer, sources, 25):
+            pass
+        ranks = [m.rank for m in optimizer.matrices.values()]
+        results[budget] = captured(optimizer, sources), moment_and_basis_bytes(optimizer), ranks
+    assert results[False][2][:2] == [32, 32]  # bytes that capture little
+    assert results[True][1] <= results[False][1]
+    assert results[True][0] > results[False][0] + 0.5
+    assert sum(results[True][2][2:]) > sum(results[False][2][2:]) + 32
+
+
+def test_budget_where_the_largest_candidate_is_the_whole_side():
+    """Full-rank AdamW has no basis: rank 40 takes fewer bytes than rank 36."""
+    sources = [Source(d, 0.02, (40, 40), i) for i, d in enumerate((30, 4, 30))]
+    weights, optimizer = construct(
+        sources, rank_candidates=(8, 36, 64), rank_budget=0.8, update_interval=3
+    )
+    for _ in train(weights, optimizer, sources, 20):
+        assert moment_and_basis_bytes(optimizer) <= 0.8 * 3 * 8 * 1600
+    assert [m.rank for m in optimizer.matrices.values()] == [40, 8, 40]
+
+
+def test_budget_below_the_smallest_candidates_is_refused():
+    sources = heterogeneous()
+    weights, optimizer = construct(sources, rank_budget=0.05)
+    weights[0].grad = sources[0]()
+    with pytest.raises(ValueError, match=r"rank_budget is 0\.05.*legal: at least 0\.1"):
+        optimizer.step()
+
+
+# -- full rank ------------------------------------------------------------------------------------
+
+
+def test_full_rank_is_adamw_across_refreshes_and_comes_back():
+    """Noise in all directions, of entries of very different size; then three directions."""
+    noise, thin = Source(48, 0.9), Source(3, 0.0)
+    size = torch.logspace(0, -4, 64)
+    hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    for transfer in ("rotate", "keep", "reset"):
+        torch.manual_seed(0)
+        start = torch.randn(SHAPE)
+        ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        optimizer = HMT(
+            [ours],
+            full_rank_budget=1.0,
+            rank_candidates=CANDIDATES[:2],
+            energy_threshold=0.999,
+            update_interval=4,
+            moment_transfer=transfer,
+            **hyper,
+        )
+        adamw = torch.optim.AdamW([theirs], **hyper)
+        for _ in range(14):
+            gradient = noise() * size
+            ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+            optimizer.step()
+            adamw.step()
+        assert optimizer._schedule.num_refreshes[0] == 4
+        assert (ours - start).abs().max() > 0.05
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        matrix = optimizer.matrices["param_0"]
+        assert matrix.full_rank
+        assert matrix.basis is None
+        assert matrix.state_bytes() == 4 * (2 * ours.numel() + 64)
+        for _ in range(4):
+            ours.grad = thin()
+            optimizer.step()
+        assert (matrix.rank, matrix.full_rank) == (4, False)
+        assert matrix.moments.exp_avg.shape == (48, 4)
+        for _ in range(4):
+            ours.grad = noise()
+            optimizer.step()
+        assert matrix.full_rank
+        assert ours.isfinite().all()
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.3, 1), (0.5, 2), (0.74, 2), (1.0, 4)])
+def test_full_rank_stays_within_its_bytes(share, expected):
+    sources = [Source(48, 0.9, seed=i) for i in range(4)]
+    weights, optimizer = construct(sources, full_rank_budget=share, update_interval=3)
+    for _ in train(weights, optimizer, sources, 12):
+        full = [m for m in optimizer.matrices.values() if m.full_rank]
+        taken = sum(m.state_bytes() - m.moments.evidence.nbytes for m in full)
+        assert taken <= share * sum(8 * w.numel() for w in weights)
+    assert len(full) == expected
+
+
+# -- prediction -----------------------------------------------------------------------------------
+
+
+def counted(monkeypatch):
+    """Columns multiplied by each refresh."""
+    products, find = [], low_rank.find_subspace_to_energy
+
+    def count(*args, **kwargs):
+        found = find(*args, **kwargs)
+        products.append(found.products)
+        return found
+
+    monkeypatch.setattr(low_rank, "find_subspace_to_energy", count)
+    return products
+
+
+def test_prediction_saves_sketched_columns(monkeypatch):
+    products, totals = counted(monkeypatch), {}
+    for predict in (True, False):
+        products.clear()
+        sources = [Source(14, 0.01, seed=i) for i in range(3)]
+        # All find their first basis at once, or some would remember the random one's energy.
+        weights, optimizer = construct(sources, update_interval=4, max_full_gradient_bytes=10**6)
+        optimizer.describe()
+        if not predict:  # start at the largest candidate, as without a history
+            width = optimizer._policy.first_width
+            monkeypatch.setattr(type(optimizer._policy), "first_width", lambda *a: CANDIDATES[-1])
+            assert width(0) == CANDIDATES[0]
+        for _ in train(weights, optimizer, sources, 16):
+            pass
+        assert [m.rank for m in optimizer.matrices.values()] == [16] * 3
+        totals[predict] = sum(products[3:])  # the first round has nothing to predict from
+        assert len(products) >= 12
+    assert totals[True] < 0.65 * totals[False]
+
+
+def test_first_refresh_of_a_type_starts_at_the_prior(monkeypatch):
+    products, sources = counted(monkeypatch), [Source(14, 0.01, seed=i) for i in range(3)]
+    weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in sources]
+    named = [(f"layers.{i}.up.weight", w) for i, w in enumerate(weights)]
+    optimizer = HMT(named, lr=1e-3, rank_candidates=CANDIDATES)
+    for _ in train(weights, optimizer, sources, 3):
+        pass
+    assert len(products) == 3
+    # Cold columns and oversampling times five; the first had to widen from the smallest rank.
+    assert products[1] == products[2] == 5 * (16 + 8)
+    assert products[0] > products[1]
+
+
+def test_a_first_refresh_without_a_norm_is_no_growth():
+    """Before any step there is no norm to compare with: the next prediction has no trend."""
+    sources = [Source(3, 0.02)]
+    weights, optimizer = construct(sources, update_interval=5, energy_threshold=0.9)
+    for _ in train(weights, optimizer, sources, 4):
+        pass
+    policy, matrix = optimizer._policy, optimizer.matrices["param_0"]
+    assert "param_0" not in policy.log_norms
+    matrix.captured_energy.mul_(0.9)  # what the basis holds fell
+    assert policy.first_width(0) == matrix.rank == 4
+    for _ in train(weights, optimizer, sources, 4):
+        pass
+    assert policy.log_norms["param_0"] == pytest.approx(0.0, abs=0.3)  # ||G|| is about 1
+
+
+# -- early refresh --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["right", "left", "two_sided"])
+@pytest.mark.parametrize("early", [True, False])
+def test_early_refresh_after_a_change_of_data_and_not_before(projection, early):
+    shape = (64, 48) if projection == "left" else SHAPE
+    sources = [Source(4, 0.05, seed=i) for i in range(2)]
+    gradients = [lambda s=s: s().t().contiguous() if projection == "left" else s() for s in sources]
+    weights = [nn.Parameter(torch.zeros(shape)) for _ in sources]
+    options = {"rank": 8, "update_interval": 1000, "early_refresh": early}
+    optimizer = HMT(
+        weights,
+        lr=1e-3,
+        projection=projection,
+        max_full_gradient_bytes=10**6,
+        energy_threshold=0.9,
+        **options,
+    )
+    for _ in train(weights, optimizer, gradients, 100):
+        pass
+    assert optimizer._schedule.num_refreshes == [1, 1]  # stationary data: nothing fires
+    sources[0].turn(seed=77)
+    fired = None
+    for step, _ in enumerate(train(weights, optimizer, gradients, 60)):
+        if fired is None and optimizer._schedule.num_refreshes[0] > 1:
+            fired = step
+    assert (fired is not None) == early
+    assert optimizer._schedule.num_refreshes[1] == 1
+    if early:
+        assert fired <= 40  # two readings, ten steps apart, after a horizon of about ten
+        energy = optimizer.matrices["param_0"].smoothed_energy().item()
+        assert optimizer._schedule.num_refreshes[0] == 2
+        assert projection == "two_sided" or energy > 0.5
+
+
+# -- resume ---------------------------------------------------------------------------------------
+
+MODES = {
+    "threshold": {},
+    "budget": {"rank_budget": 0.3},
+    "full rank": {"full_rank_budget": 0.5},
+    "fixed": {"rank_candidates": (32, 64, 128, 256), "rank": 8},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("after", [9, 33, 41])
+def test_decisions_resume_bit_exactly(mode, after):
+    """The saved step lies before, between and after the readings that fire an early refresh."""
+
+    def stream():
+        sources = [Source(12, 0.05, seed=1), Source(4, 0.2, seed=2), Source(40, 0.5, seed=3)]
+        for step in range(60):
+            if step == 22:
+                sources[0].turn(seed=50)
+            yield [source() for source in sources]
+
+    def run(weights, optimizer, gradients):
+        for step in gradients:
+            for weight, gradient in zip(weights, step, strict=True):
+                weight.grad = gradient.clone()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+
+    def fresh():
+        options = {"rank_candidates": CANDIDATES, "update_interval": 25, **MODES[mode]}
+        if "rank" in options:
+            del options["rank_candidates"]
+        weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in range(3)]
+        return weights, HMT(weights, lr=1e-2, **options)
+
+    data = list(stream())
+    weights, optimizer = fresh()
+    run(weights, optimizer, data[:after])
+    saved = through_a_file({"weights": [w.detach() for w in weights], **optimizer.state_dict()})
+    run(weights, optimizer, data[after:])
+    assert max(optimizer._schedule.num_refreshes) >= 3
+    again, resumed = fresh()
+    for weight, value in zip(again, saved.pop("weights"), strict=True):
+        weight.data.copy_(value)
+    resumed.load_state_dict(saved)
+    run(again, resumed, data[after:])
+    assert_same_weights(nn.ParameterList(weights), nn.ParameterList(again))
+    ours, theirs = optimizer.state_dict(), resumed.state_dict()
+    assert str(ours["hmt"]) == str(theirs["hmt"])  # as text: a nan equals itself
+    for index, state in ours["state"].items():
+        assert_same_state(state, theirs["state"][index])
+
+
+def test_adding_a_group_keeps_what_is_known_of_the_others():
+    sources = [Source(14, 0.01)]
+    weights, optimizer = construct(sources)
+    for _ in train(weights, optimizer, sources, 3):
+        pass
+    before = optimizer._policy.state_dict()["histories"]["param_0"]
+    assert before
+    late = nn.Parameter(torch.zeros(SHAPE))
+    optimizer.add_param_group({"params": [late]})
+    for _ in train([*weights, late], optimizer, [*sources, sources[0]], 1):
+        pass
+    assert optimizer._policy.state_dict()["histories"]["param_0"] == before

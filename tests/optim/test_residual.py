@@ -1,0 +1,163 @@
+"""The part of the gradient outside the basis: full (Fira), probes, none; and its limiter."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hmt_runs import batches, network, train
+from torch import nn
+
+from hmt_deepspeed.optim.hmt import HMT
+
+M, N, RANK = 20, 32, 5
+BETAS, EPS, LR, SCALE = (0.9, 0.99), 1e-12, 1e-2, 0.5
+
+
+def gradients(steps, growing=0.0):
+    generator = torch.Generator().manual_seed(2)
+    strong = torch.randn(M, RANK, generator=generator) @ torch.randn(RANK, N, generator=generator)
+    for i in range(steps):
+        noise = torch.randn(M, N, generator=generator)
+        yield strong + (0.5 + growing * i) * noise
+
+
+def run(series, **options):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(M, N))
+    fields = {"rank": RANK, "scale": SCALE, "update_interval": 10**6, **options}
+    optimizer = HMT([weight], lr=LR, betas=BETAS, eps=EPS, **fields)
+    path = [weight.detach().clone()]
+    for gradient in series:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        path.append(weight.detach().clone())
+    return path, optimizer
+
+
+def fira(series, basis, limit):
+    """Changes of the weight by Fira (2410.01623), one-sided from the right, and how often it limits."""
+    mean = second = torch.zeros(M, RANK)
+    previous, limited, changes = None, 0, []
+    for t, gradient in enumerate(series, 1):
+        low = gradient @ basis
+        mean = BETAS[0] * mean + (1 - BETAS[0]) * low
+        second = BETAS[1] * second + (1 - BETAS[1]) * low**2
+        adam = (mean / (1 - BETAS[0] ** t)) / (second / (1 - BETAS[1] ** t)).sqrt()
+        residual = gradient - low @ basis.t()
+        residual = residual * (adam.norm(dim=1) / low.norm(dim=1))[:, None]
+        norm = residual.norm()
+        if limit and previous is not None and norm > limit * previous:
+            residual, limited = residual * (limit * previous / norm), limited + 1
+            norm = limit * previous
+        previous = norm
+        changes.append(SCALE * (adam @ basis.t() + residual))
+    return changes, limited
+
+
+@pytest.mark.parametrize("limit", [1.01, None])
+def test_full_residual_is_firas(limit):
+    series = list(gradients(12, growing=0.1))
+    path, optimizer = run(series, residual="full", norm_growth_limit=limit)
+    changes, limited = fira(series, optimizer.matrices["param_0"].basis, limit)
+    assert limited > 4 if limit else limited == 0
+    for before, after, change in zip(path, path[1:], changes, strict=False):
+        torch.testing.assert_close((before - after) / LR, change, rtol=1e-3, atol=1e-3)
+
+
+def test_full_residual_of_the_transpose():
+    """Rows of the projected orientation are what Fira scales: columns of a left-projected weight."""
+    series = list(gradients(6))
+    right, _ = run(series, residual="full")
+    weight = nn.Parameter(right[0].t().clone())
+    options = {"rank": RANK, "scale": SCALE, "update_interval": 10**6, "projection": "left"}
+    optimizer = HMT([weight], lr=LR, betas=BETAS, eps=EPS, residual="full", **options)
+    for gradient in series:
+        weight.grad = gradient.t().clone()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach().t(), right[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_the_basis_misses_moves_no_further_than_the_floor_allows():
+    path, optimizer = run(gradients(1), residual="full", norm_growth_limit=None)
+    basis = optimizer.matrices["param_0"].basis
+    weight = optimizer.param_groups[0]["params"][0]
+    gradient = next(gradients(1))
+    gradient[0] -= gradient[0] @ basis @ basis.t()  # this row has nothing inside
+    weight.grad = gradient
+    before = path[-1][0]
+    optimizer.step()
+    moved = (weight.detach()[0] - before).norm() / (LR * SCALE)
+    # ||U_j|| is a few, the floor a tenth of the residual: not the 1e6 of a ratio of rounding errors
+    assert 0 < moved < 10 * 3 * RANK**0.5
+
+
+def test_projected_backward_is_off_for_the_full_residual():
+    model = network()
+    optimizer = HMT(model, rank=8, residual="full", update_interval=10)
+    losses = train(model, optimizer, batches(3))
+    assert not optimizer._sites
+    assert all(p.grad is not None for p in model.parameters())
+    assert len(losses) == 3
+    assert all(matrix.num_probes == 0 for matrix in optimizer.matrices.values())
+
+
+@pytest.mark.parametrize("scale", ["auto", 2.0])
+def test_expected_probe_residual_is_the_exact_one_scaled(scale):
+    """Over draws of the probes; c above the unbiased (n-r)/k is lowered to it, below it shrinks."""
+    series = list(gradients(3))
+    fields = {"norm_growth_limit": None, "probes": 6, "residual_scale": scale}
+    _, optimizer = run(series, residual="probe", **fields)
+    matrix = optimizer.matrices["param_0"]
+    unbiased = (N - RANK) / 6
+    assert matrix.residual_scale == (unbiased if scale == "auto" else 2.0)
+    gradient, total, draws = series[-1], torch.zeros(M, N), 3000
+    for step in range(draws):
+        twin = copy.copy(matrix)
+        twin.moments = copy.deepcopy(matrix.moments)
+        twin.limited_norm = matrix.limited_norm.clone()
+        twin.prepare(step)
+        columns = twin.projection
+        update, sums = twin.advance(gradient @ columns, 1.0, betas=BETAS, eps=EPS)
+        update = twin.finish(update, sums.sum(0))
+        direction = update[:, :RANK] / SCALE
+        total += update[:, RANK:] @ columns[:, RANK:].t() / SCALE
+    basis = matrix.basis
+    low = gradient @ basis
+    phi = (direction.norm(dim=1) / low.norm(dim=1))[:, None]
+    exact = matrix.residual_scale / unbiased * phi * (gradient - low @ basis.t())
+    # Rows whose probes outweigh the basis are damped; here the basis holds most of every row.
+    error = (total / draws - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.median() < 0.1
+
+
+@pytest.mark.parametrize("residual", ["probe", "full"])
+@pytest.mark.parametrize("projection", ["right", "left"])
+def test_limiter_bounds_growth(residual, projection):
+    _, optimizer = run([], residual=residual, projection=projection)
+    weight, norms = optimizer.param_groups[0]["params"][0], []
+    for gradient in gradients(12, growing=0.5):
+        weight.grad = gradient
+        optimizer.step()
+        norms.append(optimizer.matrices["param_0"].limited_norm.item())
+    ratios = [b / a for a, b in pairwise(norms)]
+    assert max(ratios) <= 1.01 + 1e-5
+    assert sum(ratio > 1.0099 for ratio in ratios) >= 4
+
+
+def test_two_sided_limiter_bounds_growth():
+    _, optimizer = run([], residual="probe", projection="two_sided")
+    weight, norms = optimizer.param_groups[0]["params"][0], []
+    for gradient in gradients(12, growing=0.5):
+        weight.grad = gradient
+        optimizer.step()
+        norms.append(optimizer.matrices["param_0"].limited_norm.item())
+    assert max(b / a for a, b in pairwise(norms)) <= 1.01 + 1e-5
+    assert norms[0] > 0
+
+
+def test_full_residual_learns():
+    model = network()
+    optimizer = HMT(model, lr=2e-2, rank=4, update_interval=20, scale=1.0, residual="full")
+    losses = train(model, optimizer, batches(150, size=64))
+    assert sum(losses[-10:]) < 0.25 * sum(losses[:10])

@@ -1,0 +1,237 @@
+"""One basis for the linears that read the same input: who shares, what it saves, whose basis it is."""
+
+import copy
+
+import pytest
+import torch
+from hmt_runs import assert_same_weights
+from test_hmt_state import assert_same_state, through_a_file
+from torch import nn
+from torch.nn import functional as F
+
+from hmt_deepspeed.optim.hmt import HMT
+
+D, KV, HIDDEN, RANK, PROBES = 32, 16, 48, 4, 8
+GROUPS = [["q.weight", "k.weight", "v.weight"], ["gate.weight", "up.weight"]]
+OPTIONS = {"lr": 1e-2, "rank": RANK, "update_interval": 5, "share_basis": True}
+
+
+class Block(nn.Module):
+    """The linears of a Llama block, with fewer key and value heads."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.q, self.o = nn.Linear(D, D), nn.Linear(D, D)
+        self.k, self.v = nn.Linear(D, KV), nn.Linear(D, KV)
+        self.gate, self.up = nn.Linear(D, HIDDEN), nn.Linear(D, HIDDEN)
+        self.down = nn.Linear(HIDDEN, D)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        mixed = torch.tanh(k) * v
+        x = x + self.o(torch.sigmoid(q) * torch.cat((mixed, mixed), dim=-1))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def batches(count, size=32):
+    generator = torch.Generator().manual_seed(5)
+    teacher = torch.randn(D, D, generator=generator) / D**0.5
+    for _ in range(count):
+        x = torch.randn(size, D, generator=generator)
+        yield x, torch.tanh(x @ teacher)
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def train(model, optimizer, data):
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def columns_of(optimizer, *names):
+    return {id(optimizer.matrices[f"{name}.weight"].columns) for name in names}
+
+
+@pytest.mark.parametrize("rank", [{}, {"rank": "auto", "rank_candidates": (2, 4, 8, 24)}])
+def test_readers_of_one_input_share_one_columns_object(rank):
+    model = Block()
+    optimizer = HMT(model, **{**OPTIONS, **rank})
+    train(model, optimizer, batches(12))
+    assert optimizer._shared.groups() == GROUPS
+    assert len(columns_of(optimizer, "q", "k", "v")) == 1
+    assert len(columns_of(optimizer, "gate", "up")) == 1
+    assert len(columns_of(optimizer, "q", "gate", "o", "down")) == 4
+    ranks = {name: m.rank for name, m in optimizer.matrices.items()}
+    assert ranks["q.weight"] == ranks["k.weight"] == ranks["v.weight"]
+    for name, matrix in optimizer.matrices.items():
+        assert matrix.moments.exp_avg.shape == (matrix.shape[0], matrix.rank), name
+        assert matrix.measured
+
+
+def test_bytes_saved_are_those_of_the_bases_not_kept():
+    sizes = {}
+    for share in (True, False):
+        model = Block()
+        optimizer = HMT(model, **{**OPTIONS, "share_basis": share})
+        train(model, optimizer, batches(4))
+        sizes[share] = sum(row.state_bytes for row in optimizer.describe())
+    # Two of q, k, v and one of gate, up keep no n x r basis of their own.
+    assert sizes[False] - sizes[True] == 3 * D * RANK * 4
+
+
+def saved_products(model, x):
+    """Bytes of saved tensors that are as wide as a projection, each storage once."""
+    kept = {}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[1] == RANK + PROBES:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    del out
+    return sum(size for size, _ in kept.values())
+
+
+def test_one_product_is_saved_per_group():
+    saved, (x, _) = {}, next(batches(1, 64))
+    for share in (True, False):
+        model = Block()
+        optimizer = HMT(model, **{**OPTIONS, "share_basis": share, "update_interval": 100})
+        train(model, optimizer, batches(12))
+        assert all(site.active for site in optimizer._sites.values())
+        saved[share] = saved_products(model, x)
+    one = 64 * (RANK + PROBES) * 4
+    assert saved[True] == 4 * one  # q k v, o, gate up, down
+    assert saved[False] == 7 * one
+
+
+def test_the_basis_is_that_of_the_stacked_gradient():
+    model = Block()
+    optimizer = HMT(
+        model, **{**OPTIONS, "max_full_gradient_bytes": 10**6, "range_finder": "svd", "rank": 3}
+    )
+    first, second = batches(2)
+    train(model, optimizer, [first])  # shows who shares; all refresh in the next step
+    twin = copy.deepcopy(model)
+    loss_of(twin, *second).backward()
+    train(model, optimizer, [second])
+    for group in (*GROUPS, ["o.weight"], ["down.weight"]):
+        stacked = torch.cat([twin.get_parameter(name).grad for name in group])
+        _, _, right = torch.linalg.svd(stacked)
+        exact = right[:3].t()
+        for name in group:
+            basis = optimizer.matrices[name].basis
+            torch.testing.assert_close(basis @ basis.t(), exact @ exact.t(), atol=1e-3, rtol=0)
+    alone = torch.linalg.svd(twin.k.weight.grad)[2][:3].t()
+    shared = optimizer.matrices["k.weight"].basis
+    assert (alone @ alone.t() - shared @ shared.t()).abs().max() > 0.05
+
+
+def test_a_group_refreshes_together_under_a_budget_of_its_size():
+    model = Block()
+    optimizer = HMT(model, **OPTIONS)
+    formed = []
+    for x, y in batches(14):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        formed.append(
+            {n for n, p in model.named_parameters() if p.dim() == 2 and p.grad is not None}
+        )
+        optimizer.step()
+    assert not formed[0]  # nobody knows yet who shares
+    for names in formed:
+        for group in GROUPS:
+            assert set(group) <= names or not set(group) & names
+    assert set().union(*formed[1:5]) == set(optimizer.matrices)
+
+
+def test_trains():
+    model = Block()
+    optimizer = HMT(model, **{**OPTIONS, "lr": 2e-2, "scale": 1.0, "rank": 8})
+    losses = train(model, optimizer, batches(150, 64))
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("transfer", ["rotate", "keep"])
+@pytest.mark.parametrize("after", [1, 2, 8])
+def test_resume_is_bit_exact(transfer, after):
+    data = list(batches(16))
+    options = {**OPTIONS, "rank": "auto", "rank_candidates": (2, 4, 8), "moment_transfer": transfer}
+    straight, resumed = Block(), Block(seed=1)
+    optimizer = HMT(straight, **options)
+    train(straight, optimizer, data[:after])
+    saved = through_a_file(optimizer.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    train(straight, optimizer, data[after:])
+    fresh = HMT(resumed, **options)
+    fresh.load_state_dict(saved)
+    assert len(columns_of(fresh, "q", "k", "v")) == 1
+    train(resumed, fresh, data[after:])
+    assert_same_weights(straight, resumed)
+    ours, theirs = optimizer.state_dict(), fresh.state_dict()
+    for index, state in ours["state"].items():
+        assert_same_state(state, theirs["state"][index])
+
+
+def test_resume_of_a_model_in_which_nobody_shares():
+    """Its bases refresh on time: the window that shows who shares is not observed twice."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+
+    data = list(batches(12))
+    straight, resumed = model(0), model(1)
+    optimizer = HMT(straight, **{**OPTIONS, "update_interval": 2})
+    train(straight, optimizer, data[:5])
+    saved = through_a_file(optimizer.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    train(straight, optimizer, data[5:])
+    fresh = HMT(resumed, **{**OPTIONS, "update_interval": 2})
+    fresh.load_state_dict(saved)
+    train(resumed, fresh, data[5:])
+    assert_same_weights(straight, resumed)
+
+
+def test_only_matrices_of_equal_rules_share():
+    model = Block()
+    rules = {r"^k\.": {"rank": 2}, r"^up\.": {"projection": "two_sided"}}
+    optimizer = HMT(model, module_rules=rules, **{**OPTIONS, "lr": 2e-2, "scale": 1.0})
+    losses = train(model, optimizer, batches(60))
+    assert len(columns_of(optimizer, "q", "v")) == 1
+    assert len(columns_of(optimizer, "q", "k", "gate", "up")) == 4
+    assert [optimizer.matrices[f"{n}.weight"].rank for n in "qkv"] == [RANK, 2, RANK]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_goes_on_refreshing_without_patched_modules():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(D, D), nn.Tanh(), Scaled(D, D))
+    optimizer = HMT(model, **OPTIONS)
+    train(model, optimizer, batches(6))
+    assert min(optimizer._schedule.num_refreshes) >= 1
+    model = Block()
+    optimizer = HMT(model, **OPTIONS)
+    train(model, optimizer, batches(8))
+    refreshes = list(optimizer._schedule.num_refreshes)
+    optimizer.close()
+    train(model, optimizer, batches(8))
+    after = optimizer._schedule.num_refreshes
+    assert all(b > a for a, b in zip(refreshes, after, strict=True))
+    assert len(columns_of(optimizer, "q", "k", "v")) == 1
