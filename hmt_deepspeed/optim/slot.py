@@ -210,7 +210,7 @@ class Slot:
         if self.rounded or self.param.dtype == torch.float32:
             return self.param.contiguous()
         if "master" not in self.state:
-            self.state["master"] = self.param.detach().to(torch.float32, copy=True)
+            self.state["master"] = self.param.detach().float().contiguous()
         return self.state["master"]
 
     def _write_back(self, weight: Tensor) -> None:
