@@ -442,7 +442,8 @@ def _walk_fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, dict[
             yield from _walk_fields(nested, f"{path}.{name}")
         else:
             schema = properties[name]
-            yield f"{path}.{name}", {**schema, "legal": _legal_values(schema)}
+            default = field.get_default(call_default_factory=True)
+            yield f"{path}.{name}", {"default": default, **schema, "legal": _legal_values(schema)}
 
 
 def _nested_model(annotation: object) -> type[BaseModel] | None:

@@ -106,7 +106,7 @@ class HMT(Optimizer):
         elif self.options["weight_dtype"] == "int8":
             raise ValueError(
                 "hmt.optimizer.weight_dtype is 'int8', but HMT was given parameters, not a module, whose "
-                'forward would decode the weights. Legal here: "auto". Or pass the module itself.'
+                'forward would decode the weights. Legal here: "auto". To do: pass the module itself.'
             )
         elif self.options["share_basis"]:
             raise ValueError(
