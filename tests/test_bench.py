@@ -57,7 +57,8 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def toy_case(name: str, folder: Path, suite: str = "foundations") -> dict[str, Any]:
     """The record that one toy case leaves in the report."""
-    done = run_bench(suite, "--toy", "--case", name, "--output", str(folder))
+    arguments = ("--toy", "--dtype", "fp32", "--case", name, "--output", str(folder))
+    done = run_bench(suite, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     (path,) = folder.glob(f"*/{suite}.json")
     assert "| case |" in path.with_suffix(".md").read_text(encoding="utf-8")

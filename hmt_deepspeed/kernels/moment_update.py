@@ -126,8 +126,6 @@ def moment_update_(
 ) -> Tensor:
     """Update both moments in place and return Adam's direction; formulas at the top of the file.
 
-    The fused twin of :func:`hmt_deepspeed.optim.rules.adam_direction`.
-
     Args:
         projected: rows x r, fp32, any strides (a column slice of a wider matrix).
         exp_avg, exp_avg_sq: rows x r, fp32, contiguous, uncorrected running means; updated.

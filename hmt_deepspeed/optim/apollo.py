@@ -52,10 +52,17 @@ class ApolloMatrix(MatrixRule):
         quarter = max(1, min(shape) // 4)  # the paper's rank
         self.rank = 1 if self.per_tensor else settings.rank or quarter
         self.candidates = (self.rank,)
-        self.projection = None
         self.draw = 0
         moments = (self.num_rows, self.rank)
         self.moments = Moments(moments, settings.state_dtype, device, name, settings.seed)
+
+    @property
+    def takes_whole(self) -> bool:
+        return True
+
+    @property
+    def projection(self) -> None:
+        return None
 
     @property
     def redraws(self) -> bool:

@@ -1,8 +1,4 @@
-"""Apply an update to a weight; low rank: ``W <- (1 - lr wd) W - lr (update projection^T)``.
-
-Shapes: ``weight`` is rows x n, ``update`` rows x (r + k), ``projection`` n x (r + k). ``scale`` is
-already in the update, see :meth:`hmt_deepspeed.optim.matrix.LowRankMatrix.finish`.
-"""
+"""Apply whole updates to weights; low-rank ones are :mod:`hmt_deepspeed.kernels.low_rank_update`'s."""
 
 from __future__ import annotations
 
@@ -13,50 +9,12 @@ from hmt_deepspeed.optim.rules import adamw_
 
 __all__ = [
     "apply_adamw_rounded_",
-    "apply_low_rank_",
-    "apply_low_rank_rounded_",
     "apply_whole_",
     "apply_whole_rounded_",
 ]
 
 # fp32 elements alive at once while a bf16 weight is updated: 16 MiB.
 CHUNK_ELEMENTS = 1 << 22
-
-
-def apply_low_rank_(
-    weight_fp32: Tensor, update: Tensor, projection: Tensor, lr: float, weight_decay: float
-) -> None:
-    """Apply to fp32 rows in place. Decoupled weight decay, as in AdamW (Loshchilov and Hutter)."""
-    columns = projection.to(weight_fp32.dtype)
-    weight_fp32.addmm_(update, columns.t(), beta=1 - lr * weight_decay, alpha=-lr)
-
-
-def apply_low_rank_rounded_(
-    weight_bf16: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int,
-    offset: int,
-) -> None:
-    """Apply to bf16 rows in place: computed in fp32, a few rows at a time, rounded stochastically.
-
-    Args:
-        weight_bf16: a contiguous block of whole rows.
-        key: seed of the rounding, :meth:`LowRankMatrix.rounding_key` of the step.
-        offset: index of the block's first element within the whole weight, so that the rounding
-            does not depend on which rows are held here.
-    """
-    rows, n = weight_bf16.shape
-    columns = projection.float().t()
-    rows_per_chunk = max(1, CHUNK_ELEMENTS // max(n, 1))
-    for begin in range(0, rows, rows_per_chunk):
-        block = weight_bf16[begin : begin + rows_per_chunk]
-        value = block.float()
-        part = update[begin : begin + rows_per_chunk].float()
-        value.addmm_(part, columns, beta=1 - lr * weight_decay, alpha=-lr)
-        stochastic_round(value, block, key, offset + begin * n)
 
 
 def apply_whole_(weight_fp32: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
@@ -70,7 +28,7 @@ def apply_whole_rounded_(
     """The same on contiguous bf16 weights, a few rows at a time, rounded stochastically.
 
     Args:
-        update: fp32 of the weight's shape. key, offset: as in :func:`apply_low_rank_rounded_`.
+        update: fp32 of the weight's shape. key, offset: as in :func:`hmt_deepspeed.kernels.low_rank_update.low_rank_update_`.
     """
     per_row = weight_bf16[:1].numel()
     rows_per_chunk = max(1, CHUNK_ELEMENTS // max(per_row, 1))

@@ -51,7 +51,7 @@ class InputGroup:
     Attributes:
         sites: members in the order of their first call.
         columns: n x sum of widths, the members' projections side by side; or a part of their rows,
-            which ``gather`` makes whole for the time of one product.
+            which ``gather`` makes whole for the time of one product; None where a member makes its own.
     """
 
     def __init__(self, site: ProjectedSite) -> None:
@@ -67,12 +67,27 @@ class InputGroup:
         self._product: Tensor | None = None
         self._served: set[int] = set()
 
+    def join(self, sites: Sequence[ProjectedSite]) -> Tensor:
+        """Columns of active sites side by side, those of a shared projection once; sets their spans."""
+        parts: list[Tensor] = []
+        begin = 0
+        for site in sites:
+            columns = site.columns()
+            if parts and columns is parts[-1]:
+                site.span = (begin - columns.shape[1], begin)
+                continue
+            site.span = (begin, begin + columns.shape[1])
+            begin = site.span[1]
+            parts.append(columns)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
     def product(self, x: Tensor, site: ProjectedSite) -> Tensor:
         """``X B`` of one member, T x width: a view of the product that all members share."""
-        assert self.columns is not None
         if self._product is None or self._key != _input_key(x) or id(site) in self._served:
             columns = self.columns
-            if self.gather is not None:
+            if columns is None:
+                columns = self.join([s for s in self.sites if s.active])
+            elif self.gather is not None:
                 columns = self.gather(columns)[: x.shape[-1]]
             flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
             # Holding the input keeps its address from being reused.
@@ -90,15 +105,15 @@ class ProjectedSite:
     """What a patched linear and the optimizer share: the projection in, the projected gradient out.
 
     Attributes:
-        projection: n x width columns for the coming window (m x width when ``transposed``), or None
-            for an ordinary backward.
+        projection: n x width columns for the coming window (m x width when ``transposed``), a function
+            that makes them anew for each use, or None for an ordinary backward.
         transposed: the weight is projected from the left; what backward leaves is n x width.
         span: columns of the group's product that are this site's.
     """
 
     def __init__(self, name: str, transposed: bool = False) -> None:
         self.name, self.transposed = name, transposed
-        self.projection: Tensor | None = None
+        self.projection: Tensor | Callable[[], Tensor] | None = None
         self.span = (0, 0)
         self.group = InputGroup(self)
         self._pending: Tensor | None = None
@@ -106,6 +121,11 @@ class ProjectedSite:
     @property
     def active(self) -> bool:
         return self.projection is not None
+
+    def columns(self) -> Tensor:
+        """The projection of an active site."""
+        assert self.projection is not None
+        return self.projection if isinstance(self.projection, Tensor) else self.projection()
 
     @property
     def pending(self) -> Tensor | None:
@@ -181,19 +201,9 @@ class SharedInputs:
             seen.add(id(group))
             group.forget()
             group.gather = self.gather
-            parts: list[Tensor] = []
-            begin = 0
-            for member in group.sites:
-                if member.projection is None:
-                    continue
-                if parts and member.projection is parts[-1]:
-                    member.span = (begin - parts[-1].shape[1], begin)
-                    continue
-                member.span = (begin, begin + member.projection.shape[1])
-                begin = member.span[1]
-                parts.append(member.projection)
-            single = parts[0] if parts else None
-            group.columns = torch.cat(parts, dim=1) if len(parts) > 1 else single
+            active = [site for site in group.sites if site.active]
+            made = any(not isinstance(site.projection, Tensor) for site in active)
+            group.columns = None if made or not active else group.join(active)
 
     def groups(self) -> list[list[str]]:
         """Names of the sites that share a product, for a checkpoint: a resumed run computes the same."""
@@ -261,11 +271,10 @@ class _LeftProjectedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        columns: Tensor,
         site: ProjectedSite,
         encoded: Int8Weight | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, columns)
+        ctx.save_for_backward(x, weight)
         ctx.site = site  # type: ignore[attr-defined]
         ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
         return F.linear(x, weight if encoded is None else encoded.decode(), bias)
@@ -273,8 +282,9 @@ class _LeftProjectedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, columns = ctx.saved_tensors  # type: ignore[attr-defined]
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
+        columns = site.columns()  # the window's: it ends after its last backward
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         flat = grad.reshape(-1, grad.shape[-1])
         image = flat.to(columns.dtype) @ columns
@@ -282,7 +292,7 @@ class _LeftProjectedLinear(torch.autograd.Function):
         dx = None
         if needs[0]:
             dx = (grad @ _readable(ctx, weight).to(grad.dtype)).to(x.dtype)
-        return dx, None, flat.sum(0) if needs[2] else None, None, None, None
+        return dx, None, flat.sum(0) if needs[2] else None, None, None
 
 
 def _readable(ctx: FunctionCtx, weight: Tensor) -> Tensor:
@@ -334,8 +344,7 @@ def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
         shared.meet(x, site)
         if site.projection is not None:  # None: this window forms the full gradient
             if site.transposed:
-                columns = site.projection
-                return _LeftProjectedLinear.apply(x, self.weight, self.bias, columns, site, encoded)
+                return _LeftProjectedLinear.apply(x, self.weight, self.bias, site, encoded)
             product = site.group.product(x, site)
             return _ProjectedLinear.apply(x, self.weight, self.bias, product, site, encoded)
     if encoded is not None:

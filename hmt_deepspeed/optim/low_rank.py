@@ -6,13 +6,14 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import (
     Subspace,
     find_subspace_to_energy,
@@ -31,7 +32,14 @@ from hmt_deepspeed.optim.rules import (
 )
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["Columns", "LowRankMatrix", "adopt_together", "share_bases", "takes_projection"]
+__all__ = [
+    "Columns",
+    "LowRankMatrix",
+    "adopt_together",
+    "held_projection",
+    "share_bases",
+    "takes_projection",
+]
 
 MAX_RESIDUAL_SCALE = 8.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -41,12 +49,14 @@ _TINY = torch.finfo(torch.float32).tiny
 class Columns:
     """``[Q | P]`` of one matrix, or of several that share a basis.
 
-    whole: n x (r + k), None where whole gradient rows are taken. owner: name of the matrix whose bytes
+    whole: n x (r + k), None where whole gradient rows are taken. basis: its first r columns, or all
+    there is; None where it is redrawn from a seed, and for full rank. owner: name of the matrix whose bytes
     it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3).
     """
 
     owner: str
     whole: Tensor | None = None
+    basis: Tensor | None = None
     parked: Tensor | None = None
 
 
@@ -86,6 +96,8 @@ class LowRankMatrix(MatrixRule):
         self.measured = False
         self.full_rank = False
         self.draw = 0
+        self._window = 0  # step of the window: seeds the probes
+        self._direction: Tensor | None = None  # kept until the residual of its update is limited
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_moments()
 
@@ -118,8 +130,16 @@ class LowRankMatrix(MatrixRule):
         unbiased = (self.shape[1] - self.rank) / self.num_probes
         return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
 
+    @property
+    def width(self) -> int:
+        return self.shape[1] if self.takes_whole else self.rank + self.num_probes
+
+    @property
+    def takes_whole(self) -> bool:
+        return self.full_rank or self.settings.residual == "full"
+
     def state_bytes(self) -> int:
-        parked, basis = self.columns.parked, self.basis
+        parked, basis = self.columns.parked, self.columns.basis
         if self.columns.owner != self.name or basis is None:
             return self.moments.nbytes
         held = basis if parked is None else parked[:, : self.rank]
@@ -138,14 +158,35 @@ class LowRankMatrix(MatrixRule):
     # -- basis ----------------------------------------------------------------------------------
 
     @property
-    def projection(self) -> Tensor | None:  # type: ignore[override]
+    def projection(self) -> Tensor | None:
         """``[Q | P]`` of the coming step."""
-        return self.columns.whole
+        if self.takes_whole:
+            return None
+        if not self.redraws:
+            return self.columns.whole
+        basis = self._drawn_basis()
+        return torch.cat((basis, self._probes(basis)), dim=1)
+
+    def make_projection(self) -> Tensor:
+        """:attr:`projection` of a rule that redraws."""
+        made = self.projection
+        assert made is not None
+        return made
 
     @property
     def basis(self) -> Tensor | None:
-        """Q, n x r: a view of the projection where there is one."""
-        return self._basis if self.projection is None else self.projection[:, : self.rank]
+        """Q, n x r: a view of the projection where there is one; made anew by a rule that redraws."""
+        if self.redraws:
+            return self._drawn_basis()
+        return self.columns.basis
+
+    def _drawn_basis(self) -> Tensor:
+        return self.seeded_basis(self.rank, self.draw)[: self.shape[1]].to(self.dtype)
+
+    def _probes(self, basis: Tensor) -> Tensor:
+        seed, owner = self.settings.seed, self.columns.owner
+        generator = keyed_generator(self.device, seed, owner, "probes", self._window)
+        return probe_columns(basis, self.num_probes, generator).to(self.dtype)
 
     @property
     def redraws(self) -> bool:
@@ -164,13 +205,11 @@ class LowRankMatrix(MatrixRule):
 
     def prepare(self, step: int) -> None:
         """Redraw the probe columns of ``projection`` for the coming step."""
-        if self.columns.owner == self.name and self.num_probes and self.projection is not None:
-            generator = keyed_generator(
-                self.device, self.settings.seed, self.columns.owner, "probes", step
-            )
-            basis = self.projection[:, : self.rank]
-            probes = probe_columns(basis, self.num_probes, generator)
-            self.projection[:, self.rank :].copy_(probes)
+        self._window = step
+        basis, whole = self.columns.basis, self.columns.whole
+        owns = self.columns.owner == self.name and self.num_probes > 0
+        if owns and whole is not None and basis is not None:
+            whole[:, self.rank :] = self._probes(basis)
 
     def find_basis(self, gradient: Tensor, step: int, first: int) -> Subspace | None:
         """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
@@ -245,32 +284,33 @@ class LowRankMatrix(MatrixRule):
         self.full_rank = basis is None
         self.rank = n if basis is None else basis.shape[1]
         self.num_probes = 0 if basis is None else self.probes_for(self.rank)
-        self.columns.whole, self._basis = None, None
-        if basis is None:
+        self.columns.whole, self.columns.basis = None, None
+        if basis is None or self.redraws:
             return
         if self.settings.residual == "full":
-            self._basis = basis.to(dtype=self.dtype, device=self.device)
+            self.columns.basis = basis.to(dtype=self.dtype, device=self.device, copy=True)
             return
         columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
         columns[:, : self.rank].copy_(basis)
-        self.columns.whole = columns
+        self.columns.whole, self.columns.basis = columns, columns[:, : self.rank]
 
     # -- step -----------------------------------------------------------------------------------
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
         """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
         own = gradient[counted].float()
-        if self.projection is not None:
+        if not self.takes_whole:
             inside, rest = own[:, : self.rank], own[:, self.rank :]
             return torch.stack((inside.square().sum(), rest.square().sum()))
         total = own.square().sum()
-        if self._basis is None:
+        basis = None if self.full_rank else self.basis
+        if basis is None:
             return torch.stack((total, torch.zeros_like(total)))
-        inside_square = (own @ self._basis.float()).square().sum()
+        inside_square = project(own, basis).square().sum()
         return torch.stack((inside_square, (total - inside_square).clamp_min(0)))
 
     def square_norm(self, sums: Tensor) -> Tensor:
-        if self.projection is None:
+        if self.takes_whole:
             return sums[0] + sums[1]
         n, rank = self.shape[1], self.rank
         return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
@@ -285,7 +325,7 @@ class LowRankMatrix(MatrixRule):
     ) -> tuple[Tensor, Tensor]:
         """``[U | c phi S]`` for ``[A | S]``; ``U Q^T + c phi (G - A Q^T)`` for whole rows."""
         gradient = gradient.float().mul_(factor)
-        if self.projection is None:
+        if self.takes_whole:
             return self._advance_whole(gradient, betas, eps)
         part, probes = gradient[:, : self.rank], gradient[:, self.rank :]
         direction = self.moments.advance(part, betas=betas, eps=eps)
@@ -299,31 +339,34 @@ class LowRankMatrix(MatrixRule):
     def _advance_whole(
         self, gradient: Tensor, betas: tuple[float, float], eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self._basis is None:
+        basis = None if self.full_rank else self.basis
+        if basis is None:
             direction = self.moments.advance(gradient, betas=betas, eps=eps)
             return direction, gradient.new_zeros(gradient.shape[0], 1)
-        basis = self._basis.float()
+        basis = basis.float()
         part = gradient @ basis
         direction = self.moments.advance(part, betas=betas, eps=eps)
         residual = full_residual(direction, part, gradient, basis, self.residual_scale)
         squares = residual.square().sum(dim=1, keepdim=True)
-        self._inside = direction @ basis.t()  # joined by `finish`, once the residual is limited
+        self._direction = direction
         return residual, squares
 
     @property
     def limits(self) -> bool:
         """Whether the growth of the residual's norm is limited."""
-        has_residual = self._basis is not None or (
-            self.settings.residual == "probe" and self.num_probes > 0
+        kind = self.settings.residual
+        has_residual = (kind == "full" and not self.full_rank) or (
+            kind == "probe" and self.num_probes > 0
         )
         return has_residual and self.settings.norm_growth_limit is not None
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
-        self._limit(update if self.projection is None else update[:, self.rank :], sums)
-        if self._basis is not None:
-            update += self._inside
-            del self._inside
+        self._limit(update if self.takes_whole else update[:, self.rank :], sums)
+        if self._direction is not None:
+            assert self.basis is not None
+            update.addmm_(self._direction, self.basis.float().t())
+            self._direction = None
         return update.mul_(self.scale)
 
     def _limit(self, residual: Tensor, sums: Tensor) -> None:
@@ -345,8 +388,8 @@ class LowRankMatrix(MatrixRule):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "measured": self.measured, "draw": self.draw}
-        if self.basis is not None and not self.redraws:
-            state["basis"] = self.basis.clone()
+        if self.columns.basis is not None:
+            state["basis"] = self.columns.basis.clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,6 +430,17 @@ def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
             assert isinstance(other, LowRankMatrix)
             if other.columns is not leader.columns:
                 other.share(leader)
+
+
+def held_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
+    """What a site projects on: the columns held (this process's rows while they are parked), or how to
+    make them."""
+    if not isinstance(matrix, LowRankMatrix) or matrix.takes_whole:
+        return None
+    if matrix.redraws:
+        return matrix.make_projection
+    columns = matrix.columns
+    return columns.whole if columns.parked is None else columns.parked
 
 
 def takes_projection(matrix: MatrixRule | None) -> bool:

@@ -44,7 +44,7 @@ class MatrixRule(ABC):
     Attributes:
         rank: in force. candidates: legal ranks. draw: number of a seeded basis. moments: Adam's, of the rows held here.
         projection: n x width columns that backward projects on, constant over an accumulation window;
-            None when the rule takes whole gradient rows, and then its update is whole too.
+            None when the rule takes whole gradient rows. A rule that redraws makes it anew each time.
     """
 
     ROW_STATES: ClassVar[tuple[str, ...]] = (
@@ -57,7 +57,6 @@ class MatrixRule(ABC):
     candidates: tuple[int, ...]
     draw: int
     moments: Moments
-    projection: Tensor | None
 
     def __init__(
         self,
@@ -86,12 +85,21 @@ class MatrixRule(ABC):
     @property
     def width(self) -> int:
         """Columns of the gradient rows handed in."""
-        return self.shape[1] if self.projection is None else self.projection.shape[1]
+        return self.shape[1]
+
+    @property
+    @abstractmethod
+    def takes_whole(self) -> bool:
+        """Whether the rule takes whole gradient rows, and gives a whole update."""
 
     @property
     def redraws(self) -> bool:
         """Whether a new basis is drawn from its seed, without a gradient."""
         return False
+
+    @property
+    @abstractmethod
+    def projection(self) -> Tensor | None: ...
 
     def states(self) -> dict[str, StateTensor]:
         """Stored moments by Adam's names."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.basis import keyed_seed, transfer_second_moment
-from hmt_deepspeed.optim.rules import adam_direction
 from hmt_deepspeed.optim.state import StateTensor
 
 __all__ = ["Moments"]
@@ -69,10 +69,18 @@ class Moments:
         self.first_evidence += (1 - betas[0]) * (1 - self.first_evidence)
         self.evidence.lerp_(torch.ones_like(self.evidence), 1 - betas[1])
         mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
-        evidence = (self.first_evidence, self.evidence)
-        direction = adam_direction(projected, mean, second, evidence, betas=betas, eps=eps)
+        shape = (1, -1) if self.two_sided else projected.shape  # evidence is per column of a row
+        direction = moment_update_(
+            projected.view(shape),
+            mean.view(shape),
+            second.view(shape),
+            self.evidence.view(-1),
+            self.first_evidence,
+            *betas,
+            eps,
+        )
         self._write(mean, second)
-        return direction
+        return direction.view_as(projected)
 
     # -- change of basis ------------------------------------------------------------------------
 

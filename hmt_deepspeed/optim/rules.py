@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 __all__ = [
-    "adam_direction",
     "adamw_",
     "estimated_square_norm",
     "full_residual",
@@ -56,33 +55,6 @@ def adamw_(
         eps=eps,
         maximize=False,
     )
-
-
-def adam_direction(
-    projected: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    evidence: tuple[float, Tensor],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-) -> Tensor:
-    """Adam's step ``U = m^ / (sqrt(v^) + eps)`` on a projected gradient, moments updated in place.
-
-    Adam's bias correction ``1 - beta^t`` is the weight of evidence in the running means; here it is
-    carried explicitly, per direction for the second moment, because a basis change removes evidence
-    (:func:`hmt_deepspeed.optim.basis.transfer_second_moment`).
-
-    Args:
-        projected: rows x r, fp32.
-        exp_avg, exp_avg_sq: rows x r, fp32, uncorrected running means.
-        evidence: weights after this step: scalar of ``exp_avg``, (r,) of ``exp_avg_sq``.
-    """
-    beta1, beta2 = betas
-    exp_avg.lerp_(projected, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(projected, projected, value=1 - beta2)
-    denominator = (exp_avg_sq / evidence[1]).sqrt_().add_(eps)
-    return exp_avg.div(denominator).div_(evidence[0])
 
 
 def probe_residual(direction: Tensor, projected: Tensor, probes: Tensor, scale: float) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.apply import (
     apply_adamw_rounded_,
-    apply_low_rank_,
-    apply_low_rank_rounded_,
     apply_whole_,
     apply_whole_rounded_,
 )
@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.int8_linear import Int8Weight
 from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
@@ -100,7 +100,7 @@ class Slot:
         if not due:
             self.matrix.prepare(step)
         if self.site is not None:
-            self.site.projection = None if due else self.matrix.projection
+            self.site.projection = None if due else held_projection(self.matrix)
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
@@ -111,10 +111,10 @@ class Slot:
     def redraw(self, number: int) -> None:
         """Take basis ``number`` of a rule that redraws from a seed."""
         assert self.matrix is not None
-        self.matrix.draw = number
         if isinstance(self.matrix, LowRankMatrix):
             basis = self.matrix.seeded_basis(self.matrix.rank, number).to(self.param.dtype)
             self.matrix.adopt(basis, self.matrix.overlap_sum(basis, slice(None)))
+        self.matrix.draw = number  # only now: the old number gives the basis that moments come from
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients themselves: projected by backward, and ``p.grad``."""
@@ -127,13 +127,15 @@ class Slot:
         Fresh memory, except for the whole gradient of a rule that takes it.
         """
         assert self.matrix is not None
-        columns, gradient = self.matrix.projection, self.full_gradient()
-        if columns is None:
+        gradient = self.full_gradient()
+        if self.matrix.takes_whole:
             return gradient
         pending = None if self.site is None else self.site.pending
         total = None if pending is None else pending.float()
         if gradient is not None:
-            part = (gradient.to(columns.dtype) @ columns).float()
+            columns = self.matrix.projection
+            assert columns is not None
+            part = project(gradient, columns)
             total = part if total is None else total + part
         return total
 
@@ -163,7 +165,7 @@ class Slot:
         if self.site is not None:
             self.site.take()
         matrix.observe(matrix.measure(reduced, slice(None)))
-        if matrix.projection is None:
+        if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
         update, sums = matrix.advance(reduced, 1.0, betas=group["betas"], eps=group["eps"])
         update = matrix.finish(update, sums.sum(dim=0))
@@ -171,7 +173,7 @@ class Slot:
         key = matrix.rounding_key(step)
         left, right = update, matrix.projection
         if matrix.transposed:  # B U^T instead of U B^T
-            left, right = (update.t(), None) if right is None else (right.float(), update)
+            left, right = (update.t(), None) if right is None else (right, update)
         if self.encoded is None:
             self._apply(left, right, lr, decay, key)
         elif right is None:
@@ -187,10 +189,8 @@ class Slot:
                 apply_whole_rounded_(weight, left, lr, decay, key)
             else:
                 apply_whole_(weight, left, lr, decay)
-        elif self.rounded:
-            apply_low_rank_rounded_(weight, left, right, lr, decay, key, 0)
         else:
-            apply_low_rank_(weight, left, right, lr, decay)
+            low_rank_update_(weight, left.float(), right.float(), lr, decay, key)
         self._write_back(weight)
 
     def _dense_state(self) -> tuple[StateTensor, StateTensor, Tensor]:
@@ -218,10 +218,8 @@ class Slot:
         self._write_back(weight)
 
     def _writable(self) -> Tensor:
-        """What the update is applied to: fp32 weights themselves, a master, or bf16 in one block."""
-        if self.param.dtype == torch.float32:
-            return self.param
-        if self.rounded:
+        """What the update is applied to, contiguous: the weights themselves or an fp32 master."""
+        if self.rounded or self.param.dtype == torch.float32:
             return self.param.contiguous()
         if "master" not in self.state:
             self.state["master"] = self.param.detach().to(torch.float32, copy=True)

@@ -117,7 +117,7 @@ class TwoSidedMatrix(LowRankMatrix):
         gradient = gradient.float().mul_(factor)
         core, left = self._core * factor, self.left_basis.float()
         direction = self.moments.advance(core, betas=betas, eps=eps)
-        self._inside = left @ direction
+        self._direction = direction
         if self.settings.residual == "none":
             return torch.zeros_like(gradient), gradient.new_zeros(gradient.shape[0], 1)
         phi = direction.norm() / (self._seen * factor).clamp_min(_TINY)
@@ -134,8 +134,10 @@ class TwoSidedMatrix(LowRankMatrix):
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         self._limit(update, sums)
-        update[:, : self.rank] += self._inside
-        del self._inside, self._core, self._seen
+        assert self._direction is not None
+        update[:, : self.rank] += self.left_basis.float() @ self._direction
+        self._direction = None
+        del self._core, self._seen
         return update.mul_(self.scale)
 
     # -- checkpoint -----------------------------------------------------------------------------

@@ -56,14 +56,16 @@ class ShardedBases:
         own = columns.whole[begin : begin + rows]
         columns.parked = own.new_zeros(rows, width)
         columns.parked[: own.shape[0]].copy_(own)
-        columns.whole = own.new_empty(0, width)
+        columns.whole = columns.basis = own.new_empty(0, width)
 
     def restore(self, entry: Entry) -> None:
         """Make the entry's projection whole again."""
         matrix = entry.matrix
         if isinstance(matrix, LowRankMatrix) and matrix.columns.parked is not None:
             whole = self.gather(matrix.columns.parked)
-            matrix.columns.whole, matrix.columns.parked = whole[: matrix.shape[1]], None
+            columns = matrix.columns
+            columns.whole, columns.parked = whole[: matrix.shape[1]], None
+            columns.basis = columns.whole[:, : matrix.rank]
 
     @staticmethod
     def forget(entry: Entry) -> None:

@@ -32,6 +32,7 @@ from hmt_deepspeed.zero.files import (
     replace_text,
     sync_folder,
 )
+from hmt_deepspeed.zero.residency import resident
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.shards import padded
 
@@ -353,10 +354,11 @@ def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None
                 continue
             flat = saved.frozen(name).reshape(-1)
             if hasattr(param, "ds_tensor"):
-                part = param.ds_tensor.numel()
+                part = param.ds_tensor.ds_numel
                 begin = part * optimizer.collectives.rank
                 piece = flat[begin : begin + part]
-                param.ds_tensor.view(-1)[: piece.numel()].copy_(piece)
+                with resident(param, overwrite=True) as held:
+                    held[: piece.numel()].copy_(piece)
             else:
                 param.data.copy_(flat.view(param.shape))
         for name, buffer in engine.module.named_buffers():

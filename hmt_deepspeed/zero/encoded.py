@@ -6,6 +6,9 @@ that changes them is equal on all ranks, replicas stay equal bit for bit. There 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -38,11 +41,11 @@ class EncodedWeight(Weight):
     def by_rows(self) -> bool:
         return False
 
-    @property
-    def shard(self) -> Tensor:
-        """fp32 values of the flat elements held here, decoded."""
+    @contextmanager
+    def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
+        """fp32 values of this rank's flat elements, decoded: to be read, not written."""
         begin, end = self.shards.rows(self.rank)
-        return self.shards.rows_to_shard(self.encoded.decode_rows(begin, end), self.rank)
+        yield self.shards.rows_to_shard(self.encoded.decode_rows(begin, end), self.rank)
 
     def master_bytes(self) -> int:
         return 0

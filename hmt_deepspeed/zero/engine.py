@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.timer import NoopTimer
 
@@ -18,6 +19,7 @@ from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
 from hmt_deepspeed.zero.support import check_engine, check_supported
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
@@ -152,22 +154,30 @@ class HMTEngine(DeepSpeedEngine):
 
     def _parameter_offload(self) -> Any:
         """DeepSpeed's own coordinator gathers and partitions the parameters of stage 3."""
-        return DeepSpeedZeRoOffload(
+        config, zero = self.zero_offload_param(), self._config.zero_config
+        on_nvme = config is not None and config.device == OffloadDeviceEnum.nvme
+        reuse_distance = self.zero_max_reuse_distance()
+        if on_nvme and "max_reuse_distance" not in zero.model_fields_set:
+            reuse_distance = 0  # what waits for reuse keeps its swap buffer, and there are five
+        offload = DeepSpeedZeRoOffload(
             self.module,
             timers=self.timers if self.wall_clock_breakdown() else NoopTimer(),
             ds_config=self.config,
             overlap_comm=self.zero_overlap_comm(),
             prefetch_bucket_size=self.zero_prefetch_bucket_size(),
-            max_reuse_distance=self.zero_max_reuse_distance(),
+            max_reuse_distance=reuse_distance,
             max_live_parameters=self.zero_max_live_parameters(),
             param_persistence_threshold=self.zero_param_persistence_threshold(),
             model_persistence_threshold=self.zero_model_persistence_threshold(),
             dp_process_group=self.seq_data_parallel_group,
-            offload_param_config=self.zero_offload_param(),
+            offload_param_config=config,
             mpu=self.mpu,
             zero_module_granularity_threshold=self.zero_module_granularity_threshold(),
             log_trace_cache_warnings=self.zero_log_trace_cache_warnings(),
         )
+        if on_nvme:
+            prepare_for_ssd(offload, config.max_in_cpu, config.pin_memory)
+        return offload
 
     # -- training loop ----------------------------------------------------------------------------
 
@@ -232,6 +242,13 @@ class HMTEngine(DeepSpeedEngine):
             module_state_dict, zero_optimizer_state, save_frozen_param
         )
         return state
+
+    def _get_param_fragment_func(self, param: Any) -> Any:
+        if self._hmt_options is None or not hasattr(param, "ds_tensor"):
+            return super()._get_param_fragment_func(param)
+        # Stock would save the one element that a frozen weight on an SSD leaves in memory.
+        with resident(param) as part:
+            return part.to("cpu", copy=True)
 
     def load_checkpoint(
         self,

@@ -126,9 +126,8 @@ def build_entries(
 
 def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
     """AdamW's moments of the elements held here; small tensors stay in fp32."""
-    begin, end = weight.shards.flat(weight.rank)
     kind = state_dtype if weight.shards.m >= MIN_INT8_ELEMENTS else "fp32"
-    shape, device = (end - begin,), weight.device
+    shape, device = (weight.num_elements,), weight.device
     first, second = (StateTensor(shape, kind, signed, device) for signed in (True, False))
     return first, second, torch.zeros((), device=device)
 

@@ -64,11 +64,13 @@ class Gradient:
             grad = grad.detach().t()
         elif grad is not None:
             grad = grad.detach().reshape(self.shards.m, self.shards.n)
-        if self.matrix is None or self.refreshing or self.matrix.projection is None:
+        if self.matrix is None or self.refreshing or self.matrix.takes_whole:
             return grad
         product = self.site.take() if self.site is not None else None
         if grad is not None:
-            projected = grad @ self.matrix.projection.to(grad.dtype)
+            columns = self.matrix.projection
+            assert columns is not None
+            projected = grad @ columns.to(grad.dtype)
             product = projected if product is None else product + projected
         return product
 

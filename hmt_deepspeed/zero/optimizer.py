@@ -25,7 +25,7 @@ from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, share_bases
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection, share_bases
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
@@ -33,6 +33,7 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
 
 __all__ = ["HMTZeroOptimizer"]
@@ -219,10 +220,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 matrix.prepare(self.step_count)
             gradient.refreshing = index in due
             if gradient.site is not None:
-                assert isinstance(matrix, LowRankMatrix)
-                parked = matrix.columns.parked
-                held = matrix.projection if parked is None else parked
-                gradient.site.projection = None if gradient.refreshing else held
+                held = None if gradient.refreshing else held_projection(matrix)
+                gradient.site.projection = held
         self.shared.lay_out()
         self.reducer.plan()
 
@@ -230,10 +229,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """The next basis of a rule that draws it from a seed: no gradient is needed."""
         matrix = self.low_rank[index].matrix
         assert matrix is not None
-        matrix.draw = self.schedule.num_refreshes[index]
+        number = self.schedule.num_refreshes[index]
         if isinstance(matrix, LowRankMatrix):
-            basis = matrix.seeded_basis(matrix.rank, matrix.draw).to(matrix.dtype)
+            basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)
             self._step.adopt([index], basis)
+        matrix.draw = number  # only now: the old number gives the basis that moments come from
         self.schedule.refreshed(index, self.step_count)
 
     # -- reduction, called by the engine ----------------------------------------------------------
@@ -261,8 +261,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
+        self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -276,11 +275,19 @@ class HMTZeroOptimizer(ZeROOptimizer):
             for number in self.policy.stale(self.step_count):
                 self.schedule.advance(self.groups[number][0], self.step_count)
             self._begin_window()
-        if self.parameter_offload is not None:
-            persistent = self.parameter_offload.persistent_parameters
-            if persistent:
-                persistent[0].all_gather(persistent)
+        self._gather_persistent_parameters()
         self.communication_bytes = self.collectives.reset_counter()
+
+    def _partition_parameters(self) -> None:
+        """At stage 3 only the partitions are left, and no buffer waits for a use that will not come."""
+        if self.parameter_offload is not None:
+            self.parameter_offload.partition_all_parameters()
+            release_buffers(self.module)
+
+    def _gather_persistent_parameters(self) -> None:
+        if self.parameter_offload is not None and self.parameter_offload.persistent_parameters:
+            persistent = self.parameter_offload.persistent_parameters
+            persistent[0].all_gather(persistent)
 
     # -- what else the engine asks for --------------------------------------------------------------
 
@@ -314,14 +321,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def checkpoint_event_prologue(self) -> None:
         """Before saving or loading: parameters of stage 3 partitioned."""
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
+        self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
         """After saving or loading: persistent parameters of stage 3 whole again."""
-        if self.parameter_offload is not None and self.parameter_offload.persistent_parameters:
-            persistent = self.parameter_offload.persistent_parameters
-            persistent[0].all_gather(persistent)
+        self._gather_persistent_parameters()
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters of stage 3."""

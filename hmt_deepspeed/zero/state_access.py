@@ -81,11 +81,12 @@ class StateAccess:
             whole = entry.gradient.full.float()
         elif reduced is None:
             return None
-        elif matrix.projection is None:
+        elif matrix.takes_whole:
             whole = self._whole_rows(entry, reduced.float())
         else:
             rows = self._whole_rows(entry, reduced[:, : matrix.rank].float())
             with self.optimizer.bases.whole(entry):
+                assert matrix.projection is not None
                 whole = rows @ matrix.projection[:, : matrix.rank].float().t()
         return whole.t() if matrix.transposed else whole
 

@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import Subspace, keyed_seed
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -150,11 +151,10 @@ class ZeroStep:
             matrix, gradient = self._matrix(index), self._gradient(index)
             matrix.prepare(step)
             columns, full = matrix.projection, gradient.full
-            reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
-            if full is not None and columns is not None:
-                torch.mm(full.float(), columns.float(), out=reduced)
-            elif full is not None:
-                reduced.copy_(full)
+            if full is None:
+                reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
+            else:
+                reduced = full.float().contiguous() if columns is None else project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
             begin, end = matrix.rows
             gradient.reduced, gradient.full = reduced[begin:end], None
@@ -220,6 +220,7 @@ class ZeroStep:
             )
             own = sums[entry.gradient.shards.counted(self.shard_rank)].sum(dim=0)
             updates[place] = (update, own)
+            entry.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
             limited += [place] if matrix.limits else []
         if self.sharded and limited:
             sums = torch.cat([updates[place][1] for place in limited])
@@ -245,17 +246,17 @@ class ZeroStep:
     def _apply(
         self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
     ) -> None:
-        if matrix.projection is None:
+        projection = matrix.projection
+        if projection is None:
             self._apply_whole(entry, matrix, update, key, gather)
         elif not self.sharded or (not matrix.transposed and entry.weight.by_rows):
-            left, right = update, matrix.projection
+            left, right = update, projection
             if matrix.transposed:
                 left, right = right, update
             self._apply_factors(entry, left, right, key, gather)
         else:
             # The low-rank update travels: every rank needs all of it for its own rows of the weight.
-            shards, projection = entry.gradient.shards, matrix.projection
-            width = projection.shape[1]
+            shards, width = entry.gradient.shards, projection.shape[1]
             exact = matrix.transposed and entry.weight.by_rows
 
             def deliver(packed: Tensor) -> None:
@@ -310,9 +311,8 @@ class ZeroStep:
         if not self.sharded or entry.weight.partitioned:
             return
         shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)
-        gather.add(
-            entry.weight.shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat)
-        )
+        with entry.weight.shard() as shard:
+            gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
 
 
 def _whole_rows(packed: Tensor, shards: RowShards, width: int) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
@@ -37,7 +40,8 @@ def check_engine(engine: Any) -> None:
     """Refuse what shows only once the engine has looked at the model and the process groups.
 
     Raises:
-        ValueError: experts, embeddings with sparse gradients, model or sequence parallelism.
+        ValueError: experts, embeddings with sparse gradients, model or sequence parallelism, parameters
+            that DeepSpeed cannot swap.
     """
     for name, module in engine.module.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -58,6 +62,42 @@ def check_engine(engine: Any) -> None:
             raise ValueError(
                 f"the {name} size is {size}, legal with HMT is 1. Use data parallelism with ZeRO."
             )
+    offload = engine.zero_offload_param()
+    if offload is not None and offload.device == OffloadDeviceEnum.nvme:
+        _check_nvme(engine, offload.buffer_size)
+
+
+def _check_nvme(engine: Any, buffer_size: int) -> None:
+    """What DeepSpeed's swapper would store in another dtype, or fail on by an assertion."""
+    swapped_as = _swapper_dtype(engine.module)
+    for param, name in engine.param_names.items():
+        if param.dtype != swapped_as:
+            raise ValueError(
+                f'zero_optimization.offload_param.device is "nvme", but DeepSpeed would keep {name}, which is '
+                f"{param.dtype}, as {swapped_as}: legal is one dtype for all parameters, and fp32 only where "
+                f'the accelerator supports fp16. Turn bf16 on, or use "cpu".'
+            )
+        numel = getattr(param, "ds_numel", param.numel())
+        part = -(-numel // engine.seq_dp_world_size)
+        if part > buffer_size:
+            raise ValueError(
+                f"zero_optimization.offload_param.buffer_size is {buffer_size} elements, but this rank's part "
+                f"of {name} has {part}. Give at least that."
+            )
+
+
+def _swapper_dtype(module: nn.Module) -> torch.dtype:
+    """In which DeepSpeed will swap: of its swapper, where ``zero.Init`` has built one.
+
+    Else that of the first parameter, but ``Init._set_dtype`` of DeepSpeed 0.19 overrules it by bf16 where the
+    accelerator has no fp16.
+    """
+    params: list[Any] = list(module.parameters())
+    for param in params:
+        if getattr(param, "nvme_swapper", None) is not None:
+            dtype: torch.dtype = param.nvme_swapper.dtype
+            return dtype
+    return params[0].dtype if get_accelerator().is_fp16_supported() else torch.bfloat16
 
 
 def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
@@ -118,12 +158,7 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
         )
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
-        yield (
-            "zero_optimization.offload_param.device",
-            "nvme",
-            '"none" or "cpu"',
-            'Use "cpu"; parameters on SSD would be read and written around every update.',
-        )
+        yield from _nvme(zero.stage, param)
     switches = {
         "zenflow": getattr(zero, "zenflow", None),
         "zero_quantized_weights": zero.zero_quantized_weights,
@@ -139,6 +174,23 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
     if not getattr(zero, "compute_grad_norm", True):
         remedy = "Remove it: the norm falls out of the probe columns."
         yield "zero_optimization.compute_grad_norm", False, "true", remedy
+
+
+def _nvme(stage: int, param: Any) -> Iterator[Refusal]:
+    key = "zero_optimization.offload_param"
+    if stage != 3:
+        remedy = "Below stage 3 parameters are not partitioned: use stage 3, or remove the section."
+        yield f"{key}.device", "nvme", f'"none" at stage {int(stage)}', remedy
+    elif param.nvme_path is None:
+        yield f"{key}.nvme_path", None, "a folder on the SSD", "Name one that every rank can write."
+    elif not AsyncIOBuilder().is_compatible(verbose=False):
+        yield (
+            f"{key}.device",
+            "nvme",
+            '"none" or "cpu" where DeepSpeed\'s async_io does not build',
+            "It needs libaio's headers: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or "
+            'use "cpu".',
+        )
 
 
 def _parallelism(config: dict[str, Any], parsed: Any) -> Iterator[Refusal]:

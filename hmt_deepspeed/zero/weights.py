@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
-from hmt_deepspeed.optim.apply import apply_low_rank_, apply_low_rank_rounded_, apply_whole_
+from hmt_deepspeed.optim.apply import apply_whole_
 from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.zero.collectives import Collectives, Work
+from hmt_deepspeed.zero.residency import on_ssd, resident
 from hmt_deepspeed.zero.shards import RowShards, padded
 
 __all__ = ["GatherPipeline", "Weight"]
@@ -21,9 +24,8 @@ class Weight:
     """One parameter's weights on this rank.
 
     Attributes:
-        shard: flat elements held here; under stage 3 the parameter's partition, else a view of it.
-        master: flat fp32 master of the shard; the shard itself for an fp32 model; None when the
-            weights are their own master (bf16 with stochastic rounding).
+        master: flat fp32 master of the shard; the shard itself for an fp32 model whose weights are not
+            offloaded; None when the weights are their own master (bf16 with stochastic rounding).
     """
 
     def __init__(
@@ -33,16 +35,18 @@ class Weight:
         self.shards, self.rank = shards, rank
         self.partitioned = hasattr(param, "ds_tensor")
         self.device = param.device
-        if param.dtype == torch.float32 and not self._offloaded:
-            self.master: Tensor | None = self.shard
-        elif keep_master or param.dtype == torch.float32:
-            self.master = self.shard.to(device=self.device, dtype=torch.float32, copy=True)
-        else:
-            self.master = None
+        self.master: Tensor | None = None
+        with self.shard() as shard:
+            if param.dtype == torch.float32 and not self._offloaded:
+                self.master = shard
+            elif keep_master or param.dtype == torch.float32:
+                self.master = shard.to(device=self.device, dtype=torch.float32, copy=True)
 
     @property
     def _offloaded(self) -> bool:
-        return self.partitioned and bool(self.param.ds_tensor.device != self.device)
+        if not self.partitioned:
+            return False
+        return on_ssd(self.param) or bool(self.param.ds_tensor.device != self.device)
 
     @property
     def by_rows(self) -> bool:
@@ -50,24 +54,38 @@ class Weight:
         return self.master is not None or self.partitioned
 
     @property
-    def shard(self) -> Tensor:
+    def num_elements(self) -> int:
+        """Elements of the shard."""
         begin, end = self.shards.flat(self.rank)
+        return end - begin
+
+    @contextmanager
+    def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
+        """Flat elements held here, valid inside the block: under stage 3 the parameter's partition, else
+        a view of the parameter. ``overwrite`` as in :func:`resident`."""
         if self.partitioned:
-            part: Tensor = self.param.ds_tensor.detach().view(-1)[: end - begin]
-            return part
-        flat: Tensor = self.param.detach().view(-1)
-        return flat[begin:end]
+            with resident(self.param, overwrite) as part:
+                yield part[: self.num_elements]
+        else:
+            begin, end = self.shards.flat(self.rank)
+            yield self.param.detach().view(-1)[begin:end]
+
+    def _master_is_shard(self) -> bool:
+        if self.master is None or self._offloaded:
+            return False
+        with self.shard() as shard:
+            return self.master.data_ptr() == shard.data_ptr()
 
     def master_bytes(self) -> int:
         """Bytes of a master that is not the weights themselves."""
-        if self.master is None or self.master.data_ptr() == self.shard.data_ptr():
+        if self.master is None or self._master_is_shard():
             return 0
         return self.master.numel() * self.master.element_size()
 
     def weight_bytes(self) -> int:
         """Bytes of the weights themselves on this rank."""
-        held = self.shard if self.partitioned else self.param
-        return int(held.nbytes)
+        held = self.num_elements if self.partitioned else self.param.numel()
+        return int(held * self.param.element_size())
 
     @property
     def kind(self) -> str:
@@ -75,15 +93,19 @@ class Weight:
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.param.dtype, "fp16")
 
     def master_values(self) -> Tensor:
-        """fp32 values of the shard: the master, or the weights where they are their own."""
-        return self.shard.float() if self.master is None else self.master
+        """fp32 values of the shard: the master, or a copy of weights that are their own."""
+        if self.master is not None:
+            return self.master
+        with self.shard() as shard:
+            return shard.to(self.device, torch.float32)
 
     def set_values(self, values: Tensor) -> None:
         """Overwrite master and shard from flat fp32 values of the shard."""
         values = values.to(self.device)
         if self.master is not None:
             self.master.copy_(values)
-        self.shard.copy_(values)
+        with self.shard(overwrite=True) as shard:
+            shard.copy_(values)
 
     def set_whole(self, flat: Tensor) -> None:
         """Overwrite everything held here from the flat fp32 values of the whole weight."""
@@ -94,7 +116,8 @@ class Weight:
     def refresh_master(self) -> None:
         """Take the shard's values into the master, after someone loaded weights."""
         if self.master is not None:
-            self.master.copy_(self.shard)
+            with self.shard() as shard:
+                self.master.copy_(shard)
 
     # -- updates --------------------------------------------------------------------------------
 
@@ -125,7 +148,8 @@ class Weight:
         if not values.numel():
             return
         if self.shards.aligned:
-            apply_low_rank_(values.view(-1, self.shards.n), update, projection, lr, weight_decay)
+            whole_rows = values.view(-1, self.shards.n)
+            low_rank_update_(whole_rows, update.float(), projection.float(), lr, weight_decay)
         else:
             change = update.float() @ projection.float().t()
             change = self.shards.rows_to_shard(change, self.rank)
@@ -137,19 +161,20 @@ class Weight:
     ) -> None:
         """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
         whole = self.param.detach().view(self.shards.m, self.shards.n)
-        apply_low_rank_rounded_(whole, update, projection, lr, weight_decay, key, 0)
+        low_rank_update_(whole, update.float(), projection.float(), lr, weight_decay, key)
 
     def _write(self, values: Tensor, key: int) -> None:
-        shard = self.shard
-        if self.master is not None:
-            if self.master.data_ptr() != shard.data_ptr():
+        if self._master_is_shard():
+            return
+        with self.shard(overwrite=True) as shard:
+            if self.master is not None:
                 shard.copy_(values)
-        elif self._offloaded:
-            rounded = torch.empty_like(shard, device=self.device)
-            stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
-            shard.copy_(rounded)
-        else:
-            stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
+            elif self._offloaded:
+                rounded = torch.empty_like(shard, device=self.device)
+                stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
+                shard.copy_(rounded)
+            else:
+                stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
 
 
 class GatherPipeline:

@@ -90,11 +90,11 @@ def machine() -> dict[str, Any]:
 
 
 def machine_slug(info: Mapping[str, Any]) -> str:
-    """A folder name: "2-cores-intel-r-xeon-r-cpu-2-20ghz", or the GPU's name."""
+    """A folder name: "2-cores-intel-r-xeon-r-cpu-2-20ghz-bf16", or the GPU's name."""
     if info["gpus"]:
         name = f"{info['gpus']}x {info['device']}"
     else:
-        name = f"{info['cpu_cores']} cores {info['cpu']}"
+        name = f"{info['cpu_cores']} cores {info['cpu']} {'bf16' if info['cpu_bf16'] else ''}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -49,7 +49,8 @@ def _rms(error):
 def strided(tensor):
     """The same values behind other strides: every second row of a transposed, wider buffer."""
     rows, columns = tensor.shape
-    buffer = torch.full((columns + 3, 2 * rows), float("nan"), dtype=tensor.dtype)
+    shape = columns + 3, 2 * rows
+    buffer = torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)
     view = buffer.t()[::2, 1 : columns + 1]
     view.copy_(tensor)
     return view

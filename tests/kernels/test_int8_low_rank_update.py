@@ -127,14 +127,17 @@ def check_kernel(device="cpu"):
     for rows, n, width in SHAPES:
         codes, scales, update, projection = exact_inputs(rows, n, width)
         for key, offset in ((None, 0), (1, 1), ((1 << 63) - 5, (1 << 33) + 3), (7, (1 << 31) - 9)):
-            for columns in (projection, strided(projection), projection.bfloat16()):
+            on_device = projection.to(device)
+            for columns in (on_device, strided(on_device), on_device.bfloat16()):
                 first = codes.clone(), scales.clone()
                 second = codes.to(device, copy=True), scales.to(device, copy=True)
-                int8_low_rank_update_reference_(*first, update, columns, 0.125, 0.5, key, offset)
+                int8_low_rank_update_reference_(
+                    *first, update, columns.cpu(), 0.125, 0.5, key, offset
+                )
                 kernel(
                     *second,
-                    strided(update).to(device),
-                    columns.to(device),
+                    strided(update.to(device)),
+                    columns,
                     0.125,
                     0.5,
                     key,

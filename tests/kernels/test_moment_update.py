@@ -6,7 +6,6 @@ from interpreted import assert_as_accurate, run_interpreted, strided
 
 from hmt_deepspeed.kernels import moment_update
 from hmt_deepspeed.kernels.moment_update import moment_update_, moment_update_reference_
-from hmt_deepspeed.optim.rules import adam_direction
 
 SHAPES = [(1, 1), (3, 257), (65, 130), (257, 1), (33, 96), (40, 128)]
 BETAS = [(0.9, 0.999), (0.3, 0.5), (0.0, 0.95)]
@@ -29,18 +28,27 @@ def formula(projected, mean, square, evidence, first, beta1, beta2, eps):
     return mean, square, mean / first / ((square / evidence).sqrt() + eps)
 
 
-@pytest.mark.parametrize("betas", BETAS)
-@pytest.mark.parametrize(("rows", "rank"), SHAPES)
-def test_is_the_optimizers_rule(rows, rank, betas):
-    projected, mean, square, evidence = inputs(rows, rank, betas[1])
-    expected_mean, expected_square = mean.clone(), square.clone()
-    expected = adam_direction(
-        projected, expected_mean, expected_square, (0.7, evidence), betas=betas, eps=1e-8
-    )
-    direction = moment_update_(strided(projected), mean, square, evidence, 0.7, *betas, 1e-8)
-    assert torch.equal(direction, expected)
-    assert torch.equal(mean, expected_mean)
-    assert torch.equal(square, expected_square)
+def test_with_full_evidence_it_is_torch_adam():
+    weight = torch.nn.Parameter(torch.zeros(6, 4))
+    betas, eps = (0.9, 0.95), 1e-8
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=betas, eps=eps)
+    mean, second = torch.zeros(6, 4), torch.zeros(6, 4)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(8):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(6, 4, generator=generator)
+        optimizer.step()
+        evidence = torch.full((4,), 1 - betas[1] ** (i + 1))
+        first = 1 - betas[0] ** (i + 1)
+        direction = moment_update_(weight.grad, mean, second, evidence, first, *betas, eps)
+        torch.testing.assert_close(direction, before - weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_less_evidence_of_a_direction_counts_the_new_gradient_more():
+    gradient, mean, second = torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
+    evidence = torch.tensor([0.05, 0.5])  # beta2 = .95: the first has seen this gradient only
+    direction = moment_update_(gradient, mean, second, evidence, 0.1, 0.9, 0.95, 0.0)
+    torch.testing.assert_close(direction, torch.tensor([[1.0, 10**0.5]]))
 
 
 @pytest.mark.parametrize(
@@ -74,18 +82,24 @@ def check_kernel(device="cpu"):
             exact = formula(projected, mean, square, evidence, *constants)
             twin = [mean.clone(), square.clone()]
             twin.append(moment_update_reference_(projected, *twin, evidence, *constants))
-            out = [mean.to(device), square.to(device)]
-            wide = torch.full((rows, rank + 5), float("nan"), device=device)
+            wide = torch.full((rows, rank + 5), float("nan"))
             wide[:, 2:-3] = projected
-            out.append(
-                moment_update.moment_update_triton_(
-                    wide[:, 2:-3], *out, evidence.to(device), *constants
+            for source in (wide.to(device)[:, 2:-3], strided(projected.to(device))):
+                out = [mean.to(device, copy=True), square.to(device, copy=True)]
+                out.append(
+                    moment_update.moment_update_triton_(
+                        source, *out, evidence.to(device), *constants
+                    )
                 )
-            )
-            # A difference m - A rounds by the larger of the two, and so does what is made of it.
-            terms = formula(-projected.abs(), -mean.abs(), square, evidence, *constants)
-            for kernel, twin_result, expected, size in zip(out, twin, exact, terms, strict=True):
-                assert_as_accurate(kernel.cpu(), twin_result, expected, size.abs())
+                assert_accurate(out, twin, exact, (projected, mean, square, evidence, *constants))
+
+
+def assert_accurate(out, twin, exact, inputs):
+    projected, mean, *others = inputs
+    # A difference m - A rounds by the larger of the two, and so does what is made of it.
+    terms = formula(-projected.abs(), -mean.abs(), *others)
+    for kernel, twin_result, expected, size in zip(out, twin, exact, terms, strict=True):
+        assert_as_accurate(kernel.cpu(), twin_result, expected, size.abs())
 
 
 def test_kernel():

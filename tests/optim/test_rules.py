@@ -5,7 +5,6 @@ import torch
 
 from hmt_deepspeed.optim.basis import keyed_generator, probe_columns, random_basis
 from hmt_deepspeed.optim.rules import (
-    adam_direction,
     adamw_,
     estimated_square_norm,
     growth_factor,
@@ -49,36 +48,6 @@ def test_adamw_is_torchs(weight_decay):
     assert step.item() == 10
     # Fused and unfused kernels round differently: a few ulp per step.
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_direction_with_fresh_evidence_is_adams():
-    weight = torch.nn.Parameter(torch.zeros(6, 4))
-    optimizer = torch.optim.Adam([weight], lr=1.0, betas=BETAS, eps=EPS)
-    mean, second, evidence, weight_of_mean = (
-        torch.zeros(6, 4),
-        torch.zeros(6, 4),
-        torch.zeros(4),
-        0.0,
-    )
-    for i in range(8):
-        before, gradient = weight.detach().clone(), randn(6, 4, seed=i)
-        weight.grad = gradient.clone()
-        optimizer.step()
-        weight_of_mean = 1 - BETAS[0] ** (i + 1)
-        evidence.fill_(1 - BETAS[1] ** (i + 1))
-        direction = adam_direction(
-            gradient, mean, second, (weight_of_mean, evidence), betas=BETAS, eps=EPS
-        )
-        torch.testing.assert_close(direction, before - weight.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_less_evidence_of_a_direction_counts_the_new_gradient_more():
-    gradient, second = torch.ones(1, 2), torch.zeros(1, 2)
-    evidence = torch.tensor([0.05, 0.5])  # beta2 = .95: the first has seen this gradient only
-    direction = adam_direction(
-        gradient, torch.zeros(1, 2), second, (0.1, evidence), betas=BETAS, eps=0
-    )
-    torch.testing.assert_close(direction, torch.tensor([[1.0, 10**0.5]]))
 
 
 def test_norm_estimate_is_unbiased_and_exact_with_a_whole_complement():

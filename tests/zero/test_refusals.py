@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from harness import Ranks
 from torch import nn
 from training import ds_config, make_engine, tiny_llama
@@ -45,12 +49,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"zero_optimization.offload_optimizer": {"device": "cpu"}},
         ["zero_optimization.offload_optimizer.device is 'cpu'", '"none"', "Remove"],
     ),
-    "offload_param to nvme": (
-        {
-            "zero_optimization.stage": 3,
-            "zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"},
-        },
-        ["zero_optimization.offload_param.device is 'nvme'", '"cpu"'],
+    "offload_param to nvme at stage 2": (
+        {"zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"}},
+        ["zero_optimization.offload_param.device is 'nvme'", '"none" at stage 2', "use stage 3"],
+    ),
+    "offload_param to nvme without a path": (
+        {"zero_optimization.stage": 3, "zero_optimization.offload_param": {"device": "nvme"}},
+        ["zero_optimization.offload_param.nvme_path is None", "a folder", "Name one"],
     ),
     "tensor parallelism": (
         {"tensor_parallel": {"autotp_size": 2}},
@@ -132,6 +137,24 @@ def refused_by_json(changes: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def refused_on_nvme(folder: str) -> dict[str, str]:
+    """What depends on libaio and on the accelerator, wherever the test runs; compiles nothing."""
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 1000}
+    config = ds_config(3, {}, zero_optimization={"offload_param": offload})
+    found = {}
+    AsyncIOBuilder.is_compatible = lambda *_, **__: False
+    found["libaio"] = _error(lambda: make_engine(config, tiny_llama(layers=1)))
+    AsyncIOBuilder.is_compatible = lambda *_, **__: True
+    get_accelerator().is_fp16_supported = lambda: False
+    found["fp32"] = _error(lambda: make_engine(config, tiny_llama(layers=1)))
+    get_accelerator().is_fp16_supported = lambda: True
+    found["fp32 with fp16"] = _error(lambda: make_engine(config, tiny_llama(layers=1)))
+    get_accelerator().is_fp16_supported = lambda: False
+    config["bf16"] = {"enabled": True}
+    found["buffer"] = _error(lambda: make_engine(config, tiny_llama(layers=1)))
+    return {**found, "written": str(os.listdir(folder))}
+
+
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,6 +212,23 @@ def errors(ranks: Ranks) -> dict[str, str]:
 def test_json_is_refused(errors: dict[str, str], name: str) -> None:
     for text in CASES[name][1]:
         assert text in errors[name]
+
+
+def test_what_nvme_needs_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(refused_on_nvme, 1, str(tmp_path))[0]
+    assert "zero_optimization.offload_param.device is 'nvme'" in found["libaio"]
+    assert '"none" or "cpu"' in found["libaio"]
+    assert "install libaio-dev" in found["libaio"]
+    assert 'zero_optimization.offload_param.device is "nvme"' in found["fp32"]
+    assert "torch.float32, as torch.bfloat16" in found["fp32"]
+    assert "Turn bf16 on" in found["fp32"]
+    for refusal in (
+        found["fp32 with fp16"],
+        found["buffer"],
+    ):  # the dtype is none of their problems
+        assert "zero_optimization.offload_param.buffer_size is 1000" in refusal
+        assert "model.embed_tokens.weight has 2440" in refusal
+    assert found["written"] == "[]"
 
 
 def test_sequence_parallelism_is_refused(ranks: Ranks) -> None:
