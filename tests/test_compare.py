@@ -32,7 +32,7 @@ from comparison.training import Run, build_model, train_cell  # noqa: E402
 from comparison.variants import VARIANTS, Variant, select  # noqa: E402
 
 STEPS = 30
-TRAINED = ("adamw", "galore", "fira", "apollo", "apollo_mini", "hmt_right_d4_scale1")
+TRAINED = ("adamw", "galore", "fira", "apollo", "apollo_mini", "hmt_d4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,20 +131,18 @@ def test_state_bytes_are_those_of_the_formulas(results: dict[str, dict[str, Any]
     # HMT projects the right side: r columns of m rows each, and a basis of n x r.
     gate, down = 2 * layers, layers
     moments = 8 * r * (square * d + gate * h + down * d)
-    assert states["hmt_right_d4_scale1"]["matrices_moments"] == moments
-    assert states["hmt_right_d4_scale1"]["matrices_bases"] == 4 * r * (
-        (square + gate) * d + down * h
-    )
+    assert states["hmt_d4"]["matrices_moments"] == moments
+    assert states["hmt_d4"]["matrices_bases"] == 4 * r * ((square + gate) * d + down * h)
     assert len({own["dense"] for own in states.values()}) <= 2  # step counters: numbers or tensors
 
 
 def test_ranks_and_energies_are_recorded(results: dict[str, dict[str, Any]]) -> None:
-    for name in ("galore", "fira", "hmt_right_d4_scale1"):
+    for name in ("galore", "fira", "hmt_d4"):
         curves = results[name]["curves"]
         assert len(curves["ranks"]) == 14
         assert {value for values in curves["ranks"].values() for value in values} == {16}
         assert 0 < results[name]["captured_energy_mean"] <= 1
-    hmt = results["hmt_right_d4_scale1"]
+    hmt = results["hmt_d4"]
     assert hmt["activation_error"] == 1 - hmt["captured_energy_mean"]
     assert results["galore"]["activation_error"] is None
     assert results["apollo"]["captured_energy_mean"] is None  # its projection is not orthogonal
@@ -163,7 +161,7 @@ def test_a_finished_cell_is_kept_small(
         assert record["key"] == own.key
 
 
-@pytest.mark.parametrize("variant", ["adamw", "galore", "fira", "apollo", "hmt_right_auto_scale1"])
+@pytest.mark.parametrize("variant", ["adamw", "galore", "fira", "apollo", "hmt_energy"])
 def test_resume_is_bit_equal(variant: str, setting: Setting, data: Any, tmp_path: Path) -> None:
     own = replace(cell(setting, data, variant), tokens=60 * setting.step_tokens)  # over a refresh
     whole = train_cell(own, data, Store(tmp_path / "a", tmp_path / "a"))
@@ -214,8 +212,8 @@ def test_final_takes_the_best_rate_of_the_sweep(
     assert best_rate(store, "galore", setting, data.digest) == rate
     queue = make_queue(plan(setting, folder, "final", variants=("galore",)), store)
     assert [own.lr for own in queue.cells] == [rate]
-    with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_right_d2"):
-        make_queue(plan(setting, folder, "final", variants=("hmt_right_d2",)), store)
+    with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_d2"):
+        make_queue(plan(setting, folder, "final", variants=("hmt_d2",)), store)
 
 
 def test_finetuning_starts_from_a_base_model_of_other_text(
@@ -280,7 +278,7 @@ def test_an_unknown_variant_is_refused_with_the_table() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
-        ("hmt", {"rnak": 16}, "unknown option rnak; legal for hmt: method, rank"),
+        ("hmt", {"rnak": 16}, "unknown option rnak; legal for hmt: method, projection, rank"),
         ("hmt", {"residual": "some"}, "hmt.optimizer.residual is 'some'"),
         ("galore", {"rank": 4, "gap": 200}, "unknown option gap; legal for galore: rank"),
         ("adamw", {"rank": 4}, "legal for adamw: none"),
@@ -363,12 +361,12 @@ def test_speed_alternates_and_skips_with_a_reason(
     setting: Setting, data: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "speed.json"
-    report = measure_speed(["adamw", "hmt_right_d4", "qlora"], setting, data, 3, path)
+    report = measure_speed(["adamw", "hmt_d4", "qlora"], setting, data, 3, path)
     assert json.loads(path.read_text(encoding="utf-8")).keys() == report.keys()
-    assert report["adamw"]["together"] == ["adamw", "hmt_right_d4"]
+    assert report["adamw"]["together"] == ["adamw", "hmt_d4"]
     assert len(report["adamw"]["step_seconds"]) == 3
-    assert report["hmt_right_d4"]["tokens_per_second"] > 0
-    assert report["hmt_right_d4"]["tokens_per_cpu_second"] > 0
+    assert report["hmt_d4"]["tokens_per_second"] > 0
+    assert report["hmt_d4"]["tokens_per_cpu_second"] > 0
     assert "CUDA" in report["qlora"]["skipped"]
 
 

@@ -6,7 +6,6 @@ same for all. One learning rate serves both parts, as in the papers.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from comparison import adapters
 from comparison.fira import Fira
 from comparison.variants import VARIANTS, Variant, resolve
 from hmt_deepspeed import HMT
+from hmt_deepspeed.optim.options import DEFAULTS
 
 
 class Unavailable(RuntimeError):
@@ -160,10 +160,6 @@ def _adapter(quantized: bool) -> Builder:
     return make
 
 
-_OWN = {"self", "params", "lr", "betas", "eps", "weight_decay"}
-_HMT_OPTIONS = tuple(
-    name for name in inspect.signature(HMT.__init__).parameters if name not in _OWN
-)
 _PROJECTION = ("rank", "update_proj_gap", "scale", "proj_type")
 
 # kind -> who builds it, and the options it may be given.
@@ -172,7 +168,7 @@ BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "galore": (_galore, _PROJECTION),
     "apollo": (_apollo, (*_PROJECTION, "proj", "scale_type")),
     "fira": (_fira, ("rank", "update_proj_gap", "scale", "norm_growth_limit")),
-    "hmt": (_hmt, _HMT_OPTIONS),
+    "hmt": (_hmt, tuple(DEFAULTS)),
     "lora": (_adapter(quantized=False), ("rank", "alpha")),
     "qlora": (_adapter(quantized=True), ("rank", "alpha")),
 }

@@ -49,6 +49,8 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
     """
     sizes = dict.fromkeys(("matrices_moments", "matrices_bases", "matrices_other", "dense"), 0)
     matrices = set(contender.matrices)
+    if isinstance(contender.optimizer, HMT):
+        return _with_shares(contender, {**sizes, **_hmt_bytes(contender.optimizer)})
     for name, state in states_by_name(contender):
         for key, tensor in _tensors(state):
             kind = "dense"
@@ -57,6 +59,25 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
                 kind = "matrices_moments" if key.startswith("exp_avg") else kind
                 kind = "matrices_bases" if key.startswith("basis") else kind
             sizes[kind] += tensor.numel() * tensor.element_size()
+    return _with_shares(contender, sizes)
+
+
+def _hmt_bytes(optimizer: HMT) -> dict[str, int]:
+    """As stored: 8- and 16-bit moments, a shared basis once, nothing of one that is redrawn."""
+    matrices = optimizer.matrices.values()
+    moments = sum(state.nbytes for matrix in matrices for state in matrix.states().values())
+    evidence = sum(matrix.moments.evidence.nbytes for matrix in matrices)
+    total = sum(matrix.state_bytes() for matrix in matrices)
+    rows = [row for row in optimizer.describe() if row.name not in optimizer.matrices]
+    return {
+        "matrices_moments": moments,
+        "matrices_bases": total - moments - evidence,
+        "matrices_other": evidence,
+        "dense": sum(row.state_bytes for row in rows),
+    }
+
+
+def _with_shares(contender: Contender, sizes: Mapping[str, int]) -> dict[str, Any]:
     full = ADAMW_MOMENT_BYTES * matrix_elements(contender)
     return {
         **sizes,
