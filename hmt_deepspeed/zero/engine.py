@@ -82,6 +82,10 @@ class HMTEngine(DeepSpeedEngine):
                 config_class.zero_config.stage = 1
                 config_class.zero_optimization_stage = 1
                 config_class.zero_enabled = True
+        if isinstance(keyword.get("optimizer"), HMT):
+            keyword[
+                "optimizer"
+            ].close()  # the engine's optimizer patches and encodes the linears itself
         release(model)
         super().__init__(args, model, *positional, **keyword)
         if self._hmt_options is not None and self.global_rank == 0:

@@ -22,6 +22,8 @@ from training import (
     weights,
 )
 
+from hmt_deepspeed.optim.hmt import HMT
+
 STEPS = 8
 INT8 = {**LOW_RANK, "weight_dtype": "int8"}
 FULL_RANK = {"full_rank_budget": 1.0, "energy_threshold": 1.0}
@@ -158,6 +160,17 @@ def built_twice() -> float:
     return train(make_engine(ds_config(2, LOW_RANK), model), 1)[0]
 
 
+def built_by_the_client() -> dict[str, Any]:
+    model = tiny_llama()
+    options = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizer = HMT(model, **options, **INT8)
+    config = config_of(2)
+    del config["hmt"], config["optimizer"]
+    engine = make_engine(config, model, optimizer=optimizer, model_parameters=None)
+    held = [slot.encoded for slot in optimizer._slots.values()]
+    return {"losses": train(engine, 2), "held": held, "codes": codes(engine)}
+
+
 def refused(stage: int, options: dict[str, Any], changes: dict[str, Any], tied: bool) -> str:
     from deepspeed.accelerator import get_accelerator
 
@@ -273,6 +286,15 @@ def test_whatever_reads_the_model_sees_decoded_weights(ranks: Ranks, tmp_path: P
 
 def test_the_next_engine_takes_the_model_over(ranks: Ranks) -> None:
     assert ranks.run(built_twice, 1)[0] == pytest.approx(4.1, abs=0.2)
+
+
+def test_an_optimizer_of_the_client_gives_its_codes_up(ranks: Ranks) -> None:
+    found = ranks.run(built_by_the_client, 1)[0]
+    assert found["losses"] == pytest.approx(
+        ranks.run(run, 1, 2, {}, False)[0]["losses"][:2], rel=1e-2
+    )
+    assert not any(found["held"])
+    assert found["codes"]
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, list[str]]] = {
