@@ -122,6 +122,18 @@ def test_update_is_the_formula_up_to_one_code(whole):
     assert (error > 0.6 * step).any()  # stochastic: nearest stays below half
 
 
+def test_rounding_does_not_depend_on_the_chunks(monkeypatch):
+    value, update = torch.randn(64, 300), torch.randn(64, 300)
+    found = []
+    for chunk in (1 << 20, 1 << 10):
+        monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
+        encoded = Int8Weight(value)
+        encoded.update_whole_(update, 1e-3, 0.1, 5)
+        found.append(encoded)
+    assert torch.equal(found[0].codes, found[1].codes)
+    assert torch.equal(found[0].scales, found[1].scales)
+
+
 # -- products ---------------------------------------------------------------------------------------
 
 
