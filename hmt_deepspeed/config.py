@@ -212,6 +212,11 @@ class OptimizerConfig(_StrictModel):
         description="fp32 master copy of 16-bit weights, or none: updates are then written to the "
         "16-bit weights with stochastic rounding.",
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="Storage of the low-rank linears' weights at ZeRO 0-2: the model's dtype, or INT8 in "
+        "blocks of 256 without masters, decoded for each product and updated with stochastic rounding.",
+    )
     target_modules: NonEmptyRegexList | None = Field(
         default=None,
         description="Regular expressions searched in a parameter's name; the matches get the "
@@ -359,6 +364,17 @@ def _conflicts(given: Mapping[str, object]) -> list[_Conflict]:
         if given.get("range_finder") == "random":
             advice = "Random bases take no storage to be saved: set it to false."
             conflicts.append(_Conflict("share_basis", "range_finder", advice))
+    if given.get("weight_dtype") == "int8":
+        if given.get("projected_backward") is False:
+            advice = (
+                'Codes are decoded in the projected linears: set "auto", or "weight_dtype": "auto".'
+            )
+            conflicts.append(_Conflict("weight_dtype", "projected_backward", advice))
+        if given.get("residual") == "full":
+            advice = (
+                "The full residual has no projected linears, whose forward would decode: use probe."
+            )
+            conflicts.append(_Conflict("weight_dtype", "residual", advice))
     if given.get("residual") == "full":
         if given.get("projected_backward") is True:
             advice = (
@@ -428,7 +444,8 @@ def _walk_fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, dict[
             yield from _walk_fields(nested, f"{path}.{name}")
         else:
             schema = properties[name]
-            yield f"{path}.{name}", {**schema, "legal": _legal_values(schema)}
+            default = field.get_default(call_default_factory=True)
+            yield f"{path}.{name}", {"default": default, **schema, "legal": _legal_values(schema)}
 
 
 def _nested_model(annotation: object) -> type[BaseModel] | None:

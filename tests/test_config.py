@@ -115,6 +115,7 @@ def test_defaults(block):
         ({"norm_growth_limit": 1}, "norm_growth_limit", 1.0),
         ({"max_full_gradient_bytes": 1}, "max_full_gradient_bytes", 1),
         ({"master_weights": "none"}, "master_weights", "none"),
+        ({"weight_dtype": "int8"}, "weight_dtype", "int8"),
         ({"target_modules": [r"\.q_proj\."]}, "target_modules", (r"\.q_proj\.",)),
         ({"exclude_modules": []}, "exclude_modules", ()),
         ({"seed": 2**63 - 1}, "seed", 2**63 - 1),

@@ -23,6 +23,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "hmt_zero2": 2,
     "hmt_zero3": 3,
     "hmt_zero3_offload_param": 3,
+    "int8_weights": 2,
 }
 
 
@@ -49,6 +50,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "moved": furthest(model_weights(engine), start),
             "matrices": len(engine.optimizer.low_rank),
             "masters": engine.optimizer.metrics()["master_weight_bytes"],
+            "int8": "(int8)" in engine.optimizer.describe(),
             "dtype": engine.optimizer.settings.model_dtype,
             "clip": engine.gradient_clipping(),
             "lr": engine.get_lr()[0],
@@ -79,6 +81,7 @@ def test_config_trains(alone: dict[str, Any], name: str) -> None:
     assert found["matrices"] == (0 if name == "hmt_adamw" else 7)
     assert found["dtype"] == (torch.float16 if name == "hmt_fp16" else torch.bfloat16)
     assert (found["masters"] == 0) == (name == "hmt_no_masters")
+    assert found["int8"] == (name == "int8_weights")
 
 
 def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:

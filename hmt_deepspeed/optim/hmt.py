@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
+from hmt_deepspeed.optim.int8_linear import (
+    Int8Weight,
+    can_encode,
+    check_encodable,
+    quantize,
+    release,
+)
 from hmt_deepspeed.optim.linear import (
     ProjectedSite,
     SharedInputs,
@@ -88,6 +95,7 @@ class HMT(Optimizer):
         self._low_rank: list[Slot] = []
         self._groups: list[list[int]] = []
         self._sites: dict[Tensor, ProjectedSite] = {}
+        self._encoded: dict[Tensor, Int8Weight] = {}
         self._shared = SharedInputs(())
         self._schedule = RefreshSchedule((), 1, 0)
         self._policy = build_policy((), self.options)
@@ -95,7 +103,13 @@ class HMT(Optimizer):
         self._steps = 0
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
+            release(model)
             params = _trainable(model)
+        elif self.options["weight_dtype"] == "int8":
+            raise ValueError(
+                "hmt.optimizer.weight_dtype is 'int8', but HMT was given parameters, not a module, whose "
+                'forward would decode the weights. Legal here: "auto". To do: pass the module itself.'
+            )
         elif self.options["share_basis"]:
             raise ValueError(
                 "hmt.optimizer.share_basis is True, but HMT was given parameters, not a module: who "
@@ -152,7 +166,7 @@ class HMT(Optimizer):
             seed, state_dtype = int(self.options["seed"]), str(self.options["state_dtype"])
             slot = Slot(param, assignment, seed, state_dtype, rounded, self.state[param])
             if slot.matrix is not None:
-                slot.site = self._sites.get(param)
+                slot.site, slot.encoded = self._sites.get(param), self._encoded.get(param)
                 self._low_rank.append(slot)
             self._slots[param] = slot
         self._extend_schedule()
@@ -217,6 +231,7 @@ class HMT(Optimizer):
         if self.options["projected_backward"] is False:
             return
         linears, patched = linear_weights(model), []
+        encode = self.options["weight_dtype"] == "int8"
         for slot in self._low_rank:
             module = linears.get(slot.name)
             able = takes_projection(slot.matrix)
@@ -235,18 +250,26 @@ class HMT(Optimizer):
                     f"hmt.optimizer.projected_backward is True, but {slot.name} {why}. Legal for it: "
                     "'auto' or False, or add it to exclude_modules."
                 )
+        encodable = {site.name: module for module, site in patched if encode and can_encode(module)}
+        if encode:
+            check_encodable(model, encodable)
         self._shared = SharedInputs(site for _, site in patched)
         for module, site in patched:
             patch_linear(module, site, self._shared)
-        self._unpatch = weakref.finalize(self, _unpatch_all, patched)
+        self._unpatch = unpatch = weakref.finalize(self, _unpatch_all, patched)
+        unpatch.atexit = False  # a process that ends needs no decoded weights
+        for slot in self._low_rank:
+            if slot.name in encodable:
+                slot.encoded = self._encoded[slot.param] = quantize(encodable[slot.name])
 
     def close(self) -> None:
-        """Give the linears their own backward again. The optimizer goes on with ``p.grad``."""
+        """Give the linears their own backward and weights again. The optimizer goes on with ``p.grad``."""
         self._unpatch()
         self._sites.clear()
+        self._encoded.clear()
         self._shared = SharedInputs(())
         for slot in self._low_rank:
-            slot.site = None
+            slot.site = slot.encoded = None
 
     # -- a window of backwards ------------------------------------------------------------------
 

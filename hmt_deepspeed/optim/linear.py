@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from hmt_deepspeed.optim.int8_linear import (
+    Int8Weight,
+    dequantize,
+    encoded_linear,
+    encoded_weight,
+)
+
 __all__ = [
     "InputGroup",
     "ProjectedSite",
@@ -231,11 +238,13 @@ class _ProjectedLinear(torch.autograd.Function):
         bias: Tensor | None,
         product: Tensor,
         site: ProjectedSite,
+        encoded: Int8Weight | None,
     ) -> Tensor:
         # The Parameter itself is saved: under ZeRO-3 its data is gathered again before backward.
         ctx.save_for_backward(weight, product)
         ctx.site, ctx.input_dtype = site, x.dtype  # type: ignore[attr-defined]
-        return F.linear(x, weight, bias)
+        ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
+        return F.linear(x, weight if encoded is None else encoded.decode(), bias)
 
     @staticmethod
     @once_differentiable
@@ -246,10 +255,11 @@ class _ProjectedLinear(torch.autograd.Function):
         ctx.site.add(flat.to(product.dtype).t() @ product)  # type: ignore[attr-defined]
         dx = db = None
         if needs[0]:
+            weight = _readable(ctx, weight)
             dx = (grad @ weight.to(grad.dtype)).to(ctx.input_dtype)  # type: ignore[attr-defined]
         if needs[2]:
             db = flat.sum(0)
-        return dx, None, db, None, None
+        return dx, None, db, None, None, None
 
 
 class _LeftProjectedLinear(torch.autograd.Function):
@@ -262,10 +272,12 @@ class _LeftProjectedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         site: ProjectedSite,
+        encoded: Int8Weight | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.site = site  # type: ignore[attr-defined]
-        return F.linear(x, weight, bias)
+        ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
+        return F.linear(x, weight if encoded is None else encoded.decode(), bias)
 
     @staticmethod
     @once_differentiable
@@ -277,8 +289,16 @@ class _LeftProjectedLinear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         image = flat.to(columns.dtype) @ columns
         site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
-        dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs[0] else None
-        return dx, None, flat.sum(0) if needs[2] else None, None
+        dx = None
+        if needs[0]:
+            dx = (grad @ _readable(ctx, weight).to(grad.dtype)).to(x.dtype)
+        return dx, None, flat.sum(0) if needs[2] else None, None, None
+
+
+def _readable(ctx: FunctionCtx, weight: Tensor) -> Tensor:
+    """The weight to multiply by in backward: the Parameter, or its INT8 weight decoded once more."""
+    reader: Callable[[], Tensor] | None = ctx.reader  # type: ignore[attr-defined]
+    return weight if reader is None else reader()
 
 
 # Which modules are patched. Weak: a model that is dropped takes its sites along; a deep copy of a
@@ -306,21 +326,27 @@ def patch_linear(module: nn.Linear, site: ProjectedSite, shared: SharedInputs) -
 
 
 def unpatch_linear(module: nn.Linear, site: ProjectedSite | None = None) -> None:
-    """Undo :func:`patch_linear`; given a site, only if the module still belongs to it."""
+    """Undo :func:`patch_linear`; given a site, only if the module still belongs to it.
+
+    An INT8 weight is decoded for good.
+    """
     patched = _PATCHED.get(module)
     if site is None or (patched is not None and patched[0] is site):
+        dequantize(module)
         _PATCHED.pop(module, None)
         vars(module).pop("forward", None)
 
 
 def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    patched = _PATCHED.get(self)
+    patched, encoded = _PATCHED.get(self), encoded_weight(self)
     if patched is not None and torch.is_grad_enabled() and self.weight.requires_grad:
         site, shared = patched
         shared.meet(x, site)
         if site.projection is not None:  # None: this window forms the full gradient
             if site.transposed:
-                return _LeftProjectedLinear.apply(x, self.weight, self.bias, site)
+                return _LeftProjectedLinear.apply(x, self.weight, self.bias, site, encoded)
             product = site.group.product(x, site)
-            return _ProjectedLinear.apply(x, self.weight, self.bias, product, site)
+            return _ProjectedLinear.apply(x, self.weight, self.bias, product, site, encoded)
+    if encoded is not None:
+        return encoded_linear(x, self.weight, self.bias, encoded)
     return F.linear(x, self.weight, self.bias)

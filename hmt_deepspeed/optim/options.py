@@ -128,6 +128,8 @@ def check_options(options: Mapping[str, object]) -> None:
     for field, choices in _CHOICES.items():
         if options[field] not in choices:
             _refuse(field, options[field], f"one of {choices}", "choose one of them")
+    if options["weight_dtype"] == "int8":
+        _check_int8_weights(options)
     budget = options["max_full_gradient_bytes"]
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
     if not whole and budget != "auto":
@@ -216,6 +218,20 @@ def _refuse_with(field: str, value: object, other: str, legal: str, advice: str)
     raise ValueError(
         f"hmt.optimizer.{field} is {value!r} with {other}; legal: {legal}. To do: {advice}."
     )
+
+
+def _check_int8_weights(options: Mapping[str, object]) -> None:
+    """INT8 weights belong to linears whose forward is patched: those with a projected backward."""
+    legal: dict[str, tuple[object, ...]] = {
+        "method": (LOW_RANK,),
+        "projected_backward": ("auto", True),
+        "residual": ("probe", "none"),
+    }
+    for field, choices in legal.items():
+        if options[field] not in choices:
+            words = " or ".join(map(repr, choices)) + " with weight_dtype 'int8'"
+            advice = 'choose one of them, or set weight_dtype to "auto"'
+            _refuse(field, options[field], words, advice)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hmt_deepspeed.optim.apply import (
 from hmt_deepspeed.optim.assign import Assignment
 from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.int8_linear import Int8Weight
 from hmt_deepspeed.optim.linear import ProjectedSite
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -50,6 +51,7 @@ class Slot:
     Attributes:
         matrix: of a matrix rule, else None. dense: moments of dense AdamW, once it has stepped.
         site: takes projected gradients when the module is patched.
+        encoded: the weight in INT8, else None.
         due: the coming step refreshes the basis from the full gradient.
     """
 
@@ -69,6 +71,7 @@ class Slot:
         self.matrix: MatrixRule | None = None
         self.dense: tuple[StateTensor, StateTensor, Tensor] | None = None
         self.site: ProjectedSite | None = None
+        self.encoded: Int8Weight | None = None
         self.due = False
         if assigned.settings is not None:
             shape = (param.shape[0], param.shape[1])
@@ -168,10 +171,19 @@ class Slot:
         update = matrix.finish(update, sums.sum(dim=0))
         lr, decay = float(group["lr"]), group["weight_decay"]
         key = matrix.rounding_key(step)
-        weight = self._writable()
         left, right = update, matrix.projection
         if matrix.transposed:  # B U^T instead of U B^T
             left, right = (update.t(), None) if right is None else (right, update)
+        if self.encoded is None:
+            self._apply(left, right, lr, decay, key)
+        elif right is None:
+            self.encoded.update_whole_(left, lr, decay, key)
+        else:
+            self.encoded.update_(left, right, lr, decay, key)
+
+    def _apply(self, left: Tensor, right: Tensor | None, lr: float, decay: float, key: int) -> None:
+        """``W <- (1 - lr wd) W - lr left right^T``; ``left`` is the whole update without ``right``."""
+        weight = self._writable()
         if right is None:
             if self.rounded:
                 apply_whole_rounded_(weight, left, lr, decay, key)
@@ -225,15 +237,18 @@ class Slot:
             size = self.matrix.state_bytes()
         else:
             size = sum(s.nbytes for s in self._dense_state()[:2])
-        if self.param.dtype != torch.float32 and not self.rounded:
+        if self.param.dtype != torch.float32 and not self.rounded and self.encoded is None:
             size += 4 * self.param.numel()
         rank = None if self.matrix is None else self.matrix.rank
         return ParameterRow(self.name, self.assigned.rule, self.assigned.reason, rank, size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers of everything but the master."""
+        """Plain tensors and numbers of everything but the master; of an INT8 weight its codes."""
         if self.matrix is not None:
-            return {"rule": self.assigned.layout, **self.matrix.state_dict()}
+            state = {"rule": self.assigned.layout, **self.matrix.state_dict()}
+            if self.encoded is not None:
+                state |= {"codes": self.encoded.codes, "scales": self.encoded.scales}
+            return state
         if self.dense is None:
             return {}
         first, second, step = self.dense
@@ -241,7 +256,7 @@ class Slot:
         return {"rule": self.assigned.layout, **moments}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore moments, the master and the matrix.
+        """Restore moments, the master or codes, and the matrix.
 
         Raises:
             ValueError: the states of another rule or shape.
@@ -258,7 +273,10 @@ class Slot:
                 f"{tuple(saved['exp_avg'].shape)}, this optimizer's rule is {self.assigned.layout} for "
                 f"{shape}: construct it with the options and the model of the saved run"
             )
-        if "master" in saved:
+        if self.encoded is not None:
+            if "codes" in saved:
+                self.encoded.load_(saved["codes"], saved["scales"])
+        elif "master" in saved:
             master = saved["master"].to(self.param.device, torch.float32, copy=True)
             self.state["master"] = master
         if self.matrix is not None:

@@ -22,6 +22,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
     MANIFEST,
@@ -136,6 +137,7 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "policy": optimizer.policy.state_dict(),
         "matrices": _matrix_states(optimizer),
         "dense": _dense_states(optimizer),
+        "int8_weights": _int8_weights(optimizer),
         "param_groups": [
             {k: v for k, v in g.items() if k not in ("params", "param_names")}
             for g in optimizer.param_groups
@@ -218,6 +220,14 @@ def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
                 "step": float(step),
             }
     return states
+
+
+def _int8_weights(optimizer: HMTZeroOptimizer) -> dict[str, dict[str, Tensor]]:
+    """Codes of the INT8 weights, the same on every rank: the first one saves them."""
+    if optimizer.collectives.rank > 0:
+        return {}
+    weights = {e.name: e.weight for e in optimizer.entries}
+    return {n: w.state_dict() for n, w in weights.items() if isinstance(w, EncodedWeight)}
 
 
 def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
@@ -332,10 +342,11 @@ def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None
     optimizer = engine.optimizer
     saved.check_same_model({e.name: whole_shape(e.gradient.param) for e in optimizer.entries})
     for entry in optimizer.entries:
-        flat = saved.master(entry.name)
-        entry.weight.set_values(entry.gradient.shards.shard_of(flat, optimizer.shard_rank))
-        if not entry.weight.partitioned:
-            entry.gradient.param.data.copy_(flat.view(whole_shape(entry.gradient.param)))
+        codes = saved.int8_weight(entry.name)
+        if isinstance(entry.weight, EncodedWeight) and codes is not None:
+            entry.weight.load_state_dict(codes)
+        else:
+            entry.weight.set_whole(saved.master(entry.name))
     trained = {id(e.gradient.param) for e in optimizer.entries}
     with torch.no_grad():
         for param, name in engine.param_names.items():

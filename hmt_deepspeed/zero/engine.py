@@ -14,6 +14,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
@@ -81,6 +82,11 @@ class HMTEngine(DeepSpeedEngine):
                 config_class.zero_config.stage = 1
                 config_class.zero_optimization_stage = 1
                 config_class.zero_enabled = True
+        if isinstance(keyword.get("optimizer"), HMT):
+            keyword[
+                "optimizer"
+            ].close()  # the engine's optimizer patches and encodes the linears itself
+        release(model)
         super().__init__(args, model, *positional, **keyword)
         if self._hmt_options is not None and self.global_rank == 0:
             print(self.optimizer.describe(), flush=True)

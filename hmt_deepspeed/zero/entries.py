@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import Assignment, assign_rules
 from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.int8_linear import can_encode
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.low_rank import takes_projection
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
@@ -105,15 +107,18 @@ def build_entries(
         shape = whole_shape(param)
         m, n = shape if assignment.low_rank else (torch.Size(shape).numel(), 1)
         shards = RowShards(m, n, world)
-        weight = Weight(param, shards, rank, options["master_weights"] == "fp32")
-        matrix, state = None, None
+        by_weight, matrix = shards, None
         if assignment.settings is not None:
             shards = RowShards(*assignment.settings.oriented(m, n), world)
             rows, dtype = shards.rows(rank), settings.model_dtype
-            matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, weight.device)
-        else:
-            state = _dense_state(weight, options["state_dtype"])
+            matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
         site = _site(assignment, matrix, modules, options["projected_backward"])
+        encoded = options["weight_dtype"] == "int8" and site is not None
+        if encoded and can_encode(modules[name]):
+            weight: Weight = EncodedWeight(param, by_weight, rank)
+        else:
+            weight = Weight(param, by_weight, rank, options["master_weights"] == "fp32")
+        state = None if matrix is not None else _dense_state(weight, options["state_dtype"])
         gradient = Gradient(index, name, param, shards, matrix, site)
         entries.append(Entry(assignment, group, gradient, weight, matrix, state))
     return entries

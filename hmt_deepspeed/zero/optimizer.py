@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import (
     LowRankMatrix,
@@ -34,6 +35,7 @@ from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 from hmt_deepspeed.zero.residency import release_buffers
@@ -140,11 +142,16 @@ class HMTZeroOptimizer(ZeROOptimizer):
         return [(self.param_names[p], p, group) for group, params in groups for p in params]
 
     def _patch(self) -> None:
+        encoded = [e for e in self.entries if isinstance(e.weight, EncodedWeight)]
+        if self.options["weight_dtype"] == "int8":
+            check_encodable(self.module, {e.name: self._modules[e.name] for e in encoded})
         for entry in self.low_rank:
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 assert isinstance(module, nn.Linear)
                 patch_linear(module, entry.gradient.site, self.shared)
+                if isinstance(entry.weight, EncodedWeight):
+                    entry.weight.encode(module)
 
     def _register_hooks(self) -> list[Any]:
         hooks = []
@@ -372,7 +379,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self._begin_window()
 
     def destroy(self) -> None:
-        """Undo hooks and patches; the model is an ordinary one again."""
+        """Undo hooks and patches; the model is an ordinary one again, INT8 weights decoded."""
         if not self._hooks:
             return
         for hook in self._hooks:

@@ -105,6 +105,11 @@ class SavedState:
             return self._master_stage3(name)
         return self._master_stage12(name)
 
+    def int8_weight(self, name: str) -> dict[str, Tensor] | None:
+        """Codes and scales of a weight that was stored in INT8, else None."""
+        found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
+        return found
+
     def _place(self, name: str) -> tuple[int, list[str]]:
         for index, names in enumerate(self.hmt["groups"]):
             if name in names:

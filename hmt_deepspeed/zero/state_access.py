@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.shards import padded
 
@@ -42,6 +43,8 @@ class StateAccess:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
         entry = self._entries[param]
         if optim_state_key is None:
+            if isinstance(entry.weight, EncodedWeight):
+                return entry.weight.whole_values()
             return self._whole_flat(entry, entry.weight.master_values()).view(whole_shape(param))
         state = self._state(entry, optim_state_key)
         if entry.matrix is None:
@@ -56,10 +59,7 @@ class StateAccess:
         """Overwrite a whole weight or state; every rank passes the same value."""
         entry, rank = self._entries[param], self.optimizer.shard_rank
         if optim_state_key is None:
-            flat = value.reshape(-1).float()
-            entry.weight.set_values(entry.gradient.shards.shard_of(flat, rank))
-            if not entry.weight.partitioned:
-                param.data.copy_(value.to(param.dtype))
+            entry.weight.set_whole(value.reshape(-1).float())
         elif entry.matrix is None:
             shard = entry.gradient.shards.shard_of(value.reshape(-1), rank)
             self._set_state(entry, optim_state_key, shard)

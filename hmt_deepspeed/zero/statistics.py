@@ -60,6 +60,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     return {
         "optimizer_state_bytes": sum(map(state_bytes, optimizer.entries)),
         "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
+        "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
         "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,
@@ -89,12 +90,14 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
             backward = "projected" if entry.gradient.site is not None else "full gradient"
         shape = "x".join(map(str, entry.assignment.shape)) if matrix is not None else "any"
         reason = entry.assignment.reason
+        kind = entry.weight.kind
         lines[
-            (numbers[id(entry.group)], entry.assignment.rule, rank, backward, shape, reason)
+            (numbers[id(entry.group)], entry.assignment.rule, rank, backward, shape, reason, kind)
         ].append(entry)
     rows = []
-    for (group, rule, rank, backward, shape, reason), entries in lines.items():
+    for (group, rule, rank, backward, shape, reason, kind), entries in lines.items():
         numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
+        held = sum(e.weight.weight_bytes() for e in entries)
         masters = sum(e.weight.master_bytes() for e in entries)
         rows.append(
             [
@@ -105,6 +108,7 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
                 f"{numel:,}",
                 rank,
                 backward,
+                f"{held:,} ({kind})",
                 f"{sum(map(state_bytes, entries)):,}",
                 f"{masters:,}" if masters else _masters_kind(entries[0]),
                 _placement(optimizer),
@@ -119,6 +123,7 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
         "elements",
         "rank",
         "backward",
+        "weight bytes",
         "state bytes",
         "master bytes",
         "shard",

@@ -18,8 +18,10 @@ from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.slot import write_moments
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
 from hmt_deepspeed.zero.gradients import Gradient
+from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.transpose import rows_from_columns
 from hmt_deepspeed.zero.weights import GatherPipeline
 
@@ -258,9 +260,7 @@ class ZeroStep:
             exact = matrix.transposed and entry.weight.by_rows
 
             def deliver(packed: Tensor) -> None:
-                rows = packed.reshape(shards.world, shards.max_rows, width)
-                whole = torch.empty(shards.m, width, dtype=packed.dtype, device=packed.device)
-                shards.unpack(rows, whole)
+                whole = _whole_rows(packed, shards, width)
                 left, right = (projection, whole) if matrix.transposed else (whole, projection)
                 self._apply_factors(entry, left, right, key, gather)
 
@@ -284,11 +284,28 @@ class ZeroStep:
         self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
     ) -> None:
         weight = entry.weight
+        if self.sharded and isinstance(weight, EncodedWeight):
+            self._exchange_whole(entry, matrix, update, key, gather)
+            return
         if matrix.transposed:
             columns = entry.gradient.shards
             update = rows_from_columns(update, columns, weight.shards, self.collectives)
         weight.step_update(update, entry.group["lr"], entry.group["weight_decay"], key)
         self._gather_weight(entry, gather)
+
+    def _exchange_whole(
+        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+    ) -> None:
+        """An INT8 weight has no part that is this rank's: the update travels, also a full-rank one."""
+        weight, shards, width = entry.weight, entry.gradient.shards, update.shape[1]
+        lr, decay = entry.group["lr"], entry.group["weight_decay"]
+
+        def deliver(packed: Tensor) -> None:
+            whole = _whole_rows(packed, shards, width)
+            weight.step_update(whole.t() if matrix.transposed else whole, lr, decay, key)
+
+        part = update.to(self.settings.comm_dtype)
+        gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
     def _gather_weight(self, entry: Entry, gather: GatherPipeline) -> None:
         if not self.sharded or entry.weight.partitioned:
@@ -296,3 +313,11 @@ class ZeroStep:
         shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)
         with entry.weight.shard() as shard:
             gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
+
+
+def _whole_rows(packed: Tensor, shards: RowShards, width: int) -> Tensor:
+    """The rows that all ranks sent, in order: m x width."""
+    rows = packed.reshape(shards.world, shards.max_rows, width)
+    whole = torch.empty(shards.m, width, dtype=packed.dtype, device=packed.device)
+    shards.unpack(rows, whole)
+    return whole

@@ -26,6 +26,7 @@ def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]
         ValueError: naming every key, its value, what is legal and what to do.
     """
     refusals = [*_precision(config, parsed, options), *_zero(parsed), *_parallelism(config, parsed)]
+    refusals += _int8_weights(parsed, options)
     if refusals:
         raise ValueError(
             "\n".join(
@@ -126,6 +127,23 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
         yield "bf16.bf16_optimizer_states", True, "false", "Remove it; moments are fp32."
     if config.get("amp", {}).get("enabled"):
         yield "amp.enabled", True, "false", "Use bf16 or fp16."
+
+
+def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+    if options["weight_dtype"] != "int8":
+        return
+    given = 'with "hmt": {"optimizer": {"weight_dtype": "int8"}}'
+    if parsed.zero_optimization_stage == 3:
+        yield (
+            "zero_optimization.stage",
+            3,
+            f"0, 1 or 2 {given}",
+            "Every rank holds all codes, which stage 3 would split: lower the stage, or keep the model's "
+            'dtype with "weight_dtype": "auto".',
+        )
+    if parsed.float16_config.enabled:
+        remedy = 'Codes decode to bf16 or fp32: use "bf16": {"enabled": true}.'
+        yield "fp16.enabled", True, f"false {given}", remedy
 
 
 def _zero(parsed: Any) -> Iterator[Refusal]:

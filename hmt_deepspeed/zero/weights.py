@@ -82,6 +82,16 @@ class Weight:
             return 0
         return self.master.numel() * self.master.element_size()
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights themselves on this rank."""
+        held = self.num_elements if self.partitioned else self.param.numel()
+        return int(held * self.param.element_size())
+
+    @property
+    def kind(self) -> str:
+        """What the weights are stored in."""
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.param.dtype, "fp16")
+
     def master_values(self) -> Tensor:
         """fp32 values of the shard: the master, or a copy of weights that are their own."""
         if self.master is not None:
@@ -96,6 +106,12 @@ class Weight:
             self.master.copy_(values)
         with self.shard(overwrite=True) as shard:
             shard.copy_(values)
+
+    def set_whole(self, flat: Tensor) -> None:
+        """Overwrite everything held here from the flat fp32 values of the whole weight."""
+        self.set_values(self.shards.shard_of(flat, self.rank))
+        if not self.partitioned:
+            self.param.data.copy_(flat.view(self.param.shape))
 
     def refresh_master(self) -> None:
         """Take the shard's values into the master, after someone loaded weights."""

@@ -1,0 +1,296 @@
+"""Linear layers whose weight is stored in INT8 and decoded for each product (HMT paper, Algorithm 1).
+
+What is kept of a weight is its codes and scales (:mod:`hmt_deepspeed.kernels.int8_weight`), about half
+of bf16's bytes. Forward decodes the matrix for its product and drops it; backward decodes again for the
+input's gradient. Updates go from codes to codes, a few rows or a tile at a time, rounded
+stochastically: no fp32 or bf16 copy outlives one linear's product.
+
+The Parameter stays what hooks, gradients and optimizers hang on, with its shape and dtype; its data is
+one NaN seen m x n times, so that whoever reads the weight past the module notices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from hmt_deepspeed.kernels.chunks import row_chunks
+from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
+from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
+from hmt_deepspeed.optim.apply import apply_whole_
+
+__all__ = [
+    "Int8Weight",
+    "can_encode",
+    "check_encodable",
+    "dequantize",
+    "encoded_linear",
+    "encoded_weight",
+    "quantize",
+    "release",
+]
+
+_ATTRIBUTE = "_hmt_int8_weight"
+
+
+class Int8Weight:
+    """Codes and scales of one m x n weight.
+
+    Args:
+        value: the weight, fp32 or bf16; rounded to the nearest codes.
+
+    Attributes:
+        codes: m x n int8. scales: m x ceil(n / 256) fp32. dtype: what :meth:`decode` gives.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        rows, n = value.shape
+        self.dtype = value.dtype
+        self.codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
+        self.scales = torch.empty(rows, -(-n // BLOCK), device=value.device)
+        self.hooks: list[Any] = []
+        self.write_(value)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def decode(self) -> Tensor:
+        """The weight in the model's dtype, m x n, fresh memory."""
+        return decode_weight(self.codes, self.scales, self.dtype)
+
+    def decode_rows(self, begin: int, end: int) -> Tensor:
+        """fp32 values of a range of rows."""
+        return decode_weight(self.codes[begin:end], self.scales[begin:end], torch.float32)
+
+    def reader(self) -> Callable[[], Tensor]:
+        """:meth:`decode` for a later backward, which refuses a weight updated in between as autograd
+        does for one that it saved."""
+        version = self.codes._version
+
+        def decode() -> Tensor:
+            if self.codes._version != version:
+                raise RuntimeError(
+                    "an INT8 weight needed for gradient computation was updated between forward and "
+                    "backward; step the optimizer after the backward"
+                )
+            return self.decode()
+
+        return decode
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def write_(self, value: Tensor) -> None:
+        """Take m x n values of any float dtype, rounded to the nearest codes."""
+        for chunk in row_chunks(*self.codes.shape):
+            self._encode_rows(chunk, value[chunk].to(self.codes.device, torch.float32), None)
+
+    def update_(
+        self, left: Tensor, right: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr left right^T``, rounded stochastically.
+
+        Args:
+            left: m x w. right: n x w. key: seed of the rounding, a new one every step.
+        """
+        int8_low_rank_update_(
+            self.codes, self.scales, left.float(), right.float(), lr, weight_decay, key
+        )
+        self._written()
+
+    def update_whole_(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
+        """``W <- (1 - lr wd) W - lr update`` for an m x n fp32 update, rounded stochastically."""
+        for chunk in row_chunks(*self.codes.shape):
+            value = self.decode_rows(chunk.start, chunk.stop)
+            apply_whole_(value, update[chunk], lr, weight_decay)
+            self._encode_rows(chunk, value, key)
+
+    def load_(self, codes: Tensor, scales: Tensor) -> None:
+        """Take codes and scales as they are.
+
+        Raises:
+            ValueError: of another shape or dtype.
+        """
+        check_encoded(codes, scales)
+        if codes.shape != self.codes.shape:
+            raise ValueError(
+                f"the saved codes are {tuple(codes.shape)}, the weight is {tuple(self.codes.shape)}"
+            )
+        self.codes.copy_(codes)
+        self.scales.copy_(scales)
+
+    def _encode_rows(self, chunk: slice, value: Tensor, key: int | None) -> None:
+        offset = chunk.start * self.codes.shape[1]
+        self.codes[chunk], self.scales[chunk] = encode_weight(value.contiguous(), key, offset)
+
+    def _written(self) -> None:
+        """Let autograd's version count know of a kernel that wrote past it."""
+        if self.codes.is_cuda:
+            torch.autograd.graph.increment_version(self.codes)
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def encoded_weight(module: nn.Module) -> Int8Weight | None:
+    """The INT8 weight of a module, or None."""
+    found: Int8Weight | None = vars(module).get(_ATTRIBUTE)
+    return found
+
+
+def can_encode(module: nn.Module) -> bool:
+    """Whether a linear that can take the projected backward reads its weight in its forward only.
+
+    ``nn.MultiheadAttention`` reads that of its output projection itself.
+    """
+    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def quantize(module: nn.Linear) -> Int8Weight:
+    """Replace a linear's weight by its codes; the memory of the weight is freed.
+
+    State dicts go on holding the decoded weight (on the host: a save must not need the memory that
+    INT8 spares) and load into the codes. A deep copy of the module has codes of its own.
+    """
+    weight = module.weight
+    encoded = Int8Weight(weight.data)
+    encoded.hooks = [
+        module.register_state_dict_post_hook(_decode_into_state_dict),
+        module.register_load_state_dict_pre_hook(_open_for_loading),
+        module.register_load_state_dict_post_hook(_encode_loaded),
+    ]
+    vars(module)[_ATTRIBUTE] = encoded
+    weight.data = _placeholder(weight)
+    return encoded
+
+
+def dequantize(module: nn.Module) -> None:
+    """Undo :func:`quantize`: the weight is the decoded one. A no-op for any other module."""
+    encoded = encoded_weight(module)
+    if encoded is not None:
+        assert isinstance(module, nn.Linear)
+        module.weight.data = encoded.decode()
+        for hook in encoded.hooks:
+            hook.remove()
+        del vars(module)[_ATTRIBUTE]
+
+
+def release(model: nn.Module) -> None:
+    """:func:`dequantize` what an earlier optimizer of the same model left encoded."""
+    for module in model.modules():
+        dequantize(module)
+
+
+def check_encodable(model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
+    """Refuse weights that INT8 cannot store.
+
+    Args:
+        linears: what would be converted, by the name of the weight.
+
+    Raises:
+        ValueError: no weight at all, fp16, or a weight that another module reads too.
+    """
+    given = "hmt.optimizer.weight_dtype is 'int8', but"
+    if not linears:
+        raise ValueError(
+            f"{given} no linear has a projected backward, so there is no matrix to convert; legal: a "
+            "model with an nn.Linear that target_modules and exclude_modules leave on lowrank_adamw. "
+            'Change them, or use "auto".'
+        )
+    users = defaultdict(list)
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            users[id(param)].append(f"{path}.{key}" if path else key)
+    for name, module in linears.items():
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{given} {name} is {weight.dtype}; legal: float32 or bfloat16 models. Use bf16, or "
+                '"auto".'
+            )
+        others = [user for user in users[id(weight)] if user != name]
+        if others:
+            raise ValueError(
+                f"{given} {name} is also {others[0]} (tied), which would read no weight there; legal: "
+                "weights of one module. Add it to exclude_modules, or untie them."
+            )
+
+
+def _placeholder(weight: Tensor) -> Tensor:
+    """One NaN in the shape of the weight; most in-place writes to it raise."""
+    nan = torch.full((1,), torch.nan, dtype=weight.dtype, device=weight.device)
+    return nan.expand(weight.shape)
+
+
+def _decode_into_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+) -> None:
+    encoded = encoded_weight(module)
+    if encoded is not None and f"{prefix}weight" in state_dict:
+        state_dict[f"{prefix}weight"] = encoded.decode().cpu()
+
+
+def _open_for_loading(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
+) -> None:
+    """A real weight for as long as this module loads."""
+    encoded = encoded_weight(module)
+    if encoded is not None and f"{prefix}weight" in state_dict:
+        assert isinstance(module, nn.Linear)
+        module.weight.data = encoded.decode()
+
+
+def _encode_loaded(module: nn.Module, _: object) -> None:
+    encoded = encoded_weight(module)
+    if encoded is not None:
+        assert isinstance(module, nn.Linear)
+        weight = module.weight
+        if weight.stride() != (0, 0):
+            encoded.write_(weight.data)
+            weight.data = _placeholder(weight)
+
+
+# -- forward and backward ---------------------------------------------------------------------------
+
+
+class _EncodedLinear(torch.autograd.Function):
+    """``Y = X W^T + b`` of an INT8 weight with the whole gradient for its Parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, encoded: Int8Weight
+    ) -> Tensor:
+        ctx.save_for_backward(*((x,) if weight.requires_grad else ()))
+        ctx.reader, ctx.input_dtype = encoded.reader(), x.dtype  # type: ignore[attr-defined]
+        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
+        return F.linear(x, encoded.decode(), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        flat = grad.reshape(-1, grad.shape[-1])
+        dx = dw = None
+        if needs[0]:
+            weight = ctx.reader().to(grad.dtype)  # type: ignore[attr-defined]
+            dx = (grad @ weight).to(ctx.input_dtype)  # type: ignore[attr-defined]
+        if needs[1]:
+            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            dw = flat.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+            dw = dw.to(ctx.weight_dtype)  # type: ignore[attr-defined]
+        return dx, dw, flat.sum(0) if needs[2] else None, None
+
+
+def encoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, encoded: Int8Weight) -> Tensor:
+    """``F.linear`` with the decoded weight; ``weight`` is the Parameter that gets the gradient."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, encoded.decode(), bias)
+    y: Tensor = _EncodedLinear.apply(x, weight, bias, encoded)
+    return y
