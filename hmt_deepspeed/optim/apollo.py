@@ -21,6 +21,7 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Moments
 from hmt_deepspeed.optim.rules import growth_factor
 from hmt_deepspeed.optim.settings import APOLLO_MINI, MatrixSettings
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
 __all__ = ["ApolloMatrix"]
 
@@ -53,8 +54,11 @@ class ApolloMatrix(MatrixRule):
         self.rank = 1 if self.per_tensor else settings.rank or quarter
         self.candidates = (self.rank,)
         self.draw = 0
-        moments = (self.num_rows, self.rank)
-        self.moments = Moments(moments, settings.state_dtype, device, name, settings.seed)
+        small = (
+            shape[0] * self.rank < MIN_INT8_ELEMENTS
+        )  # of the whole matrix: the same on every rank
+        kind = "fp32" if small and settings.state_dtype == "int8" else settings.state_dtype
+        self.moments = Moments((self.num_rows, self.rank), kind, device, name, settings.seed)
 
     @property
     def takes_whole(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from training import LOW_RANK, ds_config, make_engine, matrix_ranks, tiny_llama, train, weights
+from training import LOW_RANK as TRAINING
+from training import ds_config, make_engine, matrix_ranks, tiny_llama, train, weights
 
-APOLLO = {"method": "apollo", "update_interval": 4, "scale": 1.0}
-MINI = {"method": "apollo_mini", "update_interval": 4, "scale": 16.0}
-FIXED = {"rank": 8, "update_interval": 4, "scale": 1.0}
+LOW_RANK = {**TRAINING, "update_interval": 3}
+APOLLO = {"method": "apollo", "update_interval": 3, "scale": 1.0}
+MINI = {"method": "apollo_mini", "update_interval": 3, "scale": 16.0}
+FIXED = {"rank": 8, "update_interval": 3, "scale": 1.0}
 BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_threshold"}
 
 # Fields of hmt.optimizer by name of the mode.
@@ -19,7 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
     "two_sided": {**LOW_RANK, "projection": "two_sided"},
     "full residual": {**LOW_RANK, "residual": "full"},
     "left, full residual": {**LOW_RANK, "projection": "left", "residual": "full"},
-    "no residual": {**LOW_RANK, "residual": "none", "moment_transfer": "keep"},
+    "no residual": {**LOW_RANK, "residual": "none"},
     "share_basis": {**LOW_RANK, "share_basis": True},
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},

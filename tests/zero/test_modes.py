@@ -13,13 +13,14 @@ from test_parity import assert_same_run
 from torch import Tensor
 from training import loss_of, micro_batches, model_weights, train, weights
 
-STEPS = 8  # every matrix refreshes twice, and ranks change at the first one
+STEPS = 6  # every matrix refreshes twice, and ranks change at the first one
 LAYOUTS = {
     1: [(0, 1), (1, 2), (2, 1), (3, 2)],  # (stage, accumulation)
     2: [(0, 2), (1, 1), (2, 2), (3, 1)],
     3: [(2, 2), (3, 1)],
 }
 ON_THREE_RANKS = ["left", "two_sided", "full residual", "apollo", "module_rules"]
+FEWER = ["auto", "left, full residual", "no residual", "subspace"]  # stages 0 and 3 only
 Run = tuple[str, int, int]  # mode, stage, accumulation
 
 
@@ -80,7 +81,7 @@ def replicas(names: list[str], stages: list[int]) -> dict[Any, Any]:
         mode = {**MODES[name], "master_weights": "none"}
         for stage in stages:
             engine = mode_engine(mode, stage, bf16={"enabled": True})
-            losses = train(engine, 12)
+            losses = train(engine, 8)
             masters = engine.optimizer.metrics()["master_weight_bytes"]
             found[name, stage] = (losses, model_weights(engine), masters)
             engine.destroy()
@@ -94,7 +95,12 @@ def replicas(names: list[str], stages: list[int]) -> dict[Any, Any]:
 def runs(ranks: Ranks) -> dict[int, dict[Run, dict[str, Any]]]:
     """All runs by world size, made by one launch each."""
     wanted = {
-        world: [(name, *layout) for name in MODES for layout in layouts]
+        world: [
+            (name, *layout)
+            for name in MODES
+            for layout in layouts
+            if name not in FEWER or layout[0] in (0, 3)
+        ]
         for world, layouts in LAYOUTS.items()
         if world < 3
     }
@@ -111,7 +117,7 @@ def test_stage_world_and_accumulation_do_not_matter(runs: Any, name: str) -> Non
             if mode == name:
                 assert_same_run(run, reference)
                 compared += 1
-    assert compared == (10 if name in ON_THREE_RANKS else 8)
+    assert compared == (10 if name in ON_THREE_RANKS else 4 if name in FEWER else 8)
 
 
 def test_the_runs_exercise_what_is_compared(runs: Any) -> None:
@@ -120,7 +126,7 @@ def test_the_runs_exercise_what_is_compared(runs: Any) -> None:
         run = runs[1][name, 0, 1]
         assert min(run["norms"]) > 0.5, name
         assert min(run["refreshes"]) >= 2, name
-        assert run["losses"][-1] < run["losses"][0] - 0.1, name
+        assert run["losses"][-1] < run["losses"][0] - 0.05, name
         if "rank_candidates" in MODES[name] and name != "module_rules":
             assert set(run["ranks"].values()) - {4}, name
     assert len(set(runs[1]["rank_budget", 0, 1]["ranks"].values())) > 1
