@@ -293,7 +293,7 @@ class HMT(Optimizer):
         if found is not None:
             energies = leader.captured_at_candidates(found)
             rank = self._policy.choose(number, energies, self._steps)
-            full = rank == leader.shape[1]
+            full = leader.is_full_rank(rank)
             basis = None if full else leader.basis_of(found, rank, gradient)
             sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
             adopt_together(matrices, basis, sums)

@@ -150,10 +150,14 @@ class LowRankMatrix(MatrixRule):
         each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
         return 2 * self.shape[0] * rank * each
 
+    def is_full_rank(self, rank: int) -> bool:
+        """Whether a basis of that rank would span everything: plain AdamW then takes its place."""
+        return rank == self.shape[1]
+
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
         n = self.shape[1]
-        return 0 if rank == n or self.redraws else n * rank * self.dtype.itemsize
+        return 0 if self.is_full_rank(rank) or self.redraws else n * rank * self.dtype.itemsize
 
     # -- basis ----------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class RankPolicy:
             captured = tuple(energies) if i == index else latest.captured if latest else ()
             ranks = member.candidates if captured else (member.rank,)
             sizes = tuple(self.bytes_at(i, rank) for rank in ranks)
-            spectra.append(Spectrum(ranks, captured or (0.0,), sizes))
+            spectra.append(_undominated(ranks, captured or (0.0,), sizes))
             others += self.bytes_at(i, member.rank) if i != index else 0
         planned = allocate_ranks(spectra, budget)[self._budgeted().index(index)]
         fitting = [
@@ -197,3 +197,10 @@ class RankPolicy:
         self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
         if self.trigger is not None and len(state["trigger"]) == len(self._watched):
             self.trigger.load_list(state["trigger"])
+
+
+def _undominated(ranks: Sequence[int], captured: Sequence[float], sizes: Sequence[int]) -> Spectrum:
+    """The spectrum without ranks that a larger one undercuts: full rank has no basis to store."""
+    kept = [i for i in range(len(ranks)) if all(sizes[i] < size for size in sizes[i + 1 :])]
+    parts = [tuple(values[i] for i in kept) for values in (ranks, captured, sizes)]
+    return Spectrum(*parts)  # type: ignore[arg-type]

@@ -42,6 +42,9 @@ class TwoSidedMatrix(LowRankMatrix):
     def moment_bytes_at(self, rank: int) -> int:
         return super().moment_bytes_at(rank) * rank // self.shape[0]
 
+    def is_full_rank(self, rank: int) -> bool:
+        return False  # a core of all columns still lacks rows
+
     def basis_bytes_at(self, rank: int) -> int:
         return sum(self.shape) * rank * self.dtype.itemsize
 

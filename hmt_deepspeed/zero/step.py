@@ -122,7 +122,7 @@ class ZeroStep:
     ) -> Tensor | None:
         """The owner's basis on every rank; None for full rank."""
         leader = self._matrix(group[0])
-        if rank == leader.shape[1]:
+        if leader.is_full_rank(rank):
             return None
         if found is None:
             shape = (leader.basis_rows, rank)

@@ -122,6 +122,26 @@ def tables() -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
+WHOLE_SPECTRUM = {**FIXED, "rank": "auto", "rank_candidates": [8, 32, 64]}  # 64 becomes 40
+FULL: dict[str, dict[str, Any]] = {
+    "core": {**WHOLE_SPECTRUM, "projection": "two_sided", "energy_threshold": 1.0},
+    "budget": {**WHOLE_SPECTRUM, "rank_budget": 1.0},
+    "energy": {**WHOLE_SPECTRUM, "energy_threshold": 1.0},
+}
+
+
+def reach_all_columns() -> dict[str, tuple[list[float], list[int], int]]:
+    """Losses, ranks and state bytes where the largest candidate spans every column."""
+    found = {}
+    for name, options in FULL.items():
+        engine = mode_engine(options, 2)
+        losses = train(engine, 3)
+        ranks = [e.matrix.rank for e in engine.optimizer.low_rank]
+        found[name] = (losses, ranks, engine.optimizer.metrics()["low_rank_state_bytes"])
+        engine.destroy()
+    return found
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "core with the full residual": (
         {"projection": "two_sided", "residual": "full"},
@@ -304,6 +324,16 @@ def test_state_bytes_shrink_with_the_state_dtype(described: Any) -> None:
         if row["states"] == "int8" and row["rule"] == "adamw":
             numel = int(row["elements"].replace(",", ""))
             assert int(row["state bytes"].replace(",", "")) < 2.1 * numel
+
+
+def test_the_largest_candidate_may_span_every_column(ranks: Ranks) -> None:
+    """One-sided that is AdamW without a basis; a core of 40 x 40 stays a core."""
+    found = ranks.run(reach_all_columns, 1)[0]
+    adamw = 8 * 14040  # elements of the seven linears of a layer
+    for name, (losses, chosen, _) in found.items():
+        assert losses[-1] < losses[0], name
+        assert max(chosen) == 40, name
+    assert found["budget"][2] <= adamw * 1.02  # evidence, a number per column, is not budgeted
 
 
 @pytest.fixture(scope="module")
