@@ -36,6 +36,16 @@ setup(
             "mypy>=2.4,<3",
             "galore-torch==1.0",
             "ninja>=1.11",
+            "apollo-torch==1.0.3",
+            "matplotlib>=3.8",
+            "peft>=0.17",
+        ],
+        # What launch/compare.py compares with, and draws with.
+        "compare": [
+            "galore-torch==1.0",
+            "apollo-torch==1.0.3",
+            "matplotlib>=3.8",
+            "peft>=0.17",
         ],
         "hub": ["datasets>=2.15"],
     },

@@ -211,7 +211,8 @@ class LowRankMatrix(MatrixRule):
         """Redraw the probe columns of ``projection`` for the coming step."""
         self._window = step
         basis, whole = self.columns.basis, self.columns.whole
-        if self.columns.owner == self.name and whole is not None and basis is not None:
+        owns = self.columns.owner == self.name and self.num_probes > 0
+        if owns and whole is not None and basis is not None:
             whole[:, self.rank :] = self._probes(basis)
 
     def find_basis(self, gradient: Tensor, step: int, first: int) -> Subspace | None:
@@ -318,9 +319,9 @@ class LowRankMatrix(MatrixRule):
         n, rank = self.shape[1], self.rank
         return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
 
-    def observe(self, sums: Tensor) -> Tensor:
+    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
         total = self.square_norm(sums)
-        self.follow(sums[0], total)
+        self.follow(sums[0], total, loss_scale)
         return total
 
     def advance(

@@ -145,8 +145,9 @@ class MatrixRule(ABC):
         """The (estimated) ``||G||_F^2`` from the sums of :meth:`measure`, 0-dim fp32."""
 
     @abstractmethod
-    def observe(self, sums: Tensor) -> Tensor:
-        """Take the sums of :meth:`measure` over all rows; the (estimated) ``||G||_F^2``, 0-dim."""
+    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
+        """Take the sums of :meth:`measure` over all rows; the (estimated) ``||G||_F^2``, 0-dim, with
+        the loss scale still in it."""
 
     @abstractmethod
     def advance(
@@ -175,11 +176,12 @@ class MatrixRule(ABC):
 
     # -- energy ---------------------------------------------------------------------------------
 
-    def follow(self, inside: Tensor, total: Tensor) -> None:
-        """Smooth ``||G||^2`` and the share of it inside the basis; bias-corrected like a moment."""
+    def follow(self, inside: Tensor, total: Tensor, loss_scale: float) -> None:
+        """Smooth ``||G||^2`` without the loss scale and the share of it inside the basis;
+        bias-corrected like a moment."""
         share = inside / total.clamp_min(_TINY)
         self.captured_energy.lerp_(share, 1 - ENERGY_SMOOTHING)
-        self.mean_square_norm.lerp_(total, 1 - ENERGY_SMOOTHING)
+        self.mean_square_norm.lerp_(total / loss_scale**2, 1 - ENERGY_SMOOTHING)
         self.energy_weight += (1 - ENERGY_SMOOTHING) * (1 - self.energy_weight)
 
     def smoothed_energy(self) -> Tensor:

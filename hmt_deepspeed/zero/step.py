@@ -181,7 +181,7 @@ class ZeroStep:
         total = torch.zeros((), device=device)
         lengths = [part.numel() for part in parts]
         for entry, part in zip(self.entries, sums.split(lengths), strict=True):
-            total = total + (part[0] if entry.matrix is None else entry.matrix.observe(part))
+            total = total + (part[0] if entry.matrix is None else entry.matrix.observe(part, scale))
         norm = total.sqrt() / scale
         factor = torch.full((), 1.0 / scale, device=device)
         if self.settings.clip > 0:

@@ -9,7 +9,7 @@ from interpreted import assert_as_accurate, run_interpreted, strided
 from hmt_deepspeed.kernels import chunks, low_rank_projection
 from hmt_deepspeed.kernels.low_rank_projection import project, project_reference
 
-SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (32, 64, 64), (33, 1000, 70)]
+SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (32, 64, 64), (33, 555, 70)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,12 +59,10 @@ def check_kernel(device="cpu"):
             terms = gradient.double().abs() @ projection.double().abs()
             twin = project_reference(gradient, projection)
             gradient, projection = gradient.to(device), projection.to(device)
-            for left, right in (
-                (gradient, projection),
-                (strided(gradient), strided(projection)),
-            ):
-                out = low_rank_projection.project_triton(left, right)
-                assert_as_accurate(out.cpu(), twin, exact, terms)
+            if n % 2:
+                gradient, projection = strided(gradient), strided(projection)
+            out = low_rank_projection.project_triton(gradient, projection)
+            assert_as_accurate(out.cpu(), twin, exact, terms)
     for rows, n, width in ((0, 4, 3), (4, 0, 3), (4, 3, 0)):
         left, right = torch.ones(rows, n, device=device), torch.ones(n, width, device=device)
         assert torch.equal(low_rank_projection.project_triton(left, right), left @ right)

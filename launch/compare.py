@@ -1,0 +1,147 @@
+"""The HMT paper's experiment: optimizers side by side on one model, data, order and token count.
+
+    python launch/compare.py sweep                    learning rates of every variant
+    python launch/compare.py final                    the best of them, seeds 0 1 2
+    python launch/compare.py finetune                 from a checkpoint that it pretrains itself
+    python launch/compare.py speed                    step times, all variants in one process
+    python launch/compare.py report                   CSV, JSON, Markdown and plots of what there is
+
+Every run is a cell: launch/results/MACHINE/compare/cells/KEY.json. A finished cell is not run again and
+an interrupted one goes on where it stopped, so the same command may be given until nothing is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.results import RESULTS, machine, machine_slug  # noqa: E402
+from comparison.cells import DTYPES, SHAPES, Setting, Store, choose_device  # noqa: E402
+from comparison.corpus import pretraining_text  # noqa: E402
+from comparison.report import write_report  # noqa: E402
+from comparison.speed import measure_speed  # noqa: E402
+from comparison.stages import Plan, run_one, run_queue  # noqa: E402
+from comparison.variants import INTERVAL, VARIANTS, select  # noqa: E402
+from hmt_deepspeed.train.data import DEFAULT_CACHE  # noqa: E402
+
+TRAINS = ("sweep", "final", "finetune")
+DEFAULT_TOKENS = {"sweep": 700_000, "final": 2_000_000, "finetune": 400_000}
+DEFAULT_SEEDS = {"sweep": (0,), "final": (0, 1, 2), "finetune": (0,)}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stage", choices=(*TRAINS, "speed", "report"))
+    add = parser.add_argument
+    add("--variants", type=_words, help=f"comma-separated, of: {', '.join(VARIANTS)}")
+    add("--lrs", type=_rates, help="instead of the table's learning rates, comma-separated")
+    add("--seeds", type=_seeds, help="of weights and order of the data; 0, in the final 0,1,2")
+    add("--tokens", type=int, help=f"of one run; {DEFAULT_TOKENS}")
+    add("--model", default="3m", choices=list(SHAPES), help="Llama, named after its linears")
+    add("--data", default="stdlib", help="stdlib, a file, a folder, a .jsonl, a hub dataset id")
+    add("--finetune_data", help="text to tune on; default: the other half of --data")
+    add("--vocab_size", type=int, default=512, help="tokens of the bpe tokeniser")
+    add("--seq_length", type=int, default=256, help="tokens in a row")
+    add("--batch_rows", type=int, default=4, help="rows in a step")
+    add("--eval_rows", type=int, default=256, help="fixed held-out rows of the final evaluation")
+    add("--dtype", choices=DTYPES, help="of the arithmetic; bf16 on a GPU that has it, else fp32")
+    add("--base_tokens", type=int, default=2_000_000, help="that the fine-tuned model has seen")
+    add("--rounds", type=int, default=INTERVAL, help="timed steps of each variant")
+    add("--threads", type=int, default=1, help="of the CPU")
+    add("--budget_minutes", type=float, help="stop between two steps when they are over")
+    add("--save_steps", type=int, default=100, help="steps between two checkpoints of a cell")
+    add("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
+    add("--runs", type=Path, default=ROOT / "runs" / "compare", help="of unfinished cells")
+    add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
+    add("--only", help=argparse.SUPPRESS)  # the cell of a child process
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.model == "toy" and args.output is None:
+        parser.error("--model toy needs --output: toy numbers do not belong among the results")
+    return args
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in _words(text))
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in _words(text))
+
+
+def make_setting(args: argparse.Namespace) -> Setting:
+    device, dtype = choose_device(args.dtype)
+    return Setting(
+        model=args.model,
+        data=args.data,
+        finetune_data=args.finetune_data if args.stage == "finetune" else None,
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+        batch_rows=args.batch_rows,
+        eval_rows=args.eval_rows,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    minutes = args.budget_minutes
+    return Plan(
+        stage=args.stage,
+        setting=make_setting(args),
+        tokens=args.tokens or DEFAULT_TOKENS[args.stage],
+        seeds=args.seeds or DEFAULT_SEEDS[args.stage],
+        variants=args.variants,
+        learning_rates=args.lrs,
+        base_tokens=args.base_tokens,
+        cache=args.cache_dir,
+        budget_seconds=None if minutes is None else 60 * minutes,
+        save_steps=args.save_steps,
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    torch.set_num_threads(args.threads)
+    folder = (args.output or RESULTS) / machine_slug(machine()) / "compare"
+    store = Store(folder, args.runs)
+    if args.stage == "report":
+        print(write_report(store))
+        return 0
+    if args.stage == "speed":
+        names = select(args.variants, "speed")
+        setting = make_setting(args)
+        data = pretraining_text(setting, args.cache_dir)
+        report = measure_speed(names, setting, data, args.rounds, folder / "speed.json")
+        for name in names:
+            print(name, report[name].get("skipped") or report[name]["tokens_per_second"])
+        return 0
+    plan = make_plan(args)
+    if args.only is not None:
+        return run_one(plan, store, args.only)
+    return run_queue(plan, store, [os.path.relpath(__file__), *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(parse_arguments()))
+    except ValueError as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        sys.exit(2)

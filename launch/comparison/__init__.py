@@ -1,0 +1,1 @@
+"""The paper's experiment: optimizers side by side on one model, data, order and token count."""

@@ -1,0 +1,180 @@
+"""A cell is one run: what it is identified by, and where its result and its checkpoint are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comparison.contenders import Hyper
+from comparison.variants import VARIANTS
+from hmt_deepspeed.report.metrics import plain
+from hmt_deepspeed.train.models import bf16_is_fast
+
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with untied embeddings and the MLP 8/3 as wide as the model, rounded to 64."""
+
+    hidden: int
+    layers: int
+    heads: int
+
+    @property
+    def intermediate(self) -> int:
+        return max(64, round(self.hidden * 8 / 3 / 64) * 64)
+
+
+# Named after the parameters in the linears; a vocabulary of 512 adds 2 x 512 x hidden.
+SHAPES = {
+    "toy": Shape(64, 2, 4),
+    "3m": Shape(256, 4, 4),
+    "6m": Shape(256, 8, 4),
+    "10m": Shape(384, 6, 6),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a comparison share. All of it identifies a result.
+
+    batch_rows: rows of seq_length tokens per step. dtype: of the arithmetic; weights, gradients and
+    states are fp32 for every variant, "bf16" computes under autocast. eval_rows: fixed held-out rows.
+    warmup, final_lr: shares of the steps and of the learning rate.
+    """
+
+    model: str
+    data: str
+    finetune_data: str | None
+    vocab_size: int
+    seq_length: int = 256
+    batch_rows: int = 4
+    dtype: str = "fp32"
+    device: str = "cpu"
+    eval_rows: int = 256
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    warmup: float = 0.05
+    final_lr: float = 0.1
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.model]
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_rows * self.seq_length
+
+    def steps(self, tokens: int) -> int:
+        return max(1, tokens // self.step_tokens)
+
+    def hyper(self, lr: float, seed: int) -> Hyper:
+        return Hyper(lr, self.betas, self.eps, self.weight_decay, seed)
+
+
+def choose_device(dtype: str | None) -> tuple[str, str]:
+    """(device, dtype): CUDA first; bf16 where the device computes in it, unless `dtype` is given."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, dtype or ("bf16" if device == "cuda" and bf16_is_fast(device) else "fp32")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. stage: "base" (the checkpoint that finetuning starts from), sweep, final, finetune.
+
+    text: digest of its tokens, known once they are read. start: key of the base cell it continues.
+    """
+
+    stage: str
+    variant: str
+    lr: float
+    seed: int
+    tokens: int
+    setting: Setting
+    text: str
+    start: str | None = None
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.record(), sort_keys=True).encode()).hexdigest()
+        return f"{self.stage}-{self.variant}-lr{self.lr:g}-seed{self.seed}-{digest[:10]}"
+
+    def record(self) -> dict[str, Any]:
+        """Everything that decides the result, as JSON holds it."""
+        variant = VARIANTS[self.variant]
+        fields = {**asdict(self), "kind": variant.kind, "options": dict(variant.options)}
+        return json.loads(json.dumps(fields))
+
+
+class Store:
+    """Results (one small JSON a cell, committed) and running state (ignored by git).
+
+    Args:
+        results: the comparison's folder among the results of this machine.
+        runs: checkpoints of unfinished cells and the weights of base models.
+    """
+
+    def __init__(self, results: Path, runs: Path) -> None:
+        self.results, self.runs = results, runs
+
+    def path(self, cell: Cell) -> Path:
+        return self.results / "cells" / f"{cell.key}.json"
+
+    def is_finished(self, cell: Cell) -> bool:
+        """A skipped cell is asked again; a base model is finished while its weights are there."""
+        record = read_json(self.path(cell))
+        done = record is not None and "skipped" not in record
+        return done and (cell.stage != "base" or self.weights(cell.key).is_file())
+
+    def write(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        write_rows(self.path(cell), {"key": cell.key, **cell.record(), **result})
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every record in the store, finished or skipped."""
+        found = (read_json(path) for path in sorted((self.results / "cells").glob("*.json")))
+        return [record for record in found if record is not None]
+
+    def checkpoint(self, cell: Cell) -> Path:
+        return self.runs / cell.key / "checkpoint.pt"
+
+    def weights(self, key: str) -> Path:
+        """Final weights of a base cell."""
+        return self.runs / key / "model.pt"
+
+    @contextlib.contextmanager
+    def claimed(self, cell: Cell) -> Iterator[bool]:
+        """Whether this process has the cell: two queues on one store do not run the same one."""
+        folder = self.runs / cell.key
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_rows(path: Path, record: Mapping[str, Any]) -> None:
+    """JSON with one line per key, so that long lists stay small; the whole file or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(key)}: {json.dumps(plain(value))}" for key, value in record.items()]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    os.replace(temporary, path)

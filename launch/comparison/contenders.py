@@ -1,0 +1,174 @@
+"""From an entry of the table to a model and an optimizer that can train it.
+
+Embeddings, head and norms are on AdamW in every variant; weight decay, betas, eps and clipping are the
+same for all. One learning rate serves both parts, as in the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comparison import adapters
+from comparison.fira import Fira
+from comparison.variants import VARIANTS, Variant, resolve
+from hmt_deepspeed import HMT
+from hmt_deepspeed.optim.options import DEFAULTS
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot run the variant; the text says why."""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What all variants share, and the seed of an optimizer's own draws."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    def adamw(self) -> dict[str, Any]:
+        return {
+            "lr": self.lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model, its optimizer, and the names of the linear weights that low-rank methods take over."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    matrices: tuple[str, ...]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a norm of at most `max_norm`; HMT knows those not in `p.grad`."""
+        if isinstance(self.optimizer, HMT):
+            return self.optimizer.clip_grad_norm_(max_norm)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return nn.utils.clip_grad_norm_(trained, max_norm)
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def close(self) -> None:
+        if isinstance(self.optimizer, HMT):
+            self.optimizer.close()
+
+
+def matrix_names(model: nn.Module) -> tuple[str, ...]:
+    """Weights of the linears inside the decoder: all but embeddings, head and norms."""
+    return tuple(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in name
+    )
+
+
+def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
+    """The contender of a variant around `model`.
+
+    Raises:
+        ValueError: an option that the variant's optimizer does not have or a value it refuses.
+        Unavailable: this machine cannot run it.
+    """
+    variant: Variant = VARIANTS[name]
+    matrices = matrix_names(model)
+    options = resolve(variant.options, hidden)
+    builder, legal = BUILDERS[variant.kind]
+    unknown = sorted(set(options) - set(legal))
+    if unknown:
+        raise ValueError(
+            f"variant {name!r}: unknown option {', '.join(unknown)}; "
+            f"legal for {variant.kind}: {', '.join(legal) or 'none'}"
+        )
+    try:
+        made, optimizer = builder(model, matrices, options, hyper)
+    except ModuleNotFoundError as error:
+        advice = "pip install 'hmt_deepspeed[compare]'"
+        raise Unavailable(f"{error.name} is not installed: {advice}") from error
+    except adapters.Missing as error:
+        raise Unavailable(str(error)) from error
+    return Contender(made, optimizer, matrices)
+
+
+Built = tuple[nn.Module, Optimizer]
+Builder = Callable[[nn.Module, tuple[str, ...], Mapping[str, Any], Hyper], Built]
+
+
+def _groups(
+    model: nn.Module, matrices: Iterable[str], low_rank: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Two groups: everything dense, and the matrices with what the method wants to know."""
+    wanted = set(matrices)
+    named = list(model.named_parameters())
+    dense = [p for name, p in named if name not in wanted]
+    return [{"params": dense}, {"params": [p for n, p in named if n in wanted], **low_rank}]
+
+
+def _adamw(model: nn.Module, _: tuple[str, ...], __: Mapping[str, Any], hyper: Hyper) -> Built:
+    return model, torch.optim.AdamW(model.parameters(), fused=True, **hyper.adamw())
+
+
+def _galore(
+    model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
+) -> Built:
+    from galore_torch.adamw import AdamW as GaLoreAdamW
+
+    groups = _groups(model, matrices, options)
+    return model, GaLoreAdamW(groups, no_deprecation_warning=True, **hyper.adamw())
+
+
+def _apollo(
+    model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
+) -> Built:
+    from apollo_torch.apollo import AdamW as APOLLOAdamW
+
+    return model, APOLLOAdamW(_groups(model, matrices, options), **hyper.adamw())
+
+
+def _fira(
+    model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
+) -> Built:
+    return model, Fira(_groups(model, matrices, options), **hyper.adamw())
+
+
+def _hmt(model: nn.Module, _: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper) -> Built:
+    return model, HMT(model, **{"seed": hyper.seed, **options, **hyper.adamw()})
+
+
+def _adapter(quantized: bool) -> Builder:
+    def make(
+        model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
+    ) -> Built:
+        adapted = adapters.add_adapters(model, matrices, quantized=quantized, **options)
+        trained = [p for p in adapted.parameters() if p.requires_grad]
+        return adapted, torch.optim.AdamW(trained, fused=True, **hyper.adamw())
+
+    return make
+
+
+_PROJECTION = ("rank", "update_proj_gap", "scale", "proj_type")
+
+# kind -> who builds it, and the options it may be given.
+BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
+    "adamw": (_adamw, ()),
+    "galore": (_galore, _PROJECTION),
+    "apollo": (_apollo, (*_PROJECTION, "proj", "scale_type")),
+    "fira": (_fira, ("rank", "update_proj_gap", "scale", "norm_growth_limit")),
+    "hmt": (_hmt, tuple(DEFAULTS)),
+    "lora": (_adapter(quantized=False), ("rank", "alpha")),
+    "qlora": (_adapter(quantized=True), ("rank", "alpha")),
+}

@@ -1,0 +1,216 @@
+"""What a contender holds and has seen: state bytes by kind, ranks, captured energy, memory, PCIe bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comparison.contenders import Contender
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
+
+ADAMW_MOMENT_BYTES = 8  # two fp32 moments per element
+
+
+def states_by_name(contender: Contender) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(parameter name, its optimizer state) of every trained parameter that has one."""
+    optimizer = contender.optimizer
+    if isinstance(optimizer, HMT):
+        packed = optimizer.state_dict()
+        for index, name in enumerate(packed["hmt"]["names"]):
+            yield name, packed["state"].get(index, {})
+        return
+    for name, param in contender.model.named_parameters():
+        if param in optimizer.state:
+            yield name, optimizer.state[param]
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of one state with their keys; a peer's projector object holds its basis."""
+    for key, value in state.items():
+        basis = getattr(value, "ortho_matrix", None)
+        if basis is not None:
+            yield "basis", basis
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def state_bytes(contender: Contender) -> dict[str, Any]:
+    """Bytes of optimizer state, measured from the tensors, once a step has been taken.
+
+    Returns:
+        matrices_moments, matrices_bases, matrices_other, dense (all states of the other parameters;
+        of adapters all is dense), total, and shares of AdamW's moment bytes on the matrices. HMT's
+        probe columns are drawn anew every step and are no state.
+    """
+    sizes = dict.fromkeys(("matrices_moments", "matrices_bases", "matrices_other", "dense"), 0)
+    matrices = set(contender.matrices)
+    if isinstance(contender.optimizer, HMT):
+        return _with_shares(contender, {**sizes, **_hmt_bytes(contender.optimizer)})
+    for name, state in states_by_name(contender):
+        for key, tensor in _tensors(state):
+            kind = "dense"
+            if name in matrices:
+                kind = "matrices_other"
+                kind = "matrices_moments" if key.startswith("exp_avg") else kind
+                kind = "matrices_bases" if key.startswith("basis") else kind
+            sizes[kind] += tensor.numel() * tensor.element_size()
+    return _with_shares(contender, sizes)
+
+
+def _hmt_bytes(optimizer: HMT) -> dict[str, int]:
+    """As stored: 8- and 16-bit moments, a shared basis once, nothing of one that is redrawn."""
+    matrices = optimizer.matrices.values()
+    moments = sum(state.nbytes for matrix in matrices for state in matrix.states().values())
+    evidence = sum(matrix.moments.evidence.nbytes for matrix in matrices)
+    total = sum(matrix.state_bytes() for matrix in matrices)
+    rows = [row for row in optimizer.describe() if row.name not in optimizer.matrices]
+    return {
+        "matrices_moments": moments,
+        "matrices_bases": total - moments - evidence,
+        "matrices_other": evidence,
+        "dense": sum(row.state_bytes for row in rows),
+    }
+
+
+def _with_shares(contender: Contender, sizes: Mapping[str, int]) -> dict[str, Any]:
+    full = ADAMW_MOMENT_BYTES * matrix_elements(contender)
+    return {
+        **sizes,
+        "total": sum(sizes.values()),
+        "adamw_moments_on_matrices": full,
+        "moments_share": sizes["matrices_moments"] / full if full else None,
+        "moments_and_bases_share": (sizes["matrices_moments"] + sizes["matrices_bases"]) / full
+        if full
+        else None,
+    }
+
+
+def matrix_elements(contender: Contender) -> int:
+    wanted = set(contender.matrices)
+    return sum(p.numel() for name, p in contender.model.named_parameters() if name in wanted)
+
+
+def ranks(contender: Contender) -> dict[str, int]:
+    """Rank in force of every low-rank matrix; empty for a method without any."""
+    optimizer = contender.optimizer
+    if isinstance(optimizer, HMT):
+        return {row.name: row.rank for row in optimizer.describe() if row.rank is not None}
+    found = {}
+    for name, state in states_by_name(contender):
+        for key, tensor in _tensors(state):
+            if key == "basis":
+                found[name] = min(tensor.shape)
+    return found
+
+
+def captured_energy(contender: Contender) -> dict[str, float]:
+    """Share of each matrix gradient's squared norm inside its basis; empty where there is no such share.
+
+    Of HMT its own running estimate; of methods with an orthonormal basis and whole gradients it is
+    computed. APOLLO's random projection is no orthogonal one.
+    """
+    if isinstance(contender.optimizer, HMT):
+        return {
+            name: float(state["captured_energy"]) / float(state["energy_weight"])
+            for name, state in states_by_name(contender)
+            if state.get("energy_weight")
+        }
+    gradients = dict(contender.model.named_parameters())
+    found = {}
+    for name, state in states_by_name(contender):
+        gradient = gradients[name].grad
+        for key, basis in _tensors(state):
+            if key == "basis" and gradient is not None and _is_orthonormal(basis):
+                found[name] = _share(gradient, basis)
+    return found
+
+
+def _columns(basis: Tensor) -> Tensor:
+    """The basis as tall columns: galore_torch stores a right one as rows."""
+    return basis if basis.shape[0] >= basis.shape[1] else basis.t()
+
+
+def _is_orthonormal(basis: Tensor) -> bool:
+    columns = _columns(basis).float()
+    gram = columns.t() @ columns
+    return bool(torch.allclose(gram, torch.eye(len(gram), device=gram.device), atol=1e-2))
+
+
+def _share(gradient: Tensor, basis: Tensor) -> float:
+    columns = _columns(basis)
+    side = gradient if gradient.shape[1] == len(columns) else gradient.t()
+    whole = float(side.square().sum())
+    return float((side @ columns).square().sum()) / whole if whole else 0.0
+
+
+class Memory:
+    """Peak and average bytes while training: CUDA's allocator, or this process's resident bytes.
+
+    A cell has a process of its own, so that the peak is the cell's. `start` is read when model and
+    optimizer stand and nothing has been trained: it holds weights, text and libraries (some peers
+    import more of them). The numbers are kept in a checkpoint.
+    """
+
+    def __init__(self, device: str, kept: Mapping[str, int] | None = None) -> None:
+        self.cuda = device == "cuda"
+        first = {"start": self._now(), "peak": 0, "host_peak": 0, "sum": 0, "samples": 0}
+        self.kept = dict(kept or first)
+
+    def _now(self) -> int:
+        return int(torch.cuda.memory_allocated()) if self.cuda else host_bytes()
+
+    def sample(self) -> None:
+        """After a backward, where gradients, states and weights are alive."""
+        self.kept["sum"] += self._now()
+        self.kept["samples"] += 1
+        host = peak_host_bytes()
+        peak = int(torch.cuda.max_memory_allocated()) if self.cuda else host
+        self.kept["peak"] = max(self.kept["peak"], peak)
+        self.kept["host_peak"] = max(self.kept["host_peak"], host)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "device_memory": "cuda allocator" if self.cuda else "cpu (process RSS)",
+            "start_device_bytes": self.kept["start"],
+            "peak_device_bytes": self.kept["peak"],
+            "average_device_bytes": self.kept["sum"] / max(self.kept["samples"], 1),
+            "peak_host_bytes": self.kept["host_peak"],
+        }
+
+
+class Pcie:
+    """Bytes that the loop copies between host and device; the optimizers here copy none."""
+
+    def __init__(self, device: str, count: int = 0) -> None:
+        self.device, self.count = device, count
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.device == "cuda":
+            self.count += sum(t.numel() * t.element_size() for t in batch.values())
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def read(self, value: Tensor) -> float:
+        """A number off the device."""
+        if self.device == "cuda":
+            self.count += value.element_size()
+        return float(value)
+
+    def record(self) -> dict[str, Any]:
+        if self.device == "cuda":
+            return {"pcie_bytes": self.count}
+        return {"pcie_bytes": None, "pcie_reason": "trained on the CPU: nothing crosses PCIe"}
+
+
+@contextlib.contextmanager
+def arithmetic(device: str, dtype: str) -> Iterator[None]:
+    """bf16 under autocast, or as the weights are (fp32)."""
+    if dtype == "fp32":
+        yield
+        return
+    with torch.autocast(device, dtype=torch.bfloat16):
+        yield

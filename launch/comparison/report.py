@@ -1,0 +1,261 @@
+"""What the cells found: one row a cell (CSV), one line a variant (JSON, Markdown), plots."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from comparison.cells import Store, read_json, write_rows
+from comparison.plots import draw
+from comparison.stages import BASELINE
+from comparison.variants import VARIANTS
+
+Record = dict[str, Any]
+
+CELL_COLUMNS = (
+    "key",
+    "stage",
+    "variant",
+    "lr",
+    "seed",
+    "tokens",
+    "val_loss",
+    "diverged",
+    "skipped",
+    "tokens_per_second",
+    "step_seconds_median",
+    "step_seconds_p95",
+    "train_seconds",
+    "cpu_seconds",
+    "device_memory",
+    "start_device_bytes",
+    "peak_device_bytes",
+    "average_device_bytes",
+    "peak_host_bytes",
+    "pcie_bytes",
+    "checkpoint_bytes",
+    "captured_energy_mean",
+    "activation_error",
+)
+STATE_COLUMNS = (
+    "matrices_moments",
+    "matrices_bases",
+    "matrices_other",
+    "dense",
+    "total",
+    "moments_share",
+    "moments_and_bases_share",
+)
+HEADERS = (
+    "variant",
+    "lr",
+    "validation loss",
+    "seeds",
+    "moments",
+    "with bases",
+    "ranks",
+    "captured",
+    "activation error",
+    "tokens/s",
+    "step, median / p95",
+    "peak memory",
+    "over start",
+    "average memory",
+    "checkpoint",
+)
+NOTES = (
+    "moments: bytes of the moments on the matrices as a share of AdamW's; with bases: the same and "
+    "the projection bases.",
+    "captured: mean share of the gradient's squared norm inside the basis at the last evaluation; "
+    "activation error: 1 less that, where the linears' inputs are saved projected.",
+    "over start: peak less what the process held before its first step, which is weights, text and "
+    "libraries; the rest is gradients, states, activations and temporaries.",
+    "lr: `*` marks the lowest or highest rate that was tried: the best may lie beyond.",
+    "tokens/s and step times: `speed` measures all variants in alternation; `~` marks a variant it "
+    "has not measured, whose time is the training run's own, beside whatever else the machine did.",
+)
+
+
+def write_report(store: Store) -> Path:
+    """Write cells.csv, report.json, report.md and the plots beside the cells; returns the folder.
+
+    Raises:
+        ValueError: no cell has finished.
+    """
+    records = store.records()
+    if not any("skipped" not in record for record in records):
+        raise ValueError(
+            f"no finished cell in {store.results}: run `python launch/compare.py sweep`"
+        )
+    speed = read_json(store.results / "speed.json") or {}
+    _write_csv(store.results / "cells.csv", records)
+    experiments = [summarize(own, speed) for own in group(records)]
+    write_rows(store.results / "report.json", {e["name"]: e for e in experiments})
+    text = "# compare\n\n" + "\n\n".join(markdown(e) for e in experiments) + "\n"
+    (store.results / "report.md").write_text(text, encoding="utf-8")
+    for experiment, own in zip(experiments, group(records), strict=True):
+        draw(experiment, own, store.results)
+    return store.results
+
+
+def group(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that may be compared: same stage, text, tokens, setting and starting point."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record["stage"] != "base":
+            groups.setdefault(_identity(record), []).append(record)
+    return [groups[name] for name in sorted(groups)]
+
+
+def _identity(record: Record) -> str:
+    fields = [record[key] for key in ("setting", "text", "start")]
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return f"{record['stage']}-{record['tokens']}-{digest[:6]}"
+
+
+def _write_csv(path: Path, records: Sequence[Record]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*CELL_COLUMNS, *STATE_COLUMNS])
+        for record in records:
+            states = record.get("state_bytes", {})
+            row = [record.get(key) for key in CELL_COLUMNS]
+            writer.writerow([*row, *(states.get(key) for key in STATE_COLUMNS)])
+
+
+# -- one experiment ---------------------------------------------------------------------------------
+
+
+def summarize(records: Sequence[Record], speed: Mapping[str, Any]) -> dict[str, Any]:
+    """The best learning rate of every variant, by mean loss over seeds, and what it measured."""
+    first = records[0]
+    lines, skipped = {}, {}
+    for name in [n for n in VARIANTS if any(r["variant"] == n for r in records)]:
+        own = [r for r in records if r["variant"] == name]
+        reasons = [r["skipped"] for r in own if "skipped" in r]
+        finished = [r for r in own if r.get("val_loss") is not None]
+        if finished:
+            lines[name] = _best(finished, own, _comparable(speed.get(name), first["setting"]))
+        else:
+            skipped[name] = reasons[0] if reasons else "every learning rate diverged"
+    return {
+        "name": _identity(first),
+        "stage": first["stage"],
+        "tokens": first["tokens"],
+        "setting": first["setting"],
+        "device_memory": next((r["device_memory"] for r in records if "machine" in r), None),
+        "machine": next((r["machine"] for r in records if "machine" in r), None),
+        "variants": lines,
+        "skipped": skipped,
+    }
+
+
+def _comparable(speed: Mapping[str, Any] | None, setting: Mapping[str, Any]) -> Record | None:
+    """The speed of a variant, if it was measured at the same shape, dtype and device."""
+    same = ("model", "vocab_size", "seq_length", "batch_rows", "dtype", "device")
+    if not speed or "skipped" in speed or any(speed["setting"][k] != setting[k] for k in same):
+        return None
+    return dict(speed)
+
+
+def _best(finished: Sequence[Record], tried: Sequence[Record], speed: Record | None) -> Record:
+    by_rate: dict[float, list[Record]] = {}
+    for record in finished:
+        by_rate.setdefault(record["lr"], []).append(record)
+    losses = {lr: mean(r["val_loss"] for r in own) for lr, own in by_rate.items()}
+    rate = min(losses, key=losses.__getitem__)
+    own = by_rate[rate]
+    rates = sorted({r["lr"] for r in tried})
+    last = {name: values[-1] for name, values in own[0]["curves"]["ranks"].items()}
+    timed = speed or own[0]
+    values = [r["val_loss"] for r in own]
+    return {
+        "lr": rate,
+        "lr_at_the_edge": rate in (rates[0], rates[-1]),
+        "losses_by_lr": {f"{lr:g}": loss for lr, loss in sorted(losses.items())},
+        "val_loss": mean(values),
+        "val_loss_std": stdev(values) if len(values) > 1 else None,
+        "seeds": [r["seed"] for r in own],
+        "state_bytes": own[0]["state_bytes"],
+        "rank_smallest": min(last.values()) if last else None,
+        "rank_largest": max(last.values()) if last else None,
+        "rank_mean": mean(last.values()) if last else None,
+        "speed_measured_alone": speed is not None,
+        **{key: timed[key] for key in ("tokens_per_second", "step_seconds_median")},
+        "step_seconds_p95": timed["step_seconds_p95"],
+        **{key: own[0].get(key) for key in ("captured_energy_mean", "activation_error")},
+        "peak_device_bytes": max(r["peak_device_bytes"] for r in own),
+        "peak_over_start_bytes": max(r["peak_device_bytes"] - r["start_device_bytes"] for r in own),
+        "average_device_bytes": mean(r["average_device_bytes"] for r in own),
+        "pcie_bytes": own[0]["pcie_bytes"],
+        "checkpoint_bytes": own[0]["checkpoint_bytes"],
+        "key": own[0]["key"],
+    }
+
+
+# -- Markdown ---------------------------------------------------------------------------------------
+
+
+def markdown(experiment: Mapping[str, Any]) -> str:
+    """An experiment as text: where, on what, one line a variant, what was skipped and why."""
+    setting, info = experiment["setting"], experiment["machine"]
+    where = info["device"] if info and info["gpus"] else (info or {}).get("cpu", "?")
+    lines = [
+        f"## {experiment['name']}",
+        "",
+        f"{where}; {setting['model']} on {setting['data']}, {experiment['tokens']:,} tokens a run, "
+        f"{setting['batch_rows']} x {setting['seq_length']} a step, {setting['dtype']}; memory: "
+        f"{experiment['device_memory']}.",
+        "",
+        _row(HEADERS),
+        _row(["---"] * len(HEADERS)),
+    ]
+    variants = experiment["variants"]
+    ordered = sorted(variants, key=lambda name: variants[name]["val_loss"])
+    lines += [_row([name, *_cells(variants[name])]) for name in ordered]
+    lines += ["", *(f"- {name}: skipped, {why}." for name, why in experiment["skipped"].items())]
+    if BASELINE not in variants:
+        lines.append(f"- {BASELINE} has not run in this experiment.")
+    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES)])
+
+
+def _cells(line: Mapping[str, Any]) -> list[str]:
+    states = line["state_bytes"]
+    spread = "" if line["val_loss_std"] is None else f" ± {line['val_loss_std']:.4f}"
+    about = "" if line["speed_measured_alone"] else "~"
+    ranks = ""
+    if line["rank_mean"] is not None:
+        ranks = f"{line['rank_smallest']} to {line['rank_largest']}, mean {line['rank_mean']:.0f}"
+    return [
+        f"{line['lr']:g}{'*' if line['lr_at_the_edge'] else ''}",
+        f"{line['val_loss']:.4f}{spread}",
+        str(len(line["seeds"])),
+        _share(states["moments_share"]),
+        _share(states["moments_and_bases_share"]),
+        ranks,
+        _share(line["captured_energy_mean"]),
+        _share(line["activation_error"]),
+        f"{about}{line['tokens_per_second']:.0f}",
+        f"{about}{line['step_seconds_median']:.3f} / {line['step_seconds_p95']:.3f} s",
+        _megabytes(line["peak_device_bytes"]),
+        _megabytes(line["peak_over_start_bytes"]),
+        _megabytes(line["average_device_bytes"]),
+        _megabytes(line["checkpoint_bytes"]),
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 2**20:.0f} MiB"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

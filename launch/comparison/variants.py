@@ -1,0 +1,125 @@
+"""What is compared: one table of plain data. Adding a variant is adding an entry.
+
+A string "d/4" among the options stands for the model's hidden size divided by 4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Steps between two bases, for every method. GaLore's 200 is for runs of 10,000 steps and more; here a
+# sweep cell has a few hundred.
+INTERVAL = 50
+STAGES = ("sweep", "final", "finetune", "speed")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """kind: who builds it (a key of `contenders.BUILDERS`). options: JSON-able, given to that builder.
+
+    learning_rates: for pretraining, the most informative first. finetunes_only: adapters need a
+    pretrained model under them.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    learning_rates: tuple[float, ...]
+    finetunes_only: bool = False
+
+
+def _galore(**options: Any) -> dict[str, Any]:
+    return {"rank": "d/4", "update_proj_gap": INTERVAL, "scale": 0.25, **options}
+
+
+def _apollo(**options: Any) -> dict[str, Any]:
+    common = {"update_proj_gap": INTERVAL, "proj": "random", "proj_type": "std"}
+    return {**common, **options}
+
+
+def _hmt(**options: Any) -> dict[str, Any]:
+    return {"rank": "d/4", "update_interval": INTERVAL, **options}
+
+
+# A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
+_QUARTER = (5e-3, 1e-2, 2.5e-3)
+_WHOLE = (2e-3, 1e-3, 4e-3)
+_ADAPTER = (4e-3, 1e-3, 1.6e-2)
+
+VARIANTS: dict[str, Variant] = {
+    "adamw": Variant("adamw", {}, (1e-3, 2e-3, 4e-3, 5e-4)),
+    "galore": Variant("galore", _galore(proj_type="std"), _QUARTER),
+    "fira": Variant("fira", _galore(norm_growth_limit=1.01), _QUARTER),
+    "apollo": Variant("apollo", _apollo(rank="d/4", scale=1.0, scale_type="channel"), _QUARTER),
+    "apollo_mini": Variant("apollo", _apollo(rank=1, scale=128.0, scale_type="tensor"), _QUARTER),
+    "hmt_d4": Variant("hmt", _hmt(scale=1.0), _WHOLE),
+    "hmt_d2": Variant("hmt", _hmt(rank="d/2", scale=1.0), _WHOLE),
+    "hmt_d8": Variant("hmt", _hmt(rank="d/8", scale=1.0), _WHOLE),
+    "hmt_energy": Variant(
+        "hmt", _hmt(rank="auto", rank_candidates=["d/8", "d/4", "d/2"], scale=1.0), _WHOLE
+    ),
+    "hmt_budget": Variant(
+        "hmt",
+        _hmt(
+            rank="auto", rank_candidates=["d/16", "d/8", "d/4", "d/2"], rank_budget=0.3, scale=1.0
+        ),
+        _WHOLE,
+    ),
+    "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto", scale=1.0), _WHOLE),
+    "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2", scale=1.0), _WHOLE),
+    "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True, scale=1.0), _WHOLE),
+    "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full", scale=1.0), _WHOLE),
+    "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
+    "hmt_apollo_mini": Variant(
+        "hmt", {"method": "apollo_mini", "update_interval": INTERVAL}, _QUARTER
+    ),
+    "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8", scale=1.0), _WHOLE),
+    # ablations of the rule at d/4: the published factor, no residual, its columns and scale, the
+    # moments across a refresh, the finder
+    "hmt_d4_quarter": Variant("hmt", _hmt(scale=0.25), _QUARTER),
+    "hmt_d4_no_residual": Variant("hmt", _hmt(scale=1.0, residual="none"), _WHOLE),
+    "hmt_d4_probes_8": Variant("hmt", _hmt(scale=1.0, probes=8), _WHOLE),
+    "hmt_d4_probes_32": Variant("hmt", _hmt(scale=1.0, probes=32), _WHOLE),
+    "hmt_d4_residual_1": Variant("hmt", _hmt(scale=1.0, residual_scale=1.0), _WHOLE),
+    "hmt_d4_residual_4": Variant("hmt", _hmt(scale=1.0, residual_scale=4.0), _WHOLE),
+    "hmt_d4_unlimited": Variant("hmt", _hmt(scale=1.0, norm_growth_limit=None), _WHOLE),
+    "hmt_d4_keep": Variant("hmt", _hmt(scale=1.0, moment_transfer="keep"), _WHOLE),
+    "hmt_d4_reset": Variant("hmt", _hmt(scale=1.0, moment_transfer="reset"), _WHOLE),
+    "hmt_d4_random": Variant("hmt", _hmt(scale=1.0, range_finder="random"), _WHOLE),
+    "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
+    "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
+}
+
+
+def select(names: Iterable[str] | None, stage: str) -> list[str]:
+    """The variants of a stage, in the table's order, or those of `names` in theirs.
+
+    Raises:
+        ValueError: a name that is not in the table, or an adapter in a pretraining stage.
+    """
+    if names is None:
+        return [n for n, v in VARIANTS.items() if stage == "finetune" or not v.finetunes_only]
+    chosen = list(names)
+    for name in chosen:
+        if name not in VARIANTS:
+            raise ValueError(f"--variants {name!r} is unknown; legal: {', '.join(VARIANTS)}")
+        if VARIANTS[name].finetunes_only and stage != "finetune":
+            raise ValueError(
+                f"--variants {name!r} trains adapters on a frozen model, which pretrains nothing; "
+                f"legal for it: the finetune stage, here: {', '.join(select(None, stage))}"
+            )
+    return chosen
+
+
+def resolve(options: Mapping[str, Any], hidden: int) -> dict[str, Any]:
+    """The options with every "d/N" replaced by `hidden` // N."""
+    return {key: _resolved(value, hidden) for key, value in options.items()}
+
+
+def _resolved(value: Any, hidden: int) -> Any:
+    if isinstance(value, list | tuple):
+        return [_resolved(item, hidden) for item in value]
+    share = re.fullmatch(r"d/([1-9]\d*)", value) if isinstance(value, str) else None
+    return max(1, hidden // int(share[1])) if share else value

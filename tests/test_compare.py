@@ -1,0 +1,395 @@
+"""launch/compare.py at toy sizes: what is trained, kept, resumed, refused and reported."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "launch"))
+
+import compare  # noqa: E402
+
+from comparison import variants as table  # noqa: E402
+from comparison.cells import Cell, Setting, Store  # noqa: E402
+from comparison.contenders import Unavailable, build  # noqa: E402
+from comparison.corpus import documentation, finetuning_texts, pretraining_text  # noqa: E402
+from comparison.fira import Fira  # noqa: E402
+from comparison.report import write_report  # noqa: E402
+from comparison.speed import measure_speed  # noqa: E402
+from comparison.stages import Plan, best_rate, check_variants, make_queue  # noqa: E402
+from comparison.training import Run, build_model, train_cell  # noqa: E402
+from comparison.variants import VARIANTS, Variant, select  # noqa: E402
+
+STEPS = 30
+TRAINED = ("adamw", "galore", "fira", "apollo", "apollo_mini", "hmt_d4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def setting(folder: Path) -> Setting:
+    """Forty small files: their words recur, so that a toy learns something in thirty steps."""
+    data = folder / "text"
+    data.mkdir()
+    for number in range(40):
+        lines = [
+            f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n' for i in range(number, 99)
+        ]
+        (data / f"{number:02}.py").write_text("\n".join(lines), encoding="utf-8")
+    return Setting(
+        model="toy",
+        data=str(data),
+        finetune_data=None,
+        vocab_size=320,
+        seq_length=32,
+        batch_rows=4,
+        eval_rows=16,
+    )
+
+
+@pytest.fixture(scope="module")
+def data(setting: Setting, folder: Path) -> Any:
+    return pretraining_text(setting, str(folder / "cache"))
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Store:
+    return Store(folder / "results", folder / "runs")
+
+
+def cell(setting: Setting, data: Any, variant: str, lr: float | None = None) -> Cell:
+    lr = lr or VARIANTS[variant].learning_rates[0]
+    tokens = STEPS * setting.step_tokens
+    return Cell("sweep", variant, lr, 0, tokens, setting, data.digest)
+
+
+@pytest.fixture(scope="module")
+def results(setting: Setting, data: Any, store: Store) -> dict[str, dict[str, Any]]:
+    """One finished sweep cell of every kind of variant."""
+    found = {}
+    for name in TRAINED:
+        result = train_cell(cell(setting, data, name), data, store)
+        assert result is not None
+        found[name] = result
+    return found
+
+
+# -- training ---------------------------------------------------------------------------------------
+
+
+def test_every_variant_lowers_its_loss(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        losses = result["curves"]["train_loss"]
+        assert losses[-1] < losses[0] - 0.2, name
+        assert result["val_loss"] < math.log(320), name
+        assert result["steps"] == STEPS
+        assert result["cpu_seconds"] > 0
+        assert result["pcie_bytes"] is None
+        assert "CPU" in result["pcie_reason"]
+        assert result["device_memory"] == "cpu (process RSS)"
+        assert result["peak_device_bytes"] >= result["average_device_bytes"] > 0
+        assert result["checkpoint_bytes"] > 4 * result["parameters"]
+
+
+def test_all_variants_see_the_same_batches(results: dict[str, dict[str, Any]]) -> None:
+    assert len({result["batches"] for result in results.values()}) == 1
+
+
+def test_state_bytes_are_those_of_the_formulas(results: dict[str, dict[str, Any]]) -> None:
+    states = {name: result["state_bytes"] for name, result in results.items()}
+    d, h, layers, r = 64, 192, 2, 16
+    square, wide = 4 * layers, 3 * layers
+    assert states["adamw"]["moments_share"] == 1.0
+    assert states["adamw"]["matrices_moments"] == 8 * (square * d * d + wide * d * h)
+    # The smaller side is projected: r of 64 everywhere.
+    for name in ("galore", "fira", "apollo"):
+        assert states[name]["moments_share"] == r / d
+        assert states[name]["matrices_bases"] == 4 * (square + wide) * d * r
+    assert states["apollo_mini"]["moments_share"] == 1 / d
+    # HMT projects the right side: r columns of m rows each, and a basis of n x r.
+    gate, down = 2 * layers, layers
+    moments = 8 * r * (square * d + gate * h + down * d)
+    assert states["hmt_d4"]["matrices_moments"] == moments
+    assert states["hmt_d4"]["matrices_bases"] == 4 * r * ((square + gate) * d + down * h)
+    assert len({own["dense"] for own in states.values()}) <= 2  # step counters: numbers or tensors
+
+
+def test_ranks_and_energies_are_recorded(results: dict[str, dict[str, Any]]) -> None:
+    for name in ("galore", "fira", "hmt_d4"):
+        curves = results[name]["curves"]
+        assert len(curves["ranks"]) == 14
+        assert {value for values in curves["ranks"].values() for value in values} == {16}
+        assert 0 < results[name]["captured_energy_mean"] <= 1
+    hmt = results["hmt_d4"]
+    assert hmt["activation_error"] == 1 - hmt["captured_energy_mean"]
+    assert results["galore"]["activation_error"] is None
+    assert results["apollo"]["captured_energy_mean"] is None  # its projection is not orthogonal
+
+
+def test_a_finished_cell_is_kept_small(
+    setting: Setting, data: Any, store: Store, results: Any
+) -> None:
+    for name in TRAINED:
+        own = cell(setting, data, name)
+        assert store.is_finished(own)
+        assert not store.checkpoint(own).exists()
+        assert store.path(own).stat().st_size < 20_000
+        record = json.loads(store.path(own).read_text(encoding="utf-8"))
+        assert record["options"] == VARIANTS[name].options
+        assert record["key"] == own.key
+
+
+@pytest.mark.parametrize("variant", ["adamw", "galore", "fira", "apollo", "hmt_energy"])
+def test_resume_is_bit_equal(variant: str, setting: Setting, data: Any, tmp_path: Path) -> None:
+    own = replace(cell(setting, data, variant), tokens=60 * setting.step_tokens)  # over a refresh
+    whole = train_cell(own, data, Store(tmp_path / "a", tmp_path / "a"))
+    parts = Store(tmp_path / "b", tmp_path / "b")
+    assert train_cell(own, data, parts, lambda step: step == 23) is None
+    assert parts.checkpoint(own).is_file()
+    resumed = train_cell(own, data, parts, save_steps=20)
+    assert whole is not None
+    assert resumed is not None
+    for key in ("train_loss", "val_loss", "grad_norm", "ranks", "captured_energy"):
+        assert resumed["curves"][key] == whole["curves"][key], key
+    assert resumed["val_loss"] == whole["val_loss"]  # every bit of the weights counts in it
+    assert resumed["batches"] == whole["batches"]
+
+
+def test_the_validation_rows_are_fixed_and_held_out(
+    setting: Setting, data: Any, store: Store
+) -> None:
+    runs = [Run(replace(cell(setting, data, "adamw"), seed=seed), data, store) for seed in (0, 1)]
+    assert runs[0].validation.tolist() == runs[1].validation.tolist()
+    model_a, model_b = (run.evaluate(run.validation) for run in (runs[0], runs[0]))
+    assert model_a == model_b
+
+
+# -- the queue --------------------------------------------------------------------------------------
+
+
+def plan(setting: Setting, folder: Path, stage: str, **more: Any) -> Plan:
+    return Plan(stage, setting, 1000, (0,), cache=str(folder / "cache"), base_tokens=500, **more)
+
+
+def test_the_baseline_comes_first_and_every_variant_before_any_again(
+    setting: Setting, folder: Path, store: Store
+) -> None:
+    chosen = ("galore", "adamw", "fira")
+    queue = make_queue(plan(setting, folder, "sweep", variants=chosen), store)
+    names = [own.variant for own in queue.cells]
+    rates = len(VARIANTS["adamw"].learning_rates)
+    assert names[:rates] == ["adamw"] * rates
+    assert names[rates : rates + 4] == ["galore", "fira", "galore", "fira"]
+    assert len({own.key for own in queue.cells}) == len(queue.cells)
+
+
+def test_final_takes_the_best_rate_of_the_sweep(
+    setting: Setting, data: Any, folder: Path, store: Store, results: Any
+) -> None:
+    rate = VARIANTS["galore"].learning_rates[0]
+    assert best_rate(store, "galore", setting, data.digest) == rate
+    queue = make_queue(plan(setting, folder, "final", variants=("galore",)), store)
+    assert [own.lr for own in queue.cells] == [rate]
+    with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_d2"):
+        make_queue(plan(setting, folder, "final", variants=("hmt_d2",)), store)
+
+
+def test_finetuning_starts_from_a_base_model_of_other_text(
+    setting: Setting, folder: Path, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    queue = make_queue(
+        plan(setting, folder, "finetune", variants=("adamw", "lora", "qlora")), store
+    )
+    base, own = queue.cells[0], queue.cells[1]
+    assert base.stage == "base"
+    assert {c.start for c in queue.cells[1:]} == {base.key}
+    assert own.text != base.text
+    assert train_cell(base, queue.texts[base.key], store) is not None
+    assert store.is_finished(base)
+    base_loss = torch.load(store.weights(base.key), weights_only=True)
+    started = Run(own, queue.texts[own.key], store).contender.model.state_dict()
+    assert all(torch.equal(started[name], base_loss[name]) for name in base_loss)
+    lora = next(c for c in queue.cells if c.variant == "lora")
+    check_adapters(lora, queue.texts[lora.key], tmp_path)
+
+
+def check_adapters(own: Cell, text: Any, folder: Path) -> None:
+    """Only adapters are trained and checkpointed; an interrupted run ends as a whole one does."""
+    whole, parts = (Store(folder / part, folder / "runs") for part in ("whole", "parts"))
+    model = Run(own, text, whole).contender.model
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    first = train_cell(own, text, whole)
+    assert train_cell(own, text, parts, lambda step: step == 3) is None
+    second = train_cell(own, text, parts)
+    assert first is not None
+    assert second is not None
+    assert first["val_loss"] == second["val_loss"]
+    assert first["checkpoint_bytes"] < 2 * first["parameters"]
+
+
+def test_the_halves_are_disjoint_and_share_a_vocabulary(setting: Setting, folder: Path) -> None:
+    base, tuning = finetuning_texts(setting, str(folder / "cache"))
+    assert base.digest != tuning.digest
+    assert base.num_documents == tuning.num_documents == 20
+    assert base.tokenizer.get_vocab() == tuning.tokenizer.get_vocab()
+
+
+def test_documentation_is_the_strings_alone() -> None:
+    source = '"""Top."""\n\ndef f():\n    """Inner."""\n    return 1\n'
+    assert documentation(source) == "Top.\n\nInner."
+    assert documentation("def broken(") == ""
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_variant_is_refused_with_the_table() -> None:
+    with pytest.raises(ValueError, match="legal: adamw, galore, fira, apollo"):
+        select(["adamw", "adamm"], "sweep")
+    with pytest.raises(ValueError, match="legal for it: the finetune stage"):
+        select(["lora"], "sweep")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("hmt", {"rnak": 16}, "unknown option rnak; legal for hmt: method, projection, rank"),
+        ("hmt", {"residual": "some"}, "hmt.optimizer.residual is 'some'"),
+        ("galore", {"rank": 4, "gap": 200}, "unknown option gap; legal for galore: rank"),
+        ("adamw", {"rank": 4}, "legal for adamw: none"),
+    ],
+)
+def test_a_wrong_option_stops_the_command(
+    kind: str,
+    options: dict[str, Any],
+    text: str,
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(table.VARIANTS, "wrong", Variant(kind, options, (1e-3,)))
+    with pytest.raises(ValueError, match="wrong.*" + text):
+        check_variants(["wrong"], setting)
+
+
+def test_what_a_machine_lacks_is_a_reason_to_skip(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hyper = build_model(setting, 0), setting.hyper(1e-3, 0)
+    with pytest.raises(Unavailable, match="NF4 on CUDA only"):
+        build("qlora", model, 64, hyper)
+    monkeypatch.setitem(sys.modules, "galore_torch.adamw", None)
+    with pytest.raises(Unavailable, match=r"galore_torch.* is not installed: pip install"):
+        build("galore", model, 64, hyper)
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "compare.py"), "sweep", "--model", "toy"]
+    command += ["--variants", "sgd", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip().splitlines()[-1].startswith("compare.py: --variants 'sgd' is unknown")
+    )
+
+
+def test_toy_results_are_kept_from_the_committed_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", "sweep", "--model", "toy"])
+    with pytest.raises(SystemExit):
+        compare.parse_arguments()
+    assert "--model toy needs --output" in capsys.readouterr().err
+
+
+# -- Fira, speed, report ----------------------------------------------------------------------------
+
+
+def test_fira_at_full_rank_has_no_residual_and_is_adam_in_its_basis() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    group = {"params": [weight], "rank": 4, "update_proj_gap": 9, "scale": 1.0}
+    fira = Fira([{**group, "norm_growth_limit": 1.01}], 0.1, (0.9, 0.95), 0.0, 0.0)
+    weight.grad = torch.randn(6, 4, dtype=torch.float64)
+    fira.step()
+    basis = fira.state[weight]["basis"]
+    expected = -0.1 * (weight.grad @ basis).sign() @ basis.t()  # Adam's first step is the sign
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
+
+
+def test_fira_transposes_and_limits_the_growth() -> None:
+    torch.manual_seed(0)
+    tall = torch.nn.Parameter(torch.zeros(6, 4))
+    wide = torch.nn.Parameter(torch.zeros(4, 6))
+    group = {"rank": 2, "update_proj_gap": 1, "scale": 1.0, "norm_growth_limit": 1.01}
+    fira = Fira([{"params": [tall, wide], **group}], 0.1, (0.9, 0.95), 1e-8, 0.1)
+    norms = []
+    for growth in (1.0, 50.0, 50.0):
+        tall.grad = growth * torch.randn(6, 4)
+        wide.grad = tall.grad.t().clone()
+        fira.step()
+        norms.append(float(fira.state[tall]["residual_norm"]))
+    torch.testing.assert_close(tall.detach(), wide.detach().t())
+    assert all(b <= 1.0101 * a for a, b in pairwise(norms))
+
+
+def test_speed_alternates_and_skips_with_a_reason(
+    setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "speed.json"
+    report = measure_speed(["adamw", "hmt_d4", "qlora"], setting, data, 3, path)
+    assert json.loads(path.read_text(encoding="utf-8")).keys() == report.keys()
+    assert report["adamw"]["together"] == ["adamw", "hmt_d4"]
+    assert len(report["adamw"]["step_seconds"]) == 3
+    assert report["hmt_d4"]["tokens_per_second"] > 0
+    assert report["hmt_d4"]["tokens_per_cpu_second"] > 0
+    assert "CUDA" in report["qlora"]["skipped"]
+
+
+def test_the_report_writes_csv_json_markdown_and_plots(
+    setting: Setting, store: Store, data: Any, results: Any
+) -> None:
+    measure_speed(["adamw"], setting, data, 2, store.results / "speed.json")
+    folder = write_report(store)
+    with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["variant"] for row in rows} == set(TRAINED)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    (experiment,) = report.values()
+    own = experiment["variants"]["adamw"]
+    assert own["val_loss"] == pytest.approx(results["adamw"]["val_loss"])
+    assert own["speed_measured_alone"] is True
+    assert own["lr_at_the_edge"] is True
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert all(f"| {name} |" in text for name in TRAINED)
+    for picture in ("loss", "memory", "ranks"):
+        assert (folder / f"{experiment['name']}-{picture}.png").stat().st_size > 5000
+
+
+def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"compare\.py sweep"):
+        write_report(Store(tmp_path, tmp_path))
