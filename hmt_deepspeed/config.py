@@ -231,7 +231,7 @@ class OptimizerConfig(_StrictModel):
         json_schema_extra={"legal": "a list of non-empty regular expressions"},
     )
     module_rules: dict[Annotated[str, Field(min_length=1)], ModuleRule] = Field(
-        default_factory=dict,
+        default={},
         description="Rules of their own for modules, by regular expression: embeddings and head too. "
         "The first match decides, before every other pattern.",
         json_schema_extra={"legal": "an object of regular expressions and objects"},

@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["projected_backward", "whole gradient", '"auto"'],
     ),
     "mini of rank 4": ({"method": "apollo_mini", "rank": 4}, ["rank", "rank 1", '"apollo"']),
-    "random without a rank": ({"range_finder": "random"}, ["range_finder", "fixed rank"]),
+    "random without a rank": ({"range_finder": "random"}, ["range_finder", "spectrum", "rank"]),
     "shared from the left": (
         {"share_basis": True, "projection": "left"},
         ["share_basis", '"projection": "right"'],
