@@ -17,6 +17,7 @@ from hmt_deepspeed.train.models import resolve_bf16
 FOLDER = Path(__file__).resolve().parents[1] / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 SEVERAL_RANKS = ["hmt_zero0", "hmt_zero1", "hmt_zero2", "hmt_zero3"]
+SEVERAL_RANKS += ["apollo", "apollo_mini", "two_sided", "rank_budget", "small_states"]
 EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "hmt_zero0": 0,
     "hmt_zero1": 1,
@@ -24,7 +25,13 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "hmt_zero3": 3,
     "hmt_zero3_offload_param": 3,
     "int8_weights": 2,
+    "apollo": 2,
+    "apollo_mini": 3,
+    "two_sided": 2,
+    "rank_budget": 2,
+    "small_states": 2,
 }
+MATRICES = {"hmt_adamw": 0, "small_states": 9}  # embedding and head too; the others: the linears
 
 
 def trained(names: list[str], steps: int) -> dict[str, Any]:
@@ -54,9 +61,23 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "dtype": engine.optimizer.settings.model_dtype,
             "clip": engine.gradient_clipping(),
             "lr": engine.get_lr()[0],
+            "rules": {(e.assignment.layout, _storage(e)) for e in engine.optimizer.low_rank},
+            "share": state_share(engine),
         }
         engine.destroy()
     return found
+
+
+def _storage(entry: Any) -> str:
+    stored: str = entry.matrix.moments.dtype
+    return stored
+
+
+def state_share(engine: Any) -> float:
+    """State bytes of the matrices, as a share of AdamW's moments of the same weights."""
+    optimizer = engine.optimizer
+    dense = sum(8 * e.gradient.shards.m * e.gradient.shards.n for e in optimizer.low_rank)
+    return optimizer.metrics()["low_rank_state_bytes"] / max(dense, 1)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +99,23 @@ def test_config_trains(alone: dict[str, Any], name: str) -> None:
     assert found["moved"] > 0
     assert found["clip"] == 1.0
     assert 0 < found["lr"] < config["optimizer"]["params"]["lr"]  # still warming up
-    assert found["matrices"] == (0 if name == "hmt_adamw" else 7)
+    assert found["matrices"] == MATRICES.get(name, 7)
     assert found["dtype"] == (torch.float16 if name == "hmt_fp16" else torch.bfloat16)
     assert (found["masters"] == 0) == (name == "hmt_no_masters")
     assert found["int8"] == (name == "int8_weights")
+
+
+def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
+    assert alone["apollo"]["rules"] == {("apollo", "fp32")}
+    assert alone["apollo_mini"]["rules"] == {("apollo_mini", "fp32")}
+    assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
+    assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
+    assert alone["small_states"]["rules"] == {
+        ("lowrank_adamw auto", "bf16"),
+        ("lowrank_adamw right", "bf16"),
+        ("apollo", "bf16"),
+    }
+    assert alone["apollo_mini"]["share"] < 0.06
 
 
 def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:

@@ -54,10 +54,10 @@ class ApolloMatrix(MatrixRule):
         self.rank = 1 if self.per_tensor else settings.rank or quarter
         self.candidates = (self.rank,)
         self.draw = 0
+        # of the whole matrix: the same on every rank
         small = shape[0] * self.rank < MIN_INT8_ELEMENTS
-        state_dtype = "fp32" if small else settings.state_dtype
-        moments = (self.num_rows, self.rank)
-        self.moments = Moments(moments, state_dtype, device, name, settings.seed)
+        kind = "fp32" if small and settings.state_dtype == "int8" else settings.state_dtype
+        self.moments = Moments((self.num_rows, self.rank), kind, device, name, settings.seed)
 
     @property
     def takes_whole(self) -> bool:

@@ -157,7 +157,7 @@ class LowRankMatrix(MatrixRule):
         return 0 if self.is_full_at(rank) or self.redraws else n * rank * self.dtype.itemsize
 
     def is_full_at(self, rank: int) -> bool:
-        """Whether a rank means full-rank AdamW, without a basis."""
+        """Whether a basis of that rank would span everything: plain AdamW then takes its place."""
         return rank == self.shape[1]
 
     # -- basis ----------------------------------------------------------------------------------

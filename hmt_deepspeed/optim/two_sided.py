@@ -40,7 +40,7 @@ class TwoSidedMatrix(LowRankMatrix):
         return super().state_bytes() + self.left_basis.nbytes
 
     def is_full_at(self, rank: int) -> bool:
-        return False
+        return False  # a core of all columns still lacks rows
 
     def moment_bytes_at(self, rank: int) -> int:
         return super().moment_bytes_at(rank) * rank // self.shape[0]

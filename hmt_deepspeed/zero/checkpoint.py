@@ -133,6 +133,7 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "step_count": optimizer.step_count,
         "schedule": _schedule_state(optimizer),
         "shared_inputs": optimizer.shared.groups(),
+        "settled": optimizer.shared.settled,
         "rules": {e.name: e.assignment.layout for e in optimizer.entries},
         "policy": optimizer.policy.state_dict(),
         "matrices": _matrix_states(optimizer),
@@ -393,10 +394,10 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     saved.check_same_rules({e.name: e.assignment.layout for e in optimizer.entries})
     saved.check_same_groups(_group_names(optimizer))
     optimizer.step_count = hmt["step_count"]
+    optimizer.shared.restore(hmt["shared_inputs"], hmt["settled"])
+    optimizer.restore_groups()  # takes bases that are whole or parked: only then are they forgotten
     for entry in optimizer.entries:
         optimizer.bases.forget(entry)
-    optimizer.shared.restore(hmt["shared_inputs"])
-    optimizer.restore_groups()
     optimizer.policy.load_state_dict(hmt["policy"])
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update(values)

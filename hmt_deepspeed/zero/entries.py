@@ -139,7 +139,14 @@ def _site(
     wanted: bool | str,
 ) -> ProjectedSite | None:
     """A site where the projected backward applies; refuses where it is insisted on and does not."""
-    if matrix is None or wanted is False or not takes_projection(matrix):
+    if matrix is None or wanted is False:
+        return None
+    if not takes_projection(matrix):
+        if wanted is True:
+            raise ValueError(
+                f"hmt.optimizer.projected_backward is true, but the rule of {assignment.name} needs "
+                'the whole gradient (APOLLO, or "residual": "full"). Use "auto", or give it another rule.'
+            )
         return None
     module = modules.get(assignment.name)
     if module is not None and can_project(module):

@@ -166,17 +166,22 @@ class SavedState:
     # -- states -----------------------------------------------------------------------------------
 
     def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
-        """State of a matrix rule with what it keeps by rows for the given rows."""
+        """State of a matrix rule with what it keeps by rows for the given rows.
+
+        A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
+        rank of the same layout takes back its own.
+        """
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")
+        parts = [state["hmt"]["matrices"].get(name) for state in self._optimizer]
+        parts = [part for part in parts if part is not None]
+        parts.sort(key=lambda part: tuple(part["rows"]) == rows)  # the own one last
         for key in common.pop("row_states"):
             like: Tensor = common[key]
             whole = torch.empty(common["height"], like.shape[1], dtype=like.dtype)
-            for state in self._optimizer:
-                held = state["hmt"]["matrices"].get(name)
-                if held is not None:
-                    begin, end = held["rows"]
-                    whole[begin:end] = held[key]
+            for part in parts:
+                begin, end = part["rows"]
+                whole[begin:end] = part[key]
             common[key] = whole[rows[0] : rows[1]]
         return common
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
 
@@ -48,14 +50,14 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
 
     ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
+    APOLLO, which has no basis, is left out of it.
     """
     low_rank = optimizer.low_rank
-    energies: list[float] = []
-    if low_rank:
-        stacked = torch.stack(
-            [e.matrix.smoothed_energy() for e in low_rank if e.matrix is not None]
-        )
-        energies = stacked.tolist()
+    energies: dict[str, float] = {}
+    matrices = [(e.name, e.matrix) for e in low_rank if isinstance(e.matrix, LowRankMatrix)]
+    if matrices:
+        stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])
+        energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))
     ranks = {e.name: e.matrix.rank for e in low_rank if e.matrix is not None}
     return {
         "optimizer_state_bytes": sum(map(state_bytes, optimizer.entries)),
@@ -66,71 +68,86 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "communication_bytes_per_step": optimizer.communication_bytes,
         "stock_zero_communication_bytes_per_step": stock_communication_bytes(optimizer),
         "mean_rank": sum(ranks.values()) / len(ranks) if ranks else None,
-        "mean_captured_energy": sum(energies) / len(energies) if energies else None,
+        "mean_captured_energy": sum(energies.values()) / len(energies) if energies else None,
         "rank_per_matrix": ranks,
-        "captured_energy_per_matrix": dict(zip(ranks, energies, strict=True)),
+        "captured_energy_per_matrix": energies,
         "refreshed_matrices": sum(e.gradient.refreshing for e in low_rank),
     }
 
 
 def describe(optimizer: HMTZeroOptimizer) -> str:
     """One line per kind of parameter in each group: nothing is silently dense."""
-    lines: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    kinds: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     numbers = {id(g): i for i, g in enumerate(optimizer.param_groups)}
     for entry in optimizer.entries:
-        matrix = entry.matrix
-        rank: str | int = "-" if matrix is None else matrix.rank
-        if matrix is not None and optimizer.options["rank"] == "auto":
-            rank = f"{matrix.candidates[0]}..{matrix.candidates[-1]}"
-            wanted = optimizer.options["rank_candidates"]
-            if max(wanted) > min(matrix.shape):
-                rank += f" (lowered to {min(matrix.shape)})"
-        backward = "-"
-        if matrix is not None:
-            backward = "projected" if entry.gradient.site is not None else "full gradient"
-        shape = "x".join(map(str, entry.assignment.shape)) if matrix is not None else "any"
-        reason = entry.assignment.reason
-        kind = entry.weight.kind
-        lines[
-            (numbers[id(entry.group)], entry.assignment.rule, rank, backward, shape, reason, kind)
-        ].append(entry)
+        shape = "any" if entry.matrix is None else "x".join(map(str, entry.assignment.shape))
+        kind = (
+            numbers[id(entry.group)],
+            entry.assignment.rule,
+            _projection(entry),
+            shape,
+            _rank(entry),
+            _backward(entry),
+            _state_dtype(entry, optimizer.options["state_dtype"]),
+            entry.weight.kind,
+            entry.assignment.reason or "linear",
+        )
+        kinds[kind].append(entry)
     rows = []
-    for (group, rule, rank, backward, shape, reason, kind), entries in lines.items():
+    for (*leading, backward, dtype, kept, reason), entries in kinds.items():
+        group, rule, projection, shape, rank = leading
         numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
         held = sum(e.weight.weight_bytes() for e in entries)
         masters = sum(e.weight.master_bytes() for e in entries)
-        rows.append(
-            [
-                group,
-                rule,
-                shape,
-                len(entries),
-                f"{numel:,}",
-                rank,
-                backward,
-                f"{held:,} ({kind})",
-                f"{sum(map(state_bytes, entries)):,}",
-                f"{masters:,}" if masters else _masters_kind(entries[0]),
-                _placement(optimizer),
-                reason or "linear",
-            ]
-        )
-    headers = [
-        "group",
-        "rule",
-        "shape",
-        "tensors",
-        "elements",
-        "rank",
-        "backward",
-        "weight bytes",
-        "state bytes",
-        "master bytes",
-        "shard",
-        "because",
-    ]
+        counts = [len(entries), f"{numel:,}"]
+        states = [f"{held:,} ({kept})", dtype, f"{sum(map(state_bytes, entries)):,}"]
+        states += [f"{masters:,}" if masters else _masters_kind(entries[0]), _placement(optimizer)]
+        rows.append([group, rule, projection, shape, *counts, rank, backward, *states, reason])
+    headers = ["group", "rule", "projection", "shape", "tensors", "elements", "rank", "backward"]
+    headers += ["weight bytes", "states", "state bytes", "master bytes", "shard", "because"]
     title = f"hmt: ZeRO stage {optimizer.settings.stage}, {optimizer.collectives.world} ranks, bytes per rank"
     return f"{title}\n{format_table(rows, headers)}"
+
+
+def _projection(entry: Entry) -> str:
+    """The projected side; of a matrix whose rule chose it, the one it chose."""
+    settings = entry.assignment.settings
+    if settings is None or entry.matrix is None:
+        return "-"
+    if settings.projection == "two_sided" and not settings.is_apollo:
+        return "two-sided"
+    side = "left" if entry.matrix.transposed else "right"
+    return f"{side}, random" if entry.matrix.redraws else side
+
+
+def _rank(entry: Entry) -> str:
+    """The rank, or the candidates that it is chosen from."""
+    matrix, settings = entry.matrix, entry.assignment.settings
+    if matrix is None or settings is None:
+        return "-"
+    first, last = matrix.candidates[0], matrix.candidates[-1]
+    if settings.rank is not None or settings.is_apollo:
+        return str(first)
+    lowered = max(settings.rank_candidates) > min(matrix.shape)
+    chosen = f"{first}..{last}" if first < last else str(first)
+    return chosen + (f" (lowered to {min(matrix.shape)})" if lowered else "")
+
+
+def _backward(entry: Entry) -> str:
+    if entry.matrix is None:
+        return "-"
+    return "projected" if entry.gradient.site is not None else "full gradient"
+
+
+def _state_dtype(entry: Entry, wanted: str) -> str:
+    """Storage of the moments; small tensors stay in fp32, and the table says so."""
+    if entry.matrix is not None:
+        stored = entry.matrix.moments.dtype
+    else:
+        assert entry.dense_state is not None
+        stored = entry.dense_state[0].dtype
+    small = stored != wanted
+    return f"{stored} (under {MIN_INT8_ELEMENTS} elements)" if small else stored
 
 
 def _masters_kind(entry: Entry) -> str:

@@ -175,8 +175,8 @@ def memory(stage: int, dtype: str) -> dict[str, Any]:
             (e.gradient.shards, e.matrix.rank, e.matrix.width) for e in optimizer.low_rank
         ],
         "held": [
-            e.matrix.exp_avg.nbytes + e.matrix.exp_avg_sq.nbytes + e.matrix.evidence.nbytes
-            for e in optimizer.low_rank
+            sum(t.nbytes for t in (m.exp_avg, m.exp_avg_sq, m.evidence))
+            for m in (e.matrix.moments for e in optimizer.low_rank)
         ],
     }
 

@@ -66,7 +66,7 @@ def overflowing(stage: int) -> dict[str, Any]:
     def states() -> list[Tensor]:
         optimizer = engine.optimizer
         tensors = [t for state in optimizer.state.values() for t in state.values()]
-        tensors += [e.matrix.evidence for e in optimizer.low_rank]
+        tensors += [e.matrix.moments.evidence for e in optimizer.low_rank]
         tensors += [e.matrix.projection for e in optimizer.low_rank]
         return [t.clone() for t in [*tensors, *weights(engine).values()]]
 

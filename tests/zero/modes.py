@@ -1,0 +1,83 @@
+"""The modes of the optimizer that the tests of stages, world sizes and checkpoints go through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from training import LOW_RANK as TRAINING
+from training import ds_config, make_engine, matrix_ranks, tiny_llama, train, weights
+
+LOW_RANK = {**TRAINING, "update_interval": 3}
+APOLLO = {"method": "apollo", "update_interval": 3, "scale": 1.0}
+MINI = {"method": "apollo_mini", "update_interval": 3, "scale": 16.0}
+FIXED = {"rank": 8, "update_interval": 3, "scale": 1.0}
+BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_threshold"}
+
+# Fields of hmt.optimizer by name of the mode.
+MODES: dict[str, dict[str, Any]] = {
+    "left": {**LOW_RANK, "projection": "left"},
+    "auto": {**LOW_RANK, "projection": "auto"},
+    "two_sided": {**LOW_RANK, "projection": "two_sided"},
+    "full residual": {**LOW_RANK, "residual": "full"},
+    "left, full residual": {**LOW_RANK, "projection": "left", "residual": "full"},
+    "no residual": {**LOW_RANK, "residual": "none"},
+    "share_basis": {**LOW_RANK, "share_basis": True},
+    "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
+    "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
+    "subspace": {**LOW_RANK, "range_finder": "subspace"},
+    "random": {**FIXED, "range_finder": "random"},
+    "apollo": APOLLO,
+    "apollo_mini": MINI,
+    "module_rules": {
+        **LOW_RANK,
+        "module_rules": {
+            "embed": {"method": "apollo"},
+            "lm_head": {"projection": "auto", "rank": 6},
+            "o_proj": {"method": "adamw"},
+            "down_proj": {"projection": "two_sided"},
+        },
+    },
+}
+
+
+def mode_engine(
+    mode: dict[str, Any], stage: int, gas: int = 1, model: nn.Module | None = None, **changes: Any
+) -> Any:
+    """An engine with the fields of a mode; a Llama of one layer unless given a model."""
+    model = tiny_llama(layers=1) if model is None else model
+    return make_engine(ds_config(stage, mode, gas=gas, **changes), model)
+
+
+def found_bases(engine: Any) -> dict[str, Tensor]:
+    """Whole bases of the columns by name, of the matrices that have one."""
+    found = {}
+    for entry in engine.optimizer.low_rank:
+        with engine.optimizer.bases.whole(entry):
+            basis = getattr(entry.matrix, "basis", None)
+            if basis is not None:
+                found[entry.name] = basis.clone()
+    return found
+
+
+def outcome(engine: Any, losses: list[float], norms: list[float]) -> dict[str, Any]:
+    """What must not depend on stage, world size, accumulation or a resumption."""
+    return {
+        "losses": losses,
+        "norms": norms,
+        "ranks": matrix_ranks(engine),
+        "refreshes": list(engine.optimizer.schedule.num_refreshes),
+        "bases": found_bases(engine),
+        "weights": weights(engine),
+        "policy": engine.optimizer.policy.state_dict(),
+        "shared": sorted(map(sorted, engine.optimizer.shared.groups())),
+    }
+
+
+def trained(engine: Any, steps: int, first: int = 0) -> dict[str, Any]:
+    """:func:`outcome` of a few steps."""
+    losses, norms = [], []
+    for step in range(first, first + steps):
+        losses += train(engine, 1, first=step)
+        norms.append(float(engine.get_global_grad_norm()))
+    return outcome(engine, losses, norms)

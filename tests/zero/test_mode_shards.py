@@ -1,0 +1,170 @@
+"""What each mode holds and sends per rank: its shard of states and gradients, and no byte more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import Ranks
+from modes import mode_engine
+from training import loss_of, micro_batches, train
+
+STILL = {"update_interval": 1000, "max_full_gradient_bytes": 10**9}  # one refresh, at the start
+FIXED = {**STILL, "rank": 8}
+APOLLO = {"method": "apollo", "update_interval": 1000, "rank": 4}
+SHARDED = {
+    "right": FIXED,
+    "left": {**FIXED, "projection": "left"},
+    "auto": {**FIXED, "projection": "auto"},
+    "two_sided": {**FIXED, "projection": "two_sided"},
+    "full residual": {**FIXED, "residual": "full"},
+    "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
+    "apollo": APOLLO,
+    "bf16 states": {**FIXED, "projection": "auto", "state_dtype": "bf16"},
+}
+WHOLE_GRADIENT = ["full residual", "left, full residual", "apollo"]
+
+
+def held(stages: list[int]) -> dict[Any, dict[str, Any]]:
+    """States, gradients between backward and step, and bytes of a step, by mode and stage."""
+    return {(name, stage): _held(name, stage) for name in SHARDED for stage in stages}
+
+
+def _held(name: str, stage: int) -> dict[str, Any]:
+    engine = mode_engine(SHARDED[name], stage, zero_optimization={"reduce_bucket_size": 2000})
+    optimizer = engine.optimizer
+    train(engine, 2)
+    optimizer.reducer.peak_bytes = 0
+    engine.backward(loss_of(engine, micro_batches(engine, 2)[0]))
+    gradients = [
+        {
+            "shape": tuple(entry.gradient.reduced.shape),
+            "bytes": entry.gradient.nbytes(),
+            "whole": [entry.gradient.param.grad, entry.gradient.full, entry.gradient.arrived],
+            "counted": entry.gradient.reduced.nbytes,
+        }
+        for entry in optimizer.entries
+    ]
+    peak = optimizer.reducer.peak_bytes
+    engine.step()
+    entries = []
+    for entry, gradient in zip(optimizer.entries, gradients, strict=True):
+        matrix, known = entry.matrix, {"gradient": gradient, "shards": entry.gradient.shards}
+        known |= {"weight": entry.weight.shards, "width": entry.gradient.width, "matrix": None}
+        if matrix is not None:
+            known["matrix"] = {
+                "rank": matrix.rank,
+                "left": matrix.transposed,
+                "whole": matrix.takes_whole,
+                "moments": matrix.moments.nbytes,
+                "states": matrix.state_bytes(),
+                "left_basis": getattr(matrix, "left_basis", None),
+                "sums": matrix.NUM_SUMS if matrix.limits else 0,
+            }
+        entries.append(known)
+    found = {"entries": entries, "sent": optimizer.communication_bytes, "peak": peak}
+    engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def shards(ranks: Ranks, request: Any) -> list[dict[Any, dict[str, Any]]]:
+    return ranks.run(held, request.param, [1, 2, 3])
+
+
+def matrices(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in found["entries"] if entry["matrix"] is not None]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
+    world = len(shards)
+    size = 2 if name == "bf16 states" else 4
+    for rank, by_run in enumerate(shards):
+        for stage in (1, 2, 3):
+            found = matrices(by_run[name, stage])
+            assert len(found) == 7
+            for entry in found:
+                (begin, end), m = entry["shards"].rows(rank), entry["shards"].m
+                r, matrix = entry["matrix"]["rank"], entry["matrix"]
+                assert end - begin <= -(-m // world) + 1
+                if name == "two_sided":  # the core on every rank, the rows of P here
+                    assert matrix["moments"] == 3 * r * r * 4
+                    assert matrix["left_basis"].shape == (end - begin, r)
+                else:
+                    assert matrix["moments"] == 2 * (end - begin) * r * size + r * 4
+                    assert matrix["left_basis"] is None
+    if name != "two_sided":
+        for place in range(7):
+            parts = [matrices(by_run[name, 2])[place] for by_run in shards]
+            m, r = parts[0]["shards"].m, parts[0]["matrix"]["rank"]
+            whole = 2 * m * r * size
+            # A row that two ranks touch is held by both.
+            assert sum(p["matrix"]["moments"] - r * 4 for p in parts) <= whole * (1 + world / m)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_rank_keeps_its_shard_of_the_gradient_until_the_verdict(shards: Any, name: str) -> None:
+    world = len(shards)
+    for rank, by_run in enumerate(shards):
+        for stage in (1, 2, 3):
+            found = by_run[name, stage]
+            held = full = largest = 0
+            for entry in found["entries"]:
+                begin, end = entry["shards"].rows(rank)
+                gradient, width = entry["gradient"], entry["width"]
+                assert gradient["shape"] == (end - begin, width)
+                assert gradient["whole"] == [None, None, None]
+                assert gradient["bytes"] == gradient["counted"] == (end - begin) * width * 4
+                held += gradient["bytes"]
+                full += entry["shards"].m * entry["shards"].n * 4
+                largest = max(largest, entry["shards"].max_rows * world * width * 4)
+            for entry in matrices(found):
+                assert entry["matrix"]["whole"] == (name in WHOLE_GRADIENT)
+                n = entry["shards"].n
+                probes = entry["width"] - entry["matrix"]["rank"]
+                assert probes == 8 or (name in WHOLE_GRADIENT and entry["width"] == n)
+            assert held <= full / world * 1.1
+            # Three buckets, and two gradients of this rank's own that wait for theirs.
+            assert held <= found["peak"] <= held + 5 * max(largest, 2000 * 4)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_bytes_sent_are_the_formula(shards: Any, name: str) -> None:
+    """Gradients (r + k) wide instead of n, also from the left; a whole update that was computed by
+    columns travels once; weights are gathered as in ZeRO."""
+    world = len(shards)
+    ring = (world - 1) / world
+    for rank, by_run in enumerate(shards):
+        for stage in (1, 2, 3):
+            found = by_run[name, stage]
+            sent, numbers = 0.0, 0
+            for entry in found["entries"]:
+                rows, weight, matrix = entry["shards"], entry["weight"], entry["matrix"]
+                reduced = rows.max_rows * world * entry["width"] * 4
+                sent += ring * reduced
+                sent += ring * weight.partition * world * 4 if stage < 3 else 0
+                numbers += 1 if matrix is None else 2
+                if matrix is None:
+                    continue
+                numbers += matrix["sums"]
+                if matrix["left"] and matrix["whole"]:
+                    first, last = rows.owned(rank)
+                    others = [weight.rows(q) for q in range(world) if q != rank]
+                    sent += (last - first) * sum(end - begin for begin, end in others) * 4
+                elif matrix["left"]:
+                    sent += ring * reduced  # the low-rank update, which every rank needs whole
+                elif stage == 3 and not matrix["whole"]:
+                    basis = -(-rows.n // world) * world * entry["width"] * 4
+                    sent += 3 * ring * basis  # dealt: forward, update, new probes
+                if name == "two_sided":
+                    numbers += matrix["rank"] ** 2  # the core is a sum over rows
+            assert sent - 200 <= found["sent"] <= sent + 2 * ring * 4 * numbers + 200
+
+
+def test_left_reduces_columns_times_rank_and_probes(shards: Any) -> None:
+    for entry in matrices(shards[0]["left", 2]):
+        assert entry["width"] == 8 + 8
+        assert entry["shards"].m == entry["weight"].n  # one row of the sum per column of the weight
+    low, whole = (shards[0][name, 2]["sent"] for name in ("left", "left, full residual"))
+    assert low < whole

@@ -1,0 +1,347 @@
+"""DeepSpeed's state tools, the start table, metrics and refusals, for every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from harness import Ranks
+from modes import MODES, mode_engine
+from test_mode_checkpoints import SAME_LAYOUT, model_of
+from training import loss_of, micro_batches, tiny_llama, train, weights
+
+NAME = "model.layers.0.mlp.gate_proj.weight"
+FIXED = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**9, "scale": 1.0}
+TOOLS: dict[str, dict[str, Any]] = {
+    "left": {**FIXED, "projection": "left"},
+    "two_sided": {**FIXED, "projection": "two_sided"},
+    "full residual": {**FIXED, "residual": "full"},
+    "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
+    "apollo": {"method": "apollo", "rank": 8, "scale": 1.0},
+    "bf16": {**FIXED, "state_dtype": "bf16"},
+    "int8": SAME_LAYOUT["int8"],
+}
+
+
+# -- cases --------------------------------------------------------------------------------------------
+
+
+def tools(stages: list[int]) -> dict[Any, dict[str, Any]]:
+    return {(name, stage): _use_tools(name, stage) for name in TOOLS for stage in stages}
+
+
+def _use_tools(name: str, stage: int) -> dict[str, Any]:
+    engine = mode_engine(TOOLS[name], stage, model=model_of(name))
+    train(engine, 3)
+    param = dict(engine.module.named_parameters())[NAME]
+    entry = next(e for e in engine.optimizer.low_rank if e.name == NAME)
+    moment = safe_get_full_optimizer_state(param, "exp_avg")
+    engine.backward(loss_of(engine, micro_batches(engine, 3)[0]))
+    found = {
+        "shape": tuple(moment.shape),
+        "weight shape": tuple(entry.assignment.shape),
+        "moment": moment,
+        "weight": safe_get_full_fp32_param(param),
+        "gradient": safe_get_full_grad(param),
+        "local": safe_get_local_optimizer_state(param, "exp_avg").shape if stage == 3 else None,
+        "rows": entry.matrix.num_rows,
+        "whole": entry.matrix.takes_whole,
+        "rank": entry.matrix.rank,
+    }
+    engine.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = torch.full_like(moment, 0.5)
+        safe_set_full_optimizer_state(param, value, key)
+        found["set " + key] = safe_get_full_optimizer_state(param, key)
+    before = safe_get_full_fp32_param(param)
+    safe_set_full_fp32_param(param, before + 1)
+    found["set weight"] = (before + 1, safe_get_full_fp32_param(param))
+    found["losses"] = train(engine, 2, first=4)
+    try:
+        safe_get_full_optimizer_state(param, "momentum")
+    except ValueError as error:
+        found["unknown"] = str(error)
+    engine.destroy()
+    return found
+
+
+def ordinary_gradient(name: str) -> torch.Tensor:
+    """The mean gradient that a plain backward gives at the same weights."""
+    engine = mode_engine({**TOOLS[name], "projected_backward": False}, 0, model=model_of(name))
+    train(engine, 3)
+    param = dict(engine.module.named_parameters())[NAME]
+    model = model_of(name)
+    held = weights(engine)
+    with torch.no_grad():
+        for key, own in model.named_parameters():
+            own.copy_(held[key])
+    tokens = micro_batches(engine, 3)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert param.shape == dict(model.named_parameters())[NAME].shape
+    return dict(model.named_parameters())[NAME].grad
+
+
+def moved(stage: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses with states on the host between steps, and without."""
+    found = {}
+    for name in TOOLS:
+        both = []
+        for move in (False, True):
+            engine = mode_engine(TOOLS[name], stage, model=model_of(name))
+            losses = train(engine, 1)
+            if move:
+                engine.offload_states()
+                engine.reload_states()
+            both.append(losses + train(engine, 2, first=1))
+            engine.destroy()
+        found[name] = (both[0], both[1])
+    return found
+
+
+def tables() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Start table and metrics of every mode."""
+    found = {}
+    for name in [*MODES, "int8", "bf16", "small"]:
+        options = MODES.get(name) or TOOLS.get(name)
+        if name == "small":
+            options = {**MODES["apollo"], "state_dtype": "int8"}
+        engine = mode_engine(options, 2, model=model_of(name))
+        table = engine.optimizer.describe()
+        train(engine, 1)
+        found[name] = (table, engine.optimizer.metrics())
+        engine.destroy()
+    return found
+
+
+WHOLE_SPECTRUM = {**FIXED, "rank": "auto", "rank_candidates": [8, 32, 64]}  # 64 becomes 40
+FULL: dict[str, dict[str, Any]] = {
+    "core": {**WHOLE_SPECTRUM, "projection": "two_sided", "energy_threshold": 1.0},
+    "budget": {**WHOLE_SPECTRUM, "rank_budget": 1.0},
+    "energy": {**WHOLE_SPECTRUM, "energy_threshold": 1.0},
+}
+
+
+def reach_all_columns() -> dict[str, tuple[list[float], list[int], int]]:
+    """Losses, ranks and state bytes where the largest candidate spans every column."""
+    found = {}
+    for name, options in FULL.items():
+        engine = mode_engine(options, 2)
+        losses = train(engine, 3)
+        ranks = [e.matrix.rank for e in engine.optimizer.low_rank]
+        found[name] = (losses, ranks, engine.optimizer.metrics()["low_rank_state_bytes"])
+        engine.destroy()
+    return found
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "core with the full residual": (
+        {"projection": "two_sided", "residual": "full"},
+        ["residual", "'full'", '"probe" or "none"'],
+    ),
+    "apollo with a projected backward": (
+        {"method": "apollo", "projected_backward": True},
+        ["projected_backward", "whole gradients", '"auto"'],
+    ),
+    "full residual with a projected backward": (
+        {"residual": "full", "projected_backward": True},
+        ["projected_backward", "whole gradient", '"auto"'],
+    ),
+    "mini of rank 4": ({"method": "apollo_mini", "rank": 4}, ["rank", "rank 1", '"apollo"']),
+    "random without a rank": ({"range_finder": "random"}, ["range_finder", "spectrum", "rank"]),
+    "shared from the left": (
+        {"share_basis": True, "projection": "left"},
+        ["share_basis", '"projection": "right"'],
+    ),
+    "budget below the smallest ranks": (
+        {"rank_candidates": [16, 32], "rank_budget": 0.01},
+        ["hmt.optimizer.rank_budget is 0.01", "at least 0."],
+    ),
+    "two rules for the rank": (
+        {"rank_budget": 0.2, "energy_threshold": 0.9},
+        ["energy_threshold", "rank_budget"],
+    ),
+    "int8 for small moments": (
+        {"rank": 8, "state_dtype": "int8"},
+        ["hmt.optimizer.state_dtype", "q_proj", "320 elements", "at least 4096", '"bf16"'],
+    ),
+    "rule that matches nothing": (
+        {"module_rules": {"no_such": {"method": "adamw"}}},
+        ["hmt.optimizer.module_rules", "'no_such'", "Correct or remove"],
+    ),
+    "rule with a rank too large": (
+        {"module_rules": {"o_proj": {"rank": 41}}},
+        ["hmt.optimizer.rank is 41", "o_proj", "1..40"],
+    ),
+    "rule against the whole": (
+        {"projection": "two_sided", "module_rules": {"o_proj": {"residual": "full"}}},
+        ["residual", "'full'", "two_sided"],
+    ),
+    "rule that takes the whole gradient where backward must project": (
+        {"projected_backward": True, "module_rules": {"o_proj": {"method": "apollo"}}},
+        ["hmt.optimizer.projected_backward is true", "o_proj", "whole gradient", '"auto"'],
+    ),
+}
+
+
+def refused() -> dict[str, str]:
+    said = {}
+    for name, (options, _) in REFUSED.items():
+        try:
+            mode_engine(options, 2, model=tiny_llama(layers=1))
+            said[name] = "accepted"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+# -- tests --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def used(ranks: Ranks) -> list[dict[Any, dict[str, Any]]]:
+    return ranks.run(tools, 2, [2, 3])
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_states_are_read_and_written_whole(used: Any, name: str) -> None:
+    for rank in used:
+        for stage in (2, 3):
+            found = rank[name, stage]
+            m, n = found["weight shape"]
+            r = found["rank"]
+            shapes = {"left": (n, r), "left, full residual": (n, r), "two_sided": (r, r)}
+            assert found["shape"] == shapes.get(name, (m, r))
+            assert found["moment"].any()
+            assert found["weight"].shape == (m, n)
+            for key in ("exp_avg", "exp_avg_sq"):  # 1/2 is exact in bf16; of int8 a block's largest
+                wanted = torch.full(found["shape"], 0.5)
+                torch.testing.assert_close(found["set " + key], wanted, rtol=4e-3, atol=0)
+            assert torch.equal(*found["set weight"])
+            assert "exp_avg" in found["unknown"]
+            if stage == 3 and name != "two_sided":
+                assert found["local"] == (found["rows"], r)
+                assert found["rows"] < m or "left" in name
+    for stage in (2, 3):  # the same on every rank
+        one, other = (rank[name, stage] for rank in used)
+        for key in ("moment", "weight", "gradient"):
+            assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.parametrize("name", ["left", "two_sided", "left, full residual", "apollo"])
+def test_full_gradient_is_the_mean_or_its_part_inside_the_basis(
+    ranks: Ranks, used: Any, name: str
+) -> None:
+    parts = ranks.run(ordinary_gradient, 2, name)
+    mean = sum(parts) / 2
+    for stage in (2, 3):
+        found = used[0][name, stage]["gradient"]
+        assert found.shape == mean.shape
+        if used[0][name, stage]["whole"]:
+            torch.testing.assert_close(found, mean, rtol=1e-3, atol=1e-5)
+        else:  # a projection: orthogonal to what is missing
+            missing = mean - found
+            assert abs(float((missing * found).sum())) < 1e-3 * float(mean.square().sum())
+            assert float(missing.norm()) < float(mean.norm())
+
+
+def test_states_move_to_the_host_and_back(ranks: Ranks) -> None:
+    for name, (plain, back) in ranks.run(moved, 2, 3)[0].items():
+        assert plain == back, name
+
+
+@pytest.fixture(scope="module")
+def described(ranks: Ranks) -> dict[str, tuple[str, dict[str, Any]]]:
+    return ranks.run(tables, 1)[0]
+
+
+def rows_of(table: str) -> list[dict[str, str]]:
+    """Rows of a start table by header."""
+    lines = table.splitlines()
+    starts = [i for i, c in enumerate(lines[2]) if c == "-" and (i == 0 or lines[2][i - 1] == " ")]
+    ends = [*starts[1:], None]
+    cut = [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in lines[1:]]
+    return [dict(zip(cut[0], row, strict=True)) for row in cut[2:]]
+
+
+def test_the_start_table_names_rule_side_rank_and_states(described: Any) -> None:
+    def column(name: str, key: str, **having: str) -> set[str]:
+        rows = rows_of(described[name][0])
+        chosen = [r for r in rows if all(r[k] == v for k, v in having.items())]
+        assert chosen, (name, having)
+        return {row[key] for row in chosen if row["rule"] != "adamw"}
+
+    assert column("left", "projection") == {"left"}
+    assert column("auto", "projection", shape="40x77") == {"left"}
+    assert column("auto", "projection", shape="77x40") == {"right"}
+    assert column("two_sided", "projection") == {"two-sided"}
+    assert column("apollo", "projection", shape="20x40") == {"left, random"}
+    assert column("random", "projection") == {"right, random"}
+    assert column("left", "rank") == {"4..16"}
+    assert column("random", "rank") == {"8"}
+    assert column("apollo", "rank", shape="77x40") == {"10"}
+    assert column("apollo_mini", "rank") == {"1"}
+    assert column("apollo_mini", "rule") == {"apollo_mini"}
+    assert column("full residual", "backward") == {"full gradient"}
+    assert column("left", "backward") == {"projected"}
+    assert column("bf16", "states") == {"bf16"}
+    assert column("int8", "states") == {"int8"}
+    assert column("small", "states") == {"fp32 (under 4096 elements)"}
+    dense = [row for row in rows_of(described["int8"][0]) if row["rule"] == "adamw"]
+    assert {row["states"] for row in dense} == {"int8", "fp32 (under 4096 elements)"}
+    rules = rows_of(described["module_rules"][0])
+    assert {row["rule"] for row in rules} == {"adamw", "apollo", "lowrank_adamw"}
+    assert "module_rules 'o_proj'" in {row["because"] for row in rules}
+    assert {"two-sided", "right", "right, random", "-"} == {row["projection"] for row in rules}
+    assert {"6", "4..16"} <= {row["rank"] for row in rules}
+
+
+def test_metrics_have_the_same_keys_in_every_mode(described: Any) -> None:
+    keys = {tuple(sorted(metrics)) for _, metrics in described.values()}
+    assert len(keys) == 1
+    for name, (_, metrics) in described.items():
+        apollo = "apollo" in name or name == "small"
+        assert (metrics["mean_captured_energy"] is None) == apollo, name
+        assert len(metrics["rank_per_matrix"]) >= 7
+        measured = metrics["captured_energy_per_matrix"]
+        assert measured.keys() <= metrics["rank_per_matrix"].keys()
+        assert all(0 <= energy <= 1.001 for energy in measured.values()), name
+        assert metrics["low_rank_state_bytes"] <= metrics["optimizer_state_bytes"]
+    assert len(described["module_rules"][1]["captured_energy_per_matrix"]) == 7
+
+
+def test_state_bytes_shrink_with_the_state_dtype(described: Any) -> None:
+    lines = rows_of(described["int8"][0])
+    for row in lines:
+        if row["states"] == "int8" and row["rule"] == "adamw":
+            numel = int(row["elements"].replace(",", ""))
+            assert int(row["state bytes"].replace(",", "")) < 2.1 * numel
+
+
+def test_the_largest_candidate_may_span_every_column(ranks: Ranks) -> None:
+    """One-sided that is AdamW without a basis; a core of 40 x 40 stays a core."""
+    found = ranks.run(reach_all_columns, 1)[0]
+    adamw = 8 * 14040  # elements of the seven linears of a layer
+    for name, (losses, chosen, _) in found.items():
+        assert losses[-1] < losses[0], name
+        assert max(chosen) == 40, name
+    assert found["budget"][2] <= adamw * 1.02  # evidence, a number per column, is not budgeted
+
+
+@pytest.fixture(scope="module")
+def said(ranks: Ranks) -> dict[str, str]:
+    return ranks.run(refused, 1)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_at_start(said: dict[str, str], name: str) -> None:
+    for text in REFUSED[name][1]:
+        assert text in said[name]

@@ -1,0 +1,170 @@
+"""Every mode is the same run at every stage, world size and accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from modes import MODES, mode_engine, trained
+from test_parity import assert_same_run
+from torch import Tensor
+from training import loss_of, micro_batches, model_weights, train, weights
+
+STEPS = 6  # every matrix refreshes twice, and ranks change at the first one
+LAYOUTS = {
+    1: [(0, 1), (1, 2), (2, 1), (3, 2)],  # (stage, accumulation)
+    2: [(0, 2), (1, 1), (2, 2), (3, 1)],
+    3: [(2, 2), (3, 1)],
+}
+ON_THREE_RANKS = ["left", "two_sided", "full residual", "apollo", "module_rules"]
+FEWER = ["auto", "left, full residual", "no residual", "subspace"]  # stages 0 and 3 only
+Run = tuple[str, int, int]  # mode, stage, accumulation
+
+
+# -- cases --------------------------------------------------------------------------------------------
+
+
+def all_runs(wanted: list[Run]) -> dict[Run, dict[str, Any]]:
+    """One engine after another."""
+    found = {}
+    for name, stage, gas in wanted:
+        engine = mode_engine(MODES[name], stage, gas)
+        found[name, stage, gas] = trained(engine, STEPS)
+        engine.destroy()
+    return found
+
+
+def overflows(names: list[str], stages: list[int]) -> dict[Any, Any]:
+    """fp16: a step whose loss is infinite on one rank, between ordinary ones."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 100}
+    found = {}
+    for name in names:
+        for stage in stages:
+            engine = mode_engine(MODES[name], stage, fp16=fp16)
+            losses = train(engine, 2)
+            before, scale = _everything(engine), engine.optimizer.cur_scale
+            loss = loss_of(engine, micro_batches(engine, 2)[0])
+            last = dist.get_rank() == dist.get_world_size() - 1
+            engine.backward(loss * (1e8 if last else 1.0))
+            engine.step()
+            after = _everything(engine)
+            found[name, stage] = {
+                "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+                "scales": (scale, engine.optimizer.cur_scale),
+                "steps": engine.optimizer.step_count,
+                "losses": losses + train(engine, 6, first=2),
+            }
+            engine.destroy()
+    return found
+
+
+def _everything(engine: Any) -> list[Tensor]:
+    """Weights, moments, evidence and bases held by this rank."""
+    optimizer = engine.optimizer
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    tensors += [e.matrix.moments.evidence for e in optimizer.low_rank]
+    held = [e.matrix.projection for e in optimizer.low_rank]
+    tensors += [t for t in held if t is not None]
+    return [t.clone() for t in [*tensors, *weights(engine).values()]]
+
+
+def replicas(names: list[str], stages: list[int]) -> dict[Any, Any]:
+    """bf16 weights without masters, as this rank holds them after some steps."""
+    found = {}
+    for name in names:
+        mode = {**MODES[name], "master_weights": "none"}
+        for stage in stages:
+            engine = mode_engine(mode, stage, bf16={"enabled": True})
+            losses = train(engine, 8)
+            masters = engine.optimizer.metrics()["master_weight_bytes"]
+            found[name, stage] = (losses, model_weights(engine), masters)
+            engine.destroy()
+    return found
+
+
+# -- tests --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks) -> dict[int, dict[Run, dict[str, Any]]]:
+    """All runs by world size, made by one launch each."""
+    wanted = {
+        world: [
+            (name, *layout)
+            for name in MODES
+            for layout in layouts
+            if name not in FEWER or layout[0] in (0, 3)
+        ]
+        for world, layouts in LAYOUTS.items()
+        if world < 3
+    }
+    wanted[3] = [(name, *layout) for name in ON_THREE_RANKS for layout in LAYOUTS[3]]
+    return {world: ranks.run(all_runs, world, these)[0] for world, these in wanted.items()}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_stage_world_and_accumulation_do_not_matter(runs: Any, name: str) -> None:
+    reference = runs[1][name, 0, 1]
+    compared = 0
+    for found in runs.values():
+        for (mode, *_), run in found.items():
+            if mode == name:
+                assert_same_run(run, reference)
+                compared += 1
+    assert compared == (10 if name in ON_THREE_RANKS else 4 if name in FEWER else 8)
+
+
+def test_the_runs_exercise_what_is_compared(runs: Any) -> None:
+    """Clipping is active, matrices refresh twice, ranks change and differ, the loss falls."""
+    for name in MODES:
+        run = runs[1][name, 0, 1]
+        assert min(run["norms"]) > 0.5, name
+        assert min(run["refreshes"]) >= 2, name
+        assert run["losses"][-1] < run["losses"][0] - 0.05, name
+        if "rank_candidates" in MODES[name] and name != "module_rules":
+            assert set(run["ranks"].values()) - {4}, name
+    assert len(set(runs[1]["rank_budget", 0, 1]["ranks"].values())) > 1
+    full = runs[1]["full_rank_budget", 0, 1]["ranks"].values()
+    assert set(full) & {40, 77}
+    assert set(full) & {4, 8, 16}
+    assert runs[1]["share_basis", 0, 1]["shared"] == [
+        [f"model.layers.0.{name}.weight" for name in names]
+        for names in (
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ("self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"),
+        )
+    ]
+
+
+def test_modes_differ(runs: Any) -> None:
+    """No mode silently runs as another one."""
+    losses = {name: tuple(runs[1][name, 0, 1]["losses"]) for name in MODES}
+    assert len(set(losses.values())) == len(losses)
+
+
+def test_fp16_overflow_on_one_rank_skips_the_step(ranks: Ranks) -> None:
+    names = ["left", "two_sided", "full residual", "share_basis", "apollo", "apollo_mini"]
+    for result in ranks.run(overflows, 2, names, [1, 3]):
+        for key, found in result.items():
+            assert found["same"], key
+            assert found["scales"] == (256.0, 128.0), key
+            assert found["steps"] == 2, key
+            assert found["losses"][-1] < found["losses"][0], key
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_without_masters_stay_bit_identical(ranks: Ranks, world: int) -> None:
+    names = ["left", "two_sided", "full residual", "left, full residual", "apollo"]
+    first, *others = ranks.run(replicas, world, names, [0, 1] if world == 2 else [2])
+    for key, (losses, held, masters) in first.items():
+        assert masters == 0, key
+        assert losses[-1] < losses[0] - 0.1, key
+        for other in others:
+            for name, weight in held.items():
+                assert torch.equal(weight, other[key][1][name]), (key, name)
