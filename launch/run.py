@@ -137,7 +137,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def raised_by_us(error: BaseException) -> bool:
     """Whether our own code refused something, and not a library under it."""
     frames = traceback.extract_tb(error.__traceback__)
-    package = Path(hmt_deepspeed.config.__file__).resolve().parent
+    package = Path(hmt_deepspeed.__file__).resolve().parent
     return bool(frames) and package in Path(frames[-1].filename).resolve().parents
 
 

@@ -35,6 +35,7 @@ DEFAULTS = {
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
     "master_weights": "fp32",
+    "weight_dtype": "auto",
     "target_modules": None,
     "exclude_modules": ("embed", "lm_head"),
     "module_rules": {},
@@ -174,6 +175,7 @@ NAME_FIELDS = [
     "residual",
     "state_dtype",
     "master_weights",
+    "weight_dtype",
 ]
 BOOL_FIELDS = ["early_refresh", "share_basis"]
 NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
@@ -376,6 +378,7 @@ LOW_RANK_ONLY = {
     "range_finder": "svd",
     "moment_transfer": "keep",
     "share_basis": True,
+    "weight_dtype": "int8",
     "rank_candidates": [8],
     "energy_threshold": 0.5,
     "update_interval": 10,

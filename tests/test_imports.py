@@ -125,7 +125,7 @@ def module_name(path: Path) -> str:
 
 
 def test_the_walk_finds_the_package():
-    assert REPO / PACKAGE / "config.py" in package_files()
+    assert REPO / PACKAGE / "config" / "models.py" in package_files()
 
 
 @pytest.mark.parametrize("path", package_files(), ids=module_name)
@@ -147,9 +147,9 @@ def check(file: str, source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("config.py", "from . import version"),
-        ("config.py", "import torch"),
-        ("config.py", "from torch import nn"),
+        ("config/models.py", "from .. import version"),
+        ("config/models.py", "import torch"),
+        ("config/models.py", "from torch import nn"),
         ("sites.py", "import hmt_deepspeed.config"),
         ("sites.py", "import hmt_deepspeed"),
         ("kernels/__init__.py", "from ..optim import basis"),
@@ -192,7 +192,7 @@ def test_checker_refuses(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("config.py", "import pydantic"),
+        ("config/models.py", "import pydantic"),
         ("planner/cost.py", "from .. import sites"),
         (OPTIM, "from . import basis\nfrom .basis import refresh\nfrom ..kernels.op import op"),
         (OPTIM, "import torch\nfrom torch import nn\nx = torch.distributions"),

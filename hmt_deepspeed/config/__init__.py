@@ -1,0 +1,23 @@
+"""The "hmt" block of a DeepSpeed JSON, checked before anything is built.
+
+`HMTConfig.from_block` turns the parsed block into a model, or raises one `ValueError` that lists
+every problem by its full key. `read_json_config` reads the file the block came from.
+"""
+
+from hmt_deepspeed.config.json_file import read_json_config
+from hmt_deepspeed.config.models import (
+    BLOCK_NAME,
+    HMTConfig,
+    ModuleRule,
+    OptimizerConfig,
+    describe_fields,
+)
+
+__all__ = [
+    "BLOCK_NAME",
+    "HMTConfig",
+    "ModuleRule",
+    "OptimizerConfig",
+    "describe_fields",
+    "read_json_config",
+]

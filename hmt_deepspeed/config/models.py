@@ -1,0 +1,284 @@
+"""The block as strict, frozen models: every field bounded and documented."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
+from hmt_deepspeed.config.problems import field_problems, walk_fields
+
+__all__ = ["BLOCK_NAME", "HMTConfig", "ModuleRule", "OptimizerConfig", "describe_fields"]
+
+BLOCK_NAME = "hmt"
+_MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _list_to_tuple(value: object) -> object:
+    """A JSON array is a list; a frozen model holds a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _strictly_increasing(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    for smaller, larger in pairwise(ranks):
+        if larger <= smaller:
+            raise ValueError(f"{larger} follows {smaller}")
+    return ranks
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
+
+
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
+RegexList = Annotated[tuple[Regex, ...], BeforeValidator(_list_to_tuple)]
+NonEmptyRegexList = Annotated[
+    tuple[Regex, ...], Field(min_length=1), BeforeValidator(_list_to_tuple)
+]
+RankList = Annotated[
+    tuple[PositiveInt, ...],
+    Field(min_length=1),
+    BeforeValidator(_list_to_tuple),
+    AfterValidator(_strictly_increasing),
+]
+
+
+class _StrictModel(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
+Projection = Literal["right", "left", "auto", "two_sided"]
+RangeFinder = Literal["randomized", "subspace", "svd", "random"]
+Residual = Literal["none", "probe", "full"]
+StateDtype = Literal["fp32", "bf16", "int8"]
+MomentTransfer = Literal["rotate", "keep", "reset"]
+
+
+class ModuleRule(_StrictModel):
+    """A value of `hmt.optimizer.module_rules`: fields left out are taken from `hmt.optimizer`."""
+
+    method: Method | None = None
+    projection: Projection | None = None
+    rank: Auto | PositiveInt | None = None
+    range_finder: RangeFinder | None = None
+    residual: Residual | None = None
+    scale: Auto | PositiveFloat | None = None
+
+
+class OptimizerConfig(_StrictModel):
+    """`hmt.optimizer`: what the optimizer does with each linear's gradient.
+
+    lr, betas, eps and weight_decay stay in DeepSpeed's own `optimizer.params`.
+    """
+
+    method: Method = Field(
+        default="lowrank_adamw",
+        description="Update rule of the matrices: AdamW in a low-rank space, APOLLO (a scale per "
+        "channel, or one per matrix: Mini) on whole gradients, or plain AdamW.",
+    )
+    projection: Projection = Field(
+        default="right",
+        description="Side of the gradient that is projected; auto is GaLore's rule, the smaller side; "
+        "two_sided is the HMT paper's r x r core.",
+    )
+    rank: Auto | PositiveInt = Field(
+        default="auto",
+        description="Rank of each basis: a fixed number, or chosen per matrix from the candidates.",
+    )
+    rank_candidates: RankList = Field(
+        default=(32, 64, 128, 256),
+        description='Ranks that "rank": "auto" chooses from; those above a matrix\'s smaller side '
+        "are lowered to it.",
+        json_schema_extra={"legal": "a non-empty, strictly increasing list of integers >= 1"},
+    )
+    energy_threshold: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description='"rank": "auto" takes the smallest candidate that captures this share of the '
+        "gradient's squared Frobenius norm.",
+    )
+    rank_budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Ranks share a budget of bytes, as a share of what AdamW's moments of the same "
+        "matrices take, and are spent where they capture most energy; null: each matrix by its "
+        "threshold.",
+    )
+    full_rank_budget: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Bytes, as a share of AdamW's moments of all matrices, that matrices may take for "
+        "full-rank AdamW when no candidate reaches the threshold.",
+    )
+    update_interval: int = Field(
+        default=200,
+        ge=1,
+        description="Optimizer steps between two basis refreshes of one matrix.",
+    )
+    early_refresh: bool = Field(
+        default=True,
+        description="Refresh a basis before its time when the energy it captures falls.",
+    )
+    range_finder: RangeFinder = Field(
+        default="randomized",
+        description="How a basis is found: randomised subspace iteration, one warm-started power step, "
+        "a full SVD, or random from a seed, which needs no gradient and stores nothing.",
+    )
+    moment_transfer: MomentTransfer = Field(
+        default="rotate",
+        description="What becomes of the moments when a basis changes: rotated into it, kept as they "
+        "are, or zeroed.",
+    )
+    residual: Residual = Field(
+        default="probe",
+        description="What becomes of the gradient outside the basis: dropped, applied along random "
+        "probe columns without states, or applied in full (Fira), which needs the whole gradient.",
+    )
+    share_basis: bool = Field(
+        default=False,
+        description="One basis for the linears that read the same input, taken from their stacked "
+        "gradients.",
+    )
+    probes: Auto | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description='Probe columns per matrix; 0 only with "residual": "none".',
+    )
+    residual_scale: Auto | PositiveFloat = Field(
+        default="auto",
+        description="Factor on the probe residual.",
+    )
+    projected_backward: Auto | bool = Field(
+        default="auto",
+        description="Backward forms the projected gradient without the full one: wherever it can, "
+        "everywhere or it is an error (true), or nowhere (false).",
+    )
+    scale: Auto | PositiveFloat = Field(
+        default="auto",
+        description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
+        "1 (APOLLO, under the root), 128 (Mini).",
+    )
+    norm_growth_limit: Auto | Annotated[float, Field(ge=1)] | None = Field(
+        default="auto",
+        description="The residual's norm may grow by at most this factor from step to step; "
+        '"auto" is 1.01, Fira\'s published value; null turns the limit off.',
+    )
+    max_full_gradient_bytes: Auto | PositiveInt = Field(
+        default="auto",
+        description="Bytes of full gradients alive at once while bases are refreshed.",
+    )
+    state_dtype: StateDtype = Field(
+        default="fp32",
+        description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
+        "of 256; tensors below 4096 elements stay in fp32.",
+    )
+    master_weights: Literal["fp32", "none"] = Field(
+        default="fp32",
+        description="fp32 master copy of 16-bit weights, or none: updates are then written to the "
+        "16-bit weights with stochastic rounding.",
+    )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="Storage of the low-rank linears' weights at ZeRO 0-2: the model's dtype, or INT8 in "
+        "blocks of 256 without masters, decoded for each product and updated with stochastic rounding.",
+    )
+    target_modules: NonEmptyRegexList | None = Field(
+        default=None,
+        description="Regular expressions searched in a parameter's name; the matches get the "
+        "low-rank rule. null: every linear.",
+        json_schema_extra={"legal": "null or a non-empty list of non-empty regular expressions"},
+    )
+    exclude_modules: RegexList = Field(
+        default=("embed", "lm_head"),
+        description="Regular expressions searched in a parameter's name; the matches stay on plain "
+        "AdamW, also where target_modules matches.",
+        json_schema_extra={"legal": "a list of non-empty regular expressions"},
+    )
+    module_rules: dict[Regex, ModuleRule] = Field(
+        default={},
+        description="Rules of their own for modules, by regular expression: embeddings and head too. "
+        "The first match decides, before every other pattern.",
+        json_schema_extra={"legal": "an object of regular expressions and objects"},
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=_MAX_SEED,
+        description="Seed of the random bases and of the probe columns.",
+    )
+
+    def __hash__(self) -> int:
+        rules = frozenset(self.module_rules.items())
+        others = (value for key, value in self if key != "module_rules")
+        return hash((rules, *others))
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> OptimizerConfig:
+        conflicts = conflicts_of({key: getattr(self, key) for key in self.model_fields_set})
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
+        return self
+
+
+class HMTConfig(_StrictModel):
+    """The whole "hmt" block."""
+
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="The optimizer and its projected backward."
+    )
+
+    @classmethod
+    def from_block(cls, block: object) -> HMTConfig:
+        """Validate the parsed value of the DeepSpeed config's "hmt" key.
+
+        Raises:
+            ValueError: one message with a line for every problem: the full key, the value given,
+                what is legal and what to do.
+        """
+        if not isinstance(block, dict):
+            raise ValueError(
+                f'The "{BLOCK_NAME}" key of the DeepSpeed config: got {block!r}. Legal: an object. '
+                f'Write "{BLOCK_NAME}": {{}} to use every default.'
+            )
+        try:
+            return cls.model_validate(block)
+        except ValidationError as error:
+            problems = field_problems(error, cls, BLOCK_NAME)
+        prefix = f"{BLOCK_NAME}.optimizer"
+        problems |= conflict_problems(block.get("optimizer"), prefix, known_bad=problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"  - {key}: {text}" for key, text in problems.items()]
+        raise ValueError(
+            f'The "{BLOCK_NAME}" block of the DeepSpeed config has {count}:\n' + "\n".join(lines)
+        )
+
+
+def describe_fields() -> list[tuple[str, str, str, str]]:
+    """Rows (key, legal values, default as JSON, description) of every field of the block."""
+    return [
+        (path, field["legal"], json.dumps(field["default"]), field["description"])
+        for path, field in walk_fields(HMTConfig, BLOCK_NAME)
+    ]
