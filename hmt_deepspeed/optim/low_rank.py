@@ -425,6 +425,7 @@ def adopt_together(
         if not matrix.steps:
             matrix.moments = matrix._new_moments()
         matrix.measured = True
+        matrix.forget_energy()
 
 
 def shareable(

@@ -184,6 +184,12 @@ class MatrixRule(ABC):
         self.mean_square_norm.lerp_(total / loss_scale**2, 1 - ENERGY_SMOOTHING)
         self.energy_weight += (1 - ENERGY_SMOOTHING) * (1 - self.energy_weight)
 
+    def forget_energy(self) -> None:
+        """Start the averages anew: what an old basis captured says nothing of a new one."""
+        self.energy_weight = 0.0
+        self.captured_energy.zero_()
+        self.mean_square_norm.zero_()
+
     def smoothed_energy(self) -> Tensor:
         """Captured energy E in [0, 1], an average over recent steps; 0-dim fp32."""
         return self.captured_energy / max(self.energy_weight, 1e-12)

@@ -14,7 +14,7 @@ import torch
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import select_rank
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks
+from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
     RankHistory,
     StalenessTrigger,
@@ -47,6 +47,26 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
             "of rank_candidates."
         )
     return policy
+
+
+# Captured energy, summed over all matrices, below which another plan is noise of the last spectra.
+LEAST_GAIN = 0.01
+
+
+def _is_idle(
+    spectra: Sequence[Spectrum], plan: Sequence[int], place: int, rank: int, budget: int
+) -> bool:
+    """Whether the best plan with the present rank at ``place`` is as good as ``plan``, but for noise."""
+    own = spectra[place]
+    if rank not in own.candidates:
+        return False
+    at = own.candidates.index(rank)
+    fixed = Spectrum((rank,), (own.captured[at],), (own.bytes[at],))
+    held = [*spectra[:place], fixed, *spectra[place + 1 :]]
+    if sum(spectrum.bytes[0] for spectrum in held) > budget:
+        return False
+    kept, _ = total_captured(held, allocate_ranks(held, budget))
+    return total_captured(spectra, plan)[0] - kept < LEAST_GAIN
 
 
 class RankPolicy:
@@ -154,7 +174,10 @@ class RankPolicy:
             spectra.append(self._spectrum(i, captured))
             others += self.bytes_at(i, member.rank) if i != index else 0
         place = self._budgeted().index(index)
-        planned = allocate_ranks(spectra, budget)[place]
+        plan = allocate_ranks(spectra, budget)
+        planned = plan[place]
+        if leader.measured and _is_idle(spectra, plan, place, leader.rank, budget):
+            planned = leader.rank
         fitting = [
             rank
             for rank in spectra[place].candidates

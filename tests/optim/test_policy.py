@@ -8,6 +8,9 @@ from torch import nn
 
 from hmt_deepspeed.optim import low_rank
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.policy import RankPolicy
+from hmt_deepspeed.optim.settings import MatrixSettings
 
 SHAPE = (48, 64)
 CANDIDATES = (4, 8, 16, 32)
@@ -368,3 +371,29 @@ def test_adding_a_group_keeps_what_is_known_of_the_others():
     for _ in train([*weights, late], optimizer, [*sources, sources[0]], 1):
         pass
     assert optimizer._policy.state_dict()["histories"]["param_0"] == before
+
+
+def test_equal_matrices_do_not_swap_ranks_for_noise():
+    """A budget for one large and one small rank: whoever has the large one keeps it."""
+    settings = MatrixSettings(rank_candidates=(4, 8), probes=0, residual="none")
+    groups = []
+    for name in ("a", "b"):
+        shape, device = (64, 32), torch.device("cpu")
+        groups.append([LowRankMatrix(name, shape, (0, 64), settings, torch.float32, device)])
+    sizes = [2 * 64 * rank * 4 + 32 * rank * 4 for rank in (4, 8)]
+    policy = RankPolicy(groups, sum(sizes), 0, early=False)
+
+    def refresh(index, energies, step):
+        rank = policy.choose(index, energies, step)
+        groups[index][0].adopt(torch.eye(32)[:, :rank])
+        return rank
+
+    assert refresh(0, [0.5, 0.7], 0) == 8
+    assert refresh(1, [0.5, 0.7], 1) == 4
+    for step in range(2, 20, 2):  # b seems better by a hair, a by turns
+        noise = 0.002 * (-1) ** (step // 2)
+        assert refresh(0, [0.5, 0.7 - noise], step) == 8
+        assert refresh(1, [0.5, 0.7 + noise], step + 1) == 4
+    refresh(1, [0.2, 0.9], 20)  # a real difference
+    assert refresh(0, [0.69, 0.7], 21) == 4
+    assert refresh(1, [0.2, 0.9], 22) == 8
