@@ -186,11 +186,11 @@ def _dense_bytes(optimizer: Any, entries: list[Any]) -> int:
 
 
 def _scalar_bytes(optimizer: Any) -> int:
-    """The all-reduce of two squared norms per parameter, and of the overflow flag, in fp32."""
+    """The all-reduce of one squared norm per dense parameter, and of the overflow flag, in fp32."""
     from hmt_deepspeed.zero.collectives import reduce_bytes
 
     flag = reduce_bytes(4, WORLD) if optimizer.settings.check_overflow else 0
-    return reduce_bytes(2 * 4 * len(optimizer.entries), WORLD) + flag
+    return reduce_bytes(4 * len(optimizer.entries), WORLD) + flag
 
 
 # -- overlap ----------------------------------------------------------------------------------------
