@@ -35,13 +35,14 @@ def flatten(tensor: Tensor) -> tuple[Layout, Tensor]:
     dimensions without the gaps.
 
     Raises:
-        ValueError: sparse, quantized or meta tensors, and wrapper subclasses (DTensor and the like).
+        ValueError: sparse, quantized, nested or meta tensors, and wrapper subclasses (DTensor and the like).
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise ValueError(f"only plain tensors can be moved, not {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    special = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    if special or tensor.layout != torch.strided:
         raise ValueError(
-            f"only dense tensors with values can be moved, not layout {tensor.layout}, dtype "
+            f"only dense plain tensors can be moved, not layout {tensor.layout}, dtype "
             f"{tensor.dtype} on {tensor.device}"
         )
     core = tensor.detach().resolve_conj().resolve_neg()
