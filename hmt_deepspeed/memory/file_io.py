@@ -79,14 +79,23 @@ class AsyncIO:
         self._reader, self._writer = reader, writer
 
     def write(self, path: str, memory: Tensor) -> None:
-        os.stat(path)  # the handle would create the file
+        _size(path, os.O_WRONLY)  # a missing file the handle would create
         _expect_one(self._writer.sync_pwrite(memory, path, 0))
 
     def read(self, path: str, memory: Tensor) -> None:
-        found = os.stat(path).st_size
+        found = _size(path, os.O_RDONLY)
         if found < memory.numel():  # the handle would abort the process
             raise OSError(errno.EIO, f"the file has {found} bytes, expected {memory.numel()}")
         _expect_one(self._reader.sync_pread(memory, path, 0))
+
+
+def _size(path: str, flags: int) -> int:
+    """Bytes of a file that can be opened; OSError says why it cannot, the handle would not."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def _expect_one(completed: int) -> None:

@@ -32,7 +32,9 @@ def test_limit(engine):
     store = HostStore(engine, 2 * PAGE)
     store.put("a", pattern(1024))
     store.put("b", pattern(1024))
-    with pytest.raises(PoolFull, match=rf"'c' needs {PAGE} bytes, the host store of {2 * PAGE} bytes"):
+    with pytest.raises(
+        PoolFull, match=rf"'c' needs {PAGE} bytes, the host store of {2 * PAGE} bytes"
+    ):
         store.put("c", pattern(1))
     assert "c" not in store
     store.drop("a")
