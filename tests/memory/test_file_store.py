@@ -273,9 +273,9 @@ def test_a_failed_copy_is_raised_at_the_user_of_the_tensor(make):
 
     store = make(streams=Faulty())
     store.put("x", pattern(9))
-    with pytest.raises(TransferError, match="'x'.*the cable is out"):
+    with pytest.raises(TransferError, match=r"'x'.*the cable is out"):
         store.flush()
-    with pytest.raises(TransferError, match="'x'.*the cable is out"):
+    with pytest.raises(TransferError, match=r"'x'.*the cable is out"):
         store.get("x")
 
 

@@ -61,11 +61,11 @@ def engine():
 
 
 def test_host(engine):
-    store = HostStore(engine, 80 * PAGE)
+    store = HostStore(engine, 30 * PAGE)
     num_full = run(store, random.Random(1), 3000, PoolFull)
     assert num_full > 10  # the limit was reached
-    assert store.pool.peak_bytes <= 80 * PAGE
-    assert store.pool.take(80 * PAGE, "all").memory.numel() == 80 * PAGE
+    assert store.pool.peak_bytes <= 30 * PAGE
+    assert store.pool.take(30 * PAGE, "all").memory.numel() == 30 * PAGE
 
 
 @pytest.mark.parametrize("kind", ["positional", "async_io"])
@@ -74,7 +74,7 @@ def test_ssd(engine, tmp_path, kind):
     run(store, random.Random(2), 1000)
     size = store.folder.file_bytes
     run(store, random.Random(2), 1000)
-    assert store.folder.file_bytes <= size * 1.1  # a late give-back may cost a file or two
+    assert store.folder.file_bytes <= size * 1.5  # a slot given back late costs a file or two
     assert engine.pool.peak_bytes <= engine.pool.nbytes
     store.close()
     assert engine.pool.take(24 * PAGE, "all")
