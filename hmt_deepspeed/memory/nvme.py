@@ -11,6 +11,7 @@ from torch import Tensor
 from .counters import Counters, run_in_background
 from .errors import StoreError, TransferError
 from .file_io import FileIO, PositionalIO
+from .own_folder import OwnFolder
 from .pool import whole_pages
 from .slots import Slot, SlotFolder
 from .transfer import Arrival, Transfer, TransferEngine
@@ -38,7 +39,7 @@ class _Entry:
 
 
 class FileStore:
-    """Keeps tensors in files of one folder per process, see :class:`SlotFolder`.
+    """Keeps tensors in files of a folder of its own, see :class:`SlotFolder` and :class:`OwnFolder`.
 
     A name's life: put, then any number of prefetch and get, then drop; the same promises as
     :class:`HostStore`. On the way each tensor stays in the engine's ``pool``: a put waits while that is full
@@ -54,7 +55,7 @@ class FileStore:
 
     Attributes:
         counters: bytes (whole pages) and files written (out) and read (in), and seconds callers waited.
-        folder: the slots, with ``file_bytes``.
+        slots: the files, with ``path`` and ``file_bytes``.
 
     Raises:
         StoreError: the folder cannot be made.
@@ -70,7 +71,8 @@ class FileStore:
         if num_threads < 1:
             raise ValueError(f"num_threads is at least 1, got {num_threads}")
         self.engine = engine
-        self.folder = SlotFolder(folder, io or PositionalIO())
+        self._own_folder = OwnFolder(folder)
+        self.slots = SlotFolder(self._own_folder.path, io or PositionalIO())
         self.counters = Counters()
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
@@ -91,11 +93,11 @@ class FileStore:
             if name in self._entries:
                 raise ValueError(f"{name!r} is already in the SSD store: drop it first")
         transfer = self.engine.put(tensor, name, lent=True)
-        entry = _Entry(name, transfer, self.folder.take(transfer.layout.nbytes))
+        entry = _Entry(name, transfer, self.slots.take(transfer.layout.nbytes))
         with self._lock:
             if self._closed or name in self._entries:
                 self.engine.drop(transfer)
-                self.folder.give_back(entry.slot)
+                self.slots.give_back(entry.slot)
                 raise ValueError(f"{name!r} was put twice at the same time, or while closing")
             entry.write = self._writers.submit(self._write, entry)
             self._entries[name] = entry
@@ -135,7 +137,7 @@ class FileStore:
         last.add_done_callback(lambda _: self._retire(entry))
 
     def flush(self) -> None:
-        """Returns when all that was put is written. Raises StoreError for the first that could not be."""
+        """Returns when all that was put is written. Raises what get would, for the first that is not."""
         with self.counters.waiting():
             for entry in list(self._entries.values()):
                 with suppress(CancelledError):  # dropped meanwhile
@@ -150,7 +152,7 @@ class FileStore:
                 self.drop(name)
         self._writers.shutdown()
         self._readers.shutdown()
-        self.folder.close()
+        self._own_folder.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -178,7 +180,7 @@ class FileStore:
         try:
             self.engine.host_bytes(entry.transfer)
             memory = entry.transfer.buffer.memory
-            digest = self.folder.write(entry.slot, memory, nbytes)
+            digest = self.slots.write(entry.slot, memory, nbytes)
             self.counters.count_out(whole_pages(nbytes))
             return digest
         except StoreError as error:
@@ -195,7 +197,7 @@ class FileStore:
         pool = self.engine.pool
         buffer = pool.take(nbytes, entry.name, lent=True)
         try:
-            self.folder.read(entry.slot, buffer.memory, nbytes, digest)
+            self.slots.read(entry.slot, buffer.memory, nbytes, digest)
         except BaseException as error:
             pool.release(buffer)
             if isinstance(error, StoreError):
@@ -208,7 +210,7 @@ class FileStore:
         """The last job of a dropped tensor is done."""
         if entry.arrival is not None:
             self.engine.abandon(entry.arrival)
-        self.folder.give_back(entry.slot)
+        self.slots.give_back(entry.slot)
 
 
 def _threads(num_threads: int, name: str) -> ThreadPoolExecutor:

@@ -60,7 +60,9 @@ class PinnedPool:
         start = -whole.data_ptr() % GRANULE
         self._memory = whole[start : start + self.nbytes]
         streams.pin(self._memory)
-        streams.scrub(self._memory)
+        self._num_touched = (
+            0  # bytes that were ever taken; the rest may not even be backed by pages
+        )
         self._closed = False
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, bytes), by offset
         self._retiring: deque[Buffer] = deque()  # released, oldest first
@@ -129,16 +131,20 @@ class PinnedPool:
                 _finish(buffer.uses)
             self._reclaim()
             self._streams.unpin(self._memory)
+            self._memory = self._memory.new_empty(0)
 
     def _allocate(self, need: int, owner: str, lent: bool) -> Buffer | None:
         for index, (offset, size) in enumerate(self._free):
             if size >= need:
-                rest = [(offset + need, size - need)] if size > need else []
-                self._free[index : index + 1] = rest
+                end = offset + need
+                self._free[index : index + 1] = [(end, size - need)] if size > need else []
+                if end > self._num_touched:
+                    self._streams.scrub(self._memory[self._num_touched : end])
+                    self._num_touched = end
                 self._num_lent += lent
                 self.used_bytes += need
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                return Buffer(offset, self._memory[offset : offset + need], owner, lent)
+                return Buffer(offset, self._memory[offset:end], owner, lent)
         return None
 
     def _reclaim(self) -> None:

@@ -1,16 +1,12 @@
-"""Files of a folder of this process's own, used again instead of growing."""
+"""Files for tensors in a folder, used again instead of growing, and verified."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-import tempfile
 import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -20,9 +16,6 @@ from .file_io import FileIO
 from .pool import whole_pages
 
 __all__ = ["Slot", "SlotFolder"]
-
-PREFIX = "hmt-swap-"
-GATE, LOCK = ".hmt-swap.lock", "lock"
 
 
 class Slot:
@@ -39,44 +32,29 @@ class Slot:
 
 
 class SlotFolder:
-    """A folder ``hmt-swap-<pid>-*`` below ``base`` with files in size classes.
+    """Files of fixed sizes in a folder, made when first written.
 
-    A file given back is used again for the next tensor of its class (at most 1/8 larger than the tensor,
-    plus a page); when the disk is full, files of other classes that are not in use are removed. The folder
-    is removed by :meth:`close`, at exit, and by the next process that starts below ``base`` if this one was
-    killed: it holds a lock that the kernel releases.
+    A file given back is used again for the next tensor of its size class (at most 1/8 larger than the tensor,
+    plus a page); when the disk is full, files of other classes that are not in use are removed.
 
     Built on by whoever needs commits: a slot keeps its content until it is given back and written again,
     may be hard-linked elsewhere and given up with :meth:`discard`, and is on the disk after :meth:`sync`.
     Safe to use from several threads, each slot by one at a time.
 
     Args:
-        base: a folder, made if it does not exist.
+        path: the folder, which exists and holds no slots.
         io: how bytes are moved.
 
     Attributes:
-        path: the folder.
         file_bytes: bytes of all its files, in use or not.
-
-    Raises:
-        StoreError: the folder cannot be made.
     """
 
-    def __init__(self, base: str, io: FileIO) -> None:
-        self._io = io
+    def __init__(self, path: str, io: FileIO) -> None:
+        self.path, self._io = path, io
         self._lock = threading.Lock()
         self._free: dict[int, list[Slot]] = {}
         self._num_slots = 0
         self.file_bytes = 0
-        try:
-            os.makedirs(base, exist_ok=True)
-            with _locked(os.path.join(base, GATE)):
-                _remove_stale(base)
-                self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base)
-                lock = _lock_file(os.path.join(self.path, LOCK))
-        except OSError as error:
-            raise StoreError(f"cannot make a folder for swap files in {base}: {error}") from error
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def take(self, nbytes: int) -> Slot:
         """A slot for ``nbytes``, free until now. Touches no file."""
@@ -153,10 +131,6 @@ class SlotFolder:
         except OSError as error:
             raise StoreError(f"{slot.path}: cannot sync: {error}") from error
 
-    def close(self) -> None:
-        """Removes the folder with everything in it. Idempotent."""
-        self._finalizer()
-
     def _make(self, slot: Slot) -> None:
         """The slot's file with its space reserved, so that a full disk shows here."""
         if slot._made:
@@ -209,40 +183,3 @@ def _reserve(slot: Slot) -> None:
         raise
     finally:
         os.close(descriptor)
-
-
-def _lock_file(path: str, wait: bool = True) -> int:
-    """Descriptor of a file locked for as long as it is open. BlockingIOError: taken, and not to wait."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    descriptor = _lock_file(path)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_stale(base: str) -> None:
-    """Removes folders whose process is gone."""
-    for name in os.listdir(base):
-        folder = os.path.join(base, name)
-        if not name.startswith(PREFIX) or not os.path.isdir(folder):
-            continue
-        with suppress(BlockingIOError, PermissionError):  # alive, or another user's
-            os.close(_lock_file(os.path.join(folder, LOCK), wait=False))
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(path: str, lock: int, pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)

@@ -27,7 +27,7 @@ class Store(Protocol):
 
 
 class TieredStore:
-    """Host first, SSD for what the host cannot hold.
+    """Host first, SSD for what the host cannot hold. Several threads may use it, each name by one at a time.
 
     Args:
         tiers: fastest first. The last one's error is raised when none has room.

@@ -112,6 +112,7 @@ class TransferEngine:
         Raises:
             ValueError: not on ``self.device``, or not a plain dense tensor.
             PoolFull: larger than the pool, or no room while every buffer in it is held.
+            TransferError: the copy could not be started.
         """
         if tensor.device != self.device:
             raise ValueError(f"{name!r} is on {tensor.device}, this engine moves {self.device}")
@@ -119,7 +120,7 @@ class TransferEngine:
         pool = pool or self.pool
         buffer = pool.take(layout.nbytes, name, lent)
         try:
-            with self._lock:
+            with self._lock, _named(name, layout.nbytes):
                 self._make_room(layout.nbytes)
                 produced = self.streams.mark()
                 target = buffer.memory[: layout.nbytes]

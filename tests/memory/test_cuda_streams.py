@@ -199,8 +199,7 @@ def on_gpu():
 @needs_gpu
 @pytest.mark.parametrize("kind", tensors())
 def test_round_trip_on_a_gpu(kind, on_gpu, tmp_path):
-    tensor = tensors()[kind].detach()
-    moved = tensor.cuda() if tensor.is_contiguous() else tensor.to("cuda")
+    moved = tensors()[kind].detach().to("cuda")
     expected = moved.cpu()
     for store in (HostStore(on_gpu, 64 << 20), FileStore(on_gpu, str(tmp_path))):
         store.put("x", moved)
@@ -258,14 +257,14 @@ def test_pools_are_pinned(on_gpu):
 @needs_gpu
 def test_no_device_memory(on_gpu):
     handle = on_gpu.put(pattern(100).cuda(), "x")
-    free, _ = torch.cuda.mem_get_info()
     big = on_gpu.put(torch.zeros(48 << 20, dtype=torch.uint8, device="cuda"), "big")
-    hoard = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+    on_gpu.host_bytes(big)
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
         with pytest.raises(TransferError, match=r"'big'.*out of memory"):
             on_gpu.get(big)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        del hoard
+    assert on_gpu.get(big).eq(0).all()
     assert_same(on_gpu.get(handle).cpu(), pattern(100))

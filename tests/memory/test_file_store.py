@@ -45,8 +45,8 @@ def make(tmp_path):
 
     yield factory
     for store in stores:
-        if isinstance(store.folder._io, Gated):
-            store.folder._io.writes.set()
+        if isinstance(store.slots._io, Gated):
+            store.slots._io.writes.set()
         store.close()
 
 
@@ -56,7 +56,7 @@ def store(request, make):
 
 
 def files(store):
-    return list(Path(store.folder.path).glob("*.bin"))
+    return list(Path(store.slots.path).glob("*.bin"))
 
 
 # -- what is put comes back --------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_file_space_and_pinned_memory_do_not_grow(store):
             expected = pattern(pages * PAGE, dtype=torch.uint8, seed=step)
             assert_same(store.get(str(index)), expected)
             store.drop(str(index))
-        seen.add(store.folder.file_bytes)
+        seen.add(store.slots.file_bytes)
     assert seen == {10 * PAGE}
     assert sum(f.stat().st_size for f in files(store)) == 10 * PAGE
     assert store.engine.pool.peak_bytes <= 8 * PAGE
@@ -249,9 +249,9 @@ def test_an_altered_file_is_raised_at_the_user_of_the_tensor(store):
 def test_a_missing_folder(store):
     store.put("x", pattern(9))
     store.flush()
-    for path in Path(store.folder.path).iterdir():
+    for path in Path(store.slots.path).iterdir():
         path.unlink()
-    Path(store.folder.path).rmdir()
+    Path(store.slots.path).rmdir()
     with pytest.raises(StoreError, match=r"^'x': .*No such file"):
         store.get("x")
     store.put("y", pattern(9))
@@ -307,7 +307,7 @@ def test_close(make):
     store.prefetch("3")
     store.close()
     store.close()
-    assert not os.path.exists(store.folder.path)
+    assert not os.path.exists(store.slots.path)
     assert store.engine.pool.take(8 * PAGE, "all")
     with pytest.raises(RuntimeError, match="closed"):
         store.put("y", pattern(1))

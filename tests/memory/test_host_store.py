@@ -1,5 +1,7 @@
 """The host store: what is put comes back, within a constant number of bytes."""
 
+import weakref
+
 import pytest
 import torch
 from memory_cases import PAGE, assert_same, pattern, tensors
@@ -70,8 +72,10 @@ def test_stores_share_the_engine_and_not_the_memory(engine):
 def test_close(engine):
     store = HostStore(engine, PAGE)
     store.put("x", pattern(9))
+    memory = weakref.ref(store.pool._memory)
     store.close()
     store.close()
+    assert memory() is None
     assert "x" not in store
     with pytest.raises(RuntimeError, match="host store is closed"):
         store.put("y", torch.ones(1))

@@ -3,6 +3,7 @@
 import random
 import threading
 
+import psutil
 import pytest
 import torch
 from memory_cases import PAGE
@@ -143,6 +144,18 @@ def test_freed_memory_is_poisoned():
     buffer.memory.zero_()
     pool.release(buffer)
     assert buffer.memory.view(torch.float32).isnan().all()
+
+
+def test_fresh_memory_is_poisoned_and_no_page_is_touched_early():
+    before = psutil.Process().memory_info().rss
+    pool = PinnedPool(1 << 30, "large", TwinStreams(), Counters())
+    for _ in range(3):
+        buffer = pool.take(2 * PAGE, "x")
+        assert buffer.memory.view(torch.float32).isnan().all()
+        pool.take(PAGE, "y")
+        buffer.memory.zero_()
+        pool.release(buffer)
+    assert psutil.Process().memory_info().rss - before < 1 << 26
 
 
 def test_close_ends_takers_and_is_idempotent():

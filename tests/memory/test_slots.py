@@ -1,12 +1,9 @@
-"""Slot files: reuse, verification, every failure of a disk, and cleaning up after the dead."""
+"""Slot files: reuse, verification, every failure of a disk."""
 
 import errno
 import os
 import re
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,18 +26,20 @@ def buffer(nbytes, seed=0):
     return whole[-whole.data_ptr() % PAGE :][:size]
 
 
+def new_folder(base):
+    path = base / "slots"
+    path.mkdir(mode=0o700)
+    return str(path)
+
+
 @pytest.fixture(params=["positional", "async_io"])
 def folder(request, tmp_path):
-    made = SlotFolder(str(tmp_path), make_io(request.param))
-    yield made
-    made.close()
+    return SlotFolder(new_folder(tmp_path), make_io(request.param))
 
 
 @pytest.fixture
 def plain(tmp_path):
-    made = SlotFolder(str(tmp_path), PositionalIO())
-    yield made
-    made.close()
+    return SlotFolder(new_folder(tmp_path), PositionalIO())
 
 
 def written(folder, nbytes=3 * PAGE + 5, seed=0):
@@ -96,7 +95,6 @@ def test_a_slot_is_never_given_out_twice(plain):
 
 def test_only_the_owner_may_read(plain):
     assert stat.S_IMODE(os.stat(written(plain)[0].path).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(plain.path).st_mode) == 0o700
 
 
 def test_a_linked_file_survives_being_discarded(plain, tmp_path):
@@ -307,7 +305,7 @@ class Handle:
 
 
 def test_async_io_that_writes_nothing_is_found_out(tmp_path):
-    folder = SlotFolder(str(tmp_path), AsyncIO(Handle(), Handle()))
+    folder = SlotFolder(new_folder(tmp_path), AsyncIO(Handle(), Handle()))
     slot, _, digest = written(folder)
     with pytest.raises(StoreError, match="expected checksum"):
         folder.read(slot, buffer(3 * PAGE + 5, seed=3), 3 * PAGE + 5, digest)
@@ -315,7 +313,7 @@ def test_async_io_that_writes_nothing_is_found_out(tmp_path):
 
 @pytest.mark.parametrize("completed", [-1, 0])
 def test_async_io_that_reports_failure(tmp_path, completed):
-    folder = SlotFolder(str(tmp_path), AsyncIO(Handle(), Handle(completed=completed)))
+    folder = SlotFolder(new_folder(tmp_path), AsyncIO(Handle(), Handle(completed=completed)))
     with pytest.raises(StoreError, match=f"async_io returned {completed}"):
         written(folder)
 
@@ -323,69 +321,3 @@ def test_async_io_that_reports_failure(tmp_path, completed):
 def test_async_io_alignment():
     with pytest.raises(ValueError, match=r"8192 bytes.*intra_op_parallelism"):
         AsyncIO(Handle(), Handle(alignment=8192))
-
-
-# -- cleaning up -----------------------------------------------------------------------------------------
-
-CHILD = """
-import os, sys, time
-from hmt_deepspeed.memory.file_io import PositionalIO
-from hmt_deepspeed.memory.slots import SlotFolder
-import torch
-folder = SlotFolder(sys.argv[1], PositionalIO())
-slot = folder.take(4096)
-folder.write(slot, torch.zeros(4096, dtype=torch.uint8), 4096)
-print(folder.path, flush=True)
-if sys.argv[2] == "fork":
-    if os.fork() == 0:
-        sys.exit()  # runs the exit handlers of the parent's objects
-    os.wait()
-    assert os.path.exists(slot.path)
-elif sys.argv[2] == "stay":
-    time.sleep(60)
-"""
-
-
-def child(base, how):
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(base), how], stdout=subprocess.PIPE, text=True
-    )
-    return process, Path(process.stdout.readline().strip())
-
-
-def test_a_killed_process_is_cleaned_up_after_and_a_living_one_is_not(tmp_path):
-    process, path = child(tmp_path, "stay")
-    assert list(path.glob("*.bin"))
-    neighbour = SlotFolder(str(tmp_path), PositionalIO())
-    assert list(path.glob("*.bin"))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert list(path.glob("*.bin"))  # nobody could
-    (tmp_path / "not ours").mkdir()
-    (tmp_path / "hmt-swap-a-file").write_text("not ours either")
-    SlotFolder(str(tmp_path), PositionalIO()).close()
-    assert not path.exists()
-    assert Path(neighbour.path).exists()
-    assert (tmp_path / "not ours").exists()
-    assert (tmp_path / "hmt-swap-a-file").exists()
-
-
-@pytest.mark.parametrize("how", ["leave", "fork"])
-def test_a_process_cleans_up_at_exit(tmp_path, how):
-    process, path = child(tmp_path, how)
-    assert process.wait() == 0
-    assert path.parent == tmp_path
-    assert not path.exists()
-
-
-def test_close_is_idempotent(tmp_path):
-    folder = SlotFolder(str(tmp_path), PositionalIO())
-    folder.close()
-    folder.close()
-    assert not os.path.exists(folder.path)
-
-
-def test_a_base_that_cannot_be_a_folder(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot make a folder for swap files in .*file"):
-        SlotFolder(str(tmp_path / "file"), PositionalIO())

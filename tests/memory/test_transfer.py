@@ -271,6 +271,17 @@ def test_a_refused_tensor_takes_no_room():
     assert engine.pool.used_bytes == 0
 
 
+def test_a_copy_that_cannot_be_started_takes_no_room():
+    class Broken(TwinStreams):
+        def copy(self, *args):
+            raise RuntimeError("no such device")
+
+    engine = make(pages=1, streams=Broken())
+    with pytest.raises(TransferError, match=r"'x' \(36 bytes\) failed: no such device"):
+        engine.put(pattern(9), "x")
+    assert engine.pool.used_bytes == 0
+
+
 def test_received_before_it_was_sent():
     engine = make()
     layout = engine.put(pattern(9), "x").layout

@@ -72,9 +72,9 @@ def test_host(engine):
 def test_ssd(engine, tmp_path, kind):
     store = FileStore(engine, str(tmp_path), make_io(kind))
     run(store, random.Random(2), 1000)
-    size = store.folder.file_bytes
+    size = store.slots.file_bytes
     run(store, random.Random(2), 1000)
-    assert store.folder.file_bytes <= size * 1.5  # a slot given back late costs a file or two
+    assert store.slots.file_bytes <= size * 1.5  # a slot given back late costs a file or two
     assert engine.pool.peak_bytes <= engine.pool.nbytes
     store.close()
     assert engine.pool.take(24 * PAGE, "all")
