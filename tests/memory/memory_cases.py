@@ -45,6 +45,8 @@ def tensors() -> dict[str, Tensor]:
         "transposed columns": pattern(16, 12).t()[2:7],
         "every other": pattern(31)[::2],
         "inner slice": pattern(6, 8, 10)[1:4, ::3, 5],
+        "overlapping": pattern(12).unfold(0, 4, 1),
+        "rows": pattern(9, 4)[3:6],
         "expanded": pattern(1, 6).expand(1000, 6),
         "expanded inside": pattern(4, 1, 6).expand(4, 50, 6),
         "expanded scalar": torch.tensor(2.0, dtype=torch.bfloat16).expand(3, 4),

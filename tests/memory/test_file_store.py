@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from memory_cases import PAGE, assert_same, pattern, tensors
 from ssd_io import make_io
 
+from hmt_deepspeed.memory import transfer as transfer_module
 from hmt_deepspeed.memory.errors import PoolFull, StoreError, TransferError
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.nvme import FileStore
@@ -191,6 +193,45 @@ def test_a_slot_dropped_while_read_is_not_overwritten(make):
     assert len(files(store)) == 2
 
 
+@pytest.mark.parametrize("on_file", [False, True])
+def test_an_abandoned_prefetch_keeps_its_memory_until_the_copy_is_done(make, on_file):
+    io = Gated()
+    store = make(io)
+    store.put("x", pattern(100))
+    if on_file:
+        io.writes.set()
+        store.flush()
+    store.prefetch("x")
+    if on_file:
+        store._entries["x"].read.result()
+    streams = store.engine.streams
+    (copy,) = streams._pending[Direction.TO_DEVICE]
+    target = copy.device
+    store.drop("x")
+    io.writes.set()
+    store._writers.shutdown()
+    assert target() is not None
+    streams.drain()
+    assert copy.event.error is None
+    del copy
+    assert target() is None
+
+
+def test_what_a_reader_waits_for_is_not_counted_as_a_caller_s(make):
+    store = make(pages=1)
+    store.put("x", pattern(100))
+    store.flush()
+    counters = store.engine.counters
+    buffer = store.engine.pool.take(1, "in the way", lent=True)
+    waited = counters.seconds_waited
+    store.prefetch("x")
+    time.sleep(0.1)  # the reader has no buffer
+    store.engine.pool.release(buffer)
+    store._entries["x"].read.result()
+    assert counters.seconds_waited == waited
+    assert_same(store.get("x"), pattern(100))
+
+
 def test_a_write_that_does_not_wait_for_the_device_writes_poison(make):
     class Forgetful(TwinStreams):
         def copy(self, direction, *args):
@@ -277,6 +318,22 @@ def test_a_failed_copy_is_raised_at_the_user_of_the_tensor(make):
         store.flush()
     with pytest.raises(TransferError, match=r"'x'.*the cable is out"):
         store.get("x")
+
+
+def test_no_device_memory_in_prefetch_is_tried_again_in_get(make, monkeypatch):
+    store = make()
+    store.put("x", pattern(9))
+    store.flush()
+    with monkeypatch.context() as patch:
+
+        def no_memory(layout, device):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(transfer_module, "new_like", no_memory)
+        store.prefetch("x")
+        with pytest.raises(TransferError, match=r"'x' \(36 bytes\).*out of memory"):
+            store.get("x")
+    assert_same(store.get("x"), pattern(9))
 
 
 def test_larger_than_the_pool(make):
