@@ -208,8 +208,9 @@ class FileStore:
 
     def _retire(self, entry: _Entry) -> None:
         """The last job of a dropped tensor is done."""
-        if entry.arrival is not None:
-            self.engine.abandon(entry.arrival)
+        arrival, entry.arrival = entry.arrival, None  # the entry is part of a cycle: free it now
+        if arrival is not None:
+            self.engine.abandon(arrival)
         self.slots.give_back(entry.slot)
 
 
