@@ -43,9 +43,7 @@ class Transfer:
     ) -> None:
         self.name, self.layout, self.stored = name, layout, stored
         self._pool, self.buffer = pool, buffer
-        self._fetched: tuple[
-            Event, ...
-        ] = ()  # the last copy to the device: ends after all before it
+        self._fetched: tuple[Event, ...] = ()  # the last fetch, which ends after those before it
         self._arrival: Arrival | None = None
         self._dropped = False
 
@@ -200,9 +198,7 @@ class TransferEngine:
         with self._lock:
             self._check(transfer)
             arrival = self.expect(transfer.layout, transfer.name)
-            self._send(arrival, transfer.buffer, [transfer.stored])
-            if arrival.event is not None:
-                transfer._fetched = (arrival.event,)
+            transfer._fetched = (self._send(arrival, transfer.buffer, [transfer.stored]),)
             return arrival
 
     def expect(self, layout: Layout, name: str) -> Arrival:
@@ -220,11 +216,11 @@ class TransferEngine:
     def deliver(self, arrival: Arrival, pool: PinnedPool, buffer: Buffer) -> None:
         """Starts the copy of an expected tensor's bytes; releases the buffer. For any thread."""
         try:
-            self._send(arrival, buffer, [])
+            event = self._send(arrival, buffer, [])
         except BaseException:
             pool.release(buffer)
             raise
-        pool.release(buffer, *([] if arrival.event is None else [arrival.event]))
+        pool.release(buffer, event)
 
     def receive(self, arrival: Arrival) -> Tensor:
         """The tensor of a submitted arrival, ready for the caller's current stream.
@@ -253,14 +249,14 @@ class TransferEngine:
 
     # -- steps --------------------------------------------------------------------------------------
 
-    def _send(self, arrival: Arrival, buffer: Buffer, after: list[Event]) -> None:
+    def _send(self, arrival: Arrival, buffer: Buffer, after: list[Event]) -> Event:
         nbytes = arrival.flat.numel()
-        source = buffer.memory[:nbytes]
+        source, before = buffer.memory[:nbytes], [arrival.ready, *after]
         with _named(arrival.name, nbytes):
-            arrival.event = self.streams.copy(
-                Direction.TO_DEVICE, arrival.flat, source, [arrival.ready, *after]
-            )
+            event = self.streams.copy(Direction.TO_DEVICE, arrival.flat, source, before)
+        arrival.event = event
         self.counters.count_in(nbytes)
+        return event
 
     def _make_room(self, nbytes: int) -> None:
         """Waits for the oldest copies to the host while there is no room for ``nbytes`` beside them."""
