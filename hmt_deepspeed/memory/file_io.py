@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -55,6 +56,10 @@ class PositionalIO:
             os.close(descriptor)
 
 
+_first_write = threading.Lock()  # of the process
+_written = threading.Event()
+
+
 class AsyncIO:
     """DeepSpeed's ``aio_handle``, past the page cache.
 
@@ -80,7 +85,14 @@ class AsyncIO:
 
     def write(self, path: str, memory: Tensor) -> None:
         _size(path, os.O_WRONLY)  # a missing file the handle would create
-        _expect_one(self._writer.sync_pwrite(memory, path, 0))
+        # Its first write logs a warning inside std::call_once; a second thread that enters meanwhile waits
+        # for that with the GIL held, and the process hangs (DeepSpeed 0.19.8).
+        if not _written.is_set():
+            with _first_write:
+                _expect_one(self._writer.sync_pwrite(memory, path, 0))
+                _written.set()
+        else:
+            _expect_one(self._writer.sync_pwrite(memory, path, 0))
 
     def read(self, path: str, memory: Tensor) -> None:
         found = _size(path, os.O_RDONLY)

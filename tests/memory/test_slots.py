@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from memory_cases import PAGE, pattern
 from ssd_io import make_io
 
 from hmt_deepspeed.memory import checksum as checksum_module
+from hmt_deepspeed.memory import file_io
 from hmt_deepspeed.memory.checksum import checksum
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import AsyncIO, PositionalIO
@@ -316,6 +319,32 @@ def test_async_io_that_reports_failure(tmp_path, completed):
     folder = SlotFolder(new_folder(tmp_path), AsyncIO(Handle(), Handle(completed=completed)))
     with pytest.raises(StoreError, match=f"async_io returned {completed}"):
         written(folder)
+
+
+def test_the_first_write_of_async_io_is_alone(tmp_path, monkeypatch):
+    """DeepSpeed 0.19.8 hangs when two threads come to its first write together."""
+    running, most = [], []
+
+    class Slow(Handle):
+        def sync_pwrite(self, memory, path, offset):
+            running.append(path)
+            most.append(len(running))
+            time.sleep(0.05)
+            running.remove(path)
+            return 1
+
+    monkeypatch.setattr(file_io, "_written", threading.Event())
+    path = tmp_path / "file"
+    path.touch()
+    threads = [
+        threading.Thread(target=AsyncIO(Slow(), Slow()).write, args=(str(path), buffer(1)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[:2] == [1, 1]
 
 
 def test_async_io_alignment():
