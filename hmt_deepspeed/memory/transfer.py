@@ -1,0 +1,292 @@
+"""The engine that moves tensors between the device and pinned host memory, beside the device's work."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .counters import Counters
+from .errors import TransferError
+from .layout import Layout, flatten, new_like
+from .pool import Buffer, PinnedPool
+from .streams import CudaStreams, Direction, Event, Streams, TwinStreams
+
+__all__ = ["Arrival", "Transfer", "TransferEngine"]
+
+
+class Arrival:
+    """A tensor on its way to the device. Made by :meth:`TransferEngine.expect` or ``fetch``."""
+
+    def __init__(self, name: str, tensor: Tensor, flat: Tensor, home: Any, ready: Event) -> None:
+        self.name, self.tensor, self.flat, self.home = name, tensor, flat, home
+        self.ready = ready  # the memory below it may be written
+        self.event: Event | None = None  # its bytes are there; None before the copy is submitted
+
+
+class Transfer:
+    """Handle of a tensor put on the host: ``put`` -> held -> ``drop``; fetched as often as wanted between.
+
+    Attributes:
+        name: for messages.
+        layout: type and geometry of the tensor.
+        stored: its bytes have arrived on the host.
+    """
+
+    def __init__(
+        self, name: str, layout: Layout, pool: PinnedPool, buffer: Buffer, stored: Event
+    ) -> None:
+        self.name, self.layout, self.stored = name, layout, stored
+        self._pool, self.buffer = pool, buffer
+        self._fetched: tuple[Event, ...] = ()  # the last fetch, which ends after those before it
+        self._arrival: Arrival | None = None
+        self._dropped = False
+
+
+class TransferEngine:
+    """Asynchronous copies over one side stream each way and a pinned pool of constant size.
+
+    A copy to the host starts when the work submitted so far to the caller's current stream is done; a
+    fetched tensor is waited for by the stream that is current in :meth:`get`, not by the host. The host
+    waits only for room: in a pool, or because ``pool_bytes`` are already on their way to the host, which
+    bounds the device memory that waits to be freed. The caller must not write into a tensor between
+    :meth:`put` and the end of its copy (``transfer.stored``), but may free it at once.
+
+    Call these methods outside ``with torch.cuda.stream(side)``, or mean that stream: the current stream
+    is where a tensor was made and where it will be used. Safe to use from several threads.
+
+    Args:
+        device: of the tensors; CUDA, or the CPU with :class:`TwinStreams`.
+        pool_bytes: pinned bytes of ``pool``, where transfers on their way to or from an SSD stay, and the
+            bytes that may be on their way to the host at once (a larger tensor goes alone).
+        streams: for a device that is neither CPU nor CUDA, or for tests.
+
+    Attributes:
+        counters: bytes and copies each way, as submitted, and seconds the host waited.
+        pool: see ``pool_bytes``.
+
+    Raises:
+        ValueError: no streams are known for the device, or ``pool_bytes`` is not positive.
+        RuntimeError: the memory cannot be page-locked.
+    """
+
+    def __init__(
+        self, device: torch.device | str, pool_bytes: int, streams: Streams | None = None
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.streams = streams or _default_streams(device)
+        self.counters = Counters()
+        self._lock = threading.RLock()
+        self._pools: list[PinnedPool] = []
+        self.pool = self.new_pool(pool_bytes, "transfer pool")
+        self._outgoing: deque[tuple[Event, int]] = deque()
+        self._outgoing_bytes = 0
+
+    def new_pool(self, nbytes: int, purpose: str) -> PinnedPool:
+        """A further pinned pool of constant size, for a store that keeps what is put there."""
+        pool = PinnedPool(nbytes, purpose, self.streams, self.counters)
+        self._pools.append(pool)
+        return pool
+
+    # -- handles ----------------------------------------------------------------------------------
+
+    def put(
+        self, tensor: Tensor, name: str, pool: PinnedPool | None = None, lent: bool = False
+    ) -> Transfer:
+        """Starts the copy of a tensor to the host. Dense tensors keep their strides, see ``layout``.
+
+        Args:
+            pool: where to; by default ``self.pool``.
+            lent: another thread will drop the handle without the caller's help.
+
+        Raises:
+            ValueError: not on ``self.device``, or not a plain dense tensor.
+            PoolFull: larger than the pool, or no room while every buffer in it is held.
+            TransferError: the copy could not be started.
+        """
+        if tensor.device != self.device:
+            raise ValueError(f"{name!r} is on {tensor.device}, this engine moves {self.device}")
+        layout, flat = flatten(tensor)
+        pool = pool or self.pool
+        buffer = pool.take(layout.nbytes, name, lent)
+        try:
+            with self._lock, _named(name, layout.nbytes):
+                self._make_room(layout.nbytes)
+                produced = self.streams.mark()
+                target = buffer.memory[: layout.nbytes]
+                stored = self.streams.copy(Direction.TO_HOST, target, flat, [produced])
+                self.streams.keep(flat, Direction.TO_HOST)
+                self._outgoing.append((stored, layout.nbytes))
+                self._outgoing_bytes += layout.nbytes
+        except BaseException:
+            pool.release(buffer)
+            raise
+        self.counters.count_out(layout.nbytes)
+        return Transfer(name, layout, pool, buffer, stored)
+
+    def prefetch(self, transfer: Transfer) -> None:
+        """Starts the copy back to the device, unless it is on its way.
+
+        When that does not work now (no device memory), :meth:`get` tries again and raises.
+
+        Raises:
+            RuntimeError: the handle was dropped.
+        """
+        with self._lock:
+            self._check(transfer)
+            if transfer._arrival is None:
+                with suppress(TransferError):
+                    transfer._arrival = self.fetch(transfer)
+
+    def get(self, transfer: Transfer) -> Tensor:
+        """The tensor, on the device, ready for the caller's current stream. The host keeps its bytes.
+
+        Each call without a :meth:`prefetch` since the last one makes a new copy.
+
+        Raises:
+            TransferError: the copy failed, either way; the message names the handle.
+            RuntimeError: the handle was dropped.
+        """
+        with self._lock:
+            self._check(transfer)
+            arrival, transfer._arrival = transfer._arrival or self.fetch(transfer), None
+        return self.receive(arrival)
+
+    def host_bytes(self, transfer: Transfer) -> Tensor:
+        """The bytes on the host (uint8, ``layout.nbytes``), once they are there; valid until the drop.
+
+        Raises:
+            TransferError: the copy failed.
+            RuntimeError: the handle was dropped.
+        """
+        self._check(transfer)
+        with self.counters.waiting(), _named(transfer.name, transfer.layout.nbytes):
+            transfer.stored.wait()
+        return transfer.buffer.memory[: transfer.layout.nbytes]
+
+    def drop(self, transfer: Transfer) -> None:
+        """Frees the host bytes, once the copies that use them are done.
+
+        Raises:
+            RuntimeError: the handle was dropped before.
+        """
+        with self._lock:
+            self._check(transfer)
+            transfer._dropped = True
+            arrival, transfer._arrival = transfer._arrival, None
+        if arrival is not None:
+            self.abandon(arrival)
+        transfer._pool.release(transfer.buffer, transfer.stored, *transfer._fetched)
+
+    # -- arrivals: what the handles' fetches and the SSD's reads are made of --------------------------
+
+    def fetch(self, transfer: Transfer) -> Arrival:
+        """Starts a copy of its own back to the device; end it with :meth:`receive` or :meth:`abandon`.
+
+        Raises:
+            TransferError: it could not be started, for want of device memory for example.
+            RuntimeError: the handle was dropped.
+        """
+        with self._lock:
+            self._check(transfer)
+            arrival = self.expect(transfer.layout, transfer.name)
+            transfer._fetched = (self._send(arrival, transfer.buffer, [transfer.stored]),)
+            return arrival
+
+    def expect(self, layout: Layout, name: str) -> Arrival:
+        """Allocates a tensor on the caller's current stream; its bytes will be :meth:`deliver`-ed.
+
+        Raises:
+            TransferError: there is no device memory for it.
+        """
+        home = self.streams.current()
+        with _named(name, layout.nbytes):
+            tensor, flat = new_like(layout, self.device)
+        self.streams.scrub(flat)
+        return Arrival(name, tensor, flat, home, self.streams.mark())
+
+    def deliver(self, arrival: Arrival, pool: PinnedPool, buffer: Buffer) -> None:
+        """Starts the copy of an expected tensor's bytes; releases the buffer. For any thread."""
+        try:
+            event = self._send(arrival, buffer, [])
+        except BaseException:
+            pool.release(buffer)
+            raise
+        pool.release(buffer, event)
+
+    def receive(self, arrival: Arrival) -> Tensor:
+        """The tensor of a submitted arrival, ready for the caller's current stream.
+
+        Raises:
+            TransferError: the copy failed, either way.
+        """
+        if arrival.event is None:
+            raise RuntimeError(f"{arrival.name!r} is received before its bytes were sent")
+        with self.counters.waiting(), _named(arrival.name, arrival.flat.numel()):
+            self.streams.use(arrival.flat, arrival.event, arrival.home)
+        return arrival.tensor
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Gives up an arrival; its device memory is freed once the copy into it is done."""
+        self.streams.keep(arrival.flat, Direction.TO_DEVICE)
+
+    def close(self) -> None:
+        """Waits for all copies and frees the pools; every handle is void after it. Idempotent."""
+        with self._lock:
+            self.streams.drain()
+            self._outgoing.clear()
+            self._outgoing_bytes = 0
+        for pool in self._pools:
+            pool.close()
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    def _send(self, arrival: Arrival, buffer: Buffer, after: list[Event]) -> Event:
+        nbytes = arrival.flat.numel()
+        source, before = buffer.memory[:nbytes], [arrival.ready, *after]
+        with _named(arrival.name, nbytes):
+            event = self.streams.copy(Direction.TO_DEVICE, arrival.flat, source, before)
+        arrival.event = event
+        self.counters.count_in(nbytes)
+        return event
+
+    def _make_room(self, nbytes: int) -> None:
+        """Waits for the oldest copies to the host while there is no room for ``nbytes`` beside them."""
+        while self._outgoing:
+            event, size = self._outgoing[0]
+            if not event.done():
+                if self._outgoing_bytes + nbytes <= self.pool.nbytes:
+                    return
+                with self.counters.waiting(), suppress(Exception):  # raised where it is used
+                    event.wait()
+            self._outgoing.popleft()
+            self._outgoing_bytes -= size
+
+    def _check(self, transfer: Transfer) -> None:
+        if transfer._dropped:
+            raise RuntimeError(f"{transfer.name!r} was dropped and is used again")
+
+
+def _default_streams(device: torch.device) -> Streams:
+    if device.type == "cuda":
+        return CudaStreams(device)
+    if device.type == "cpu":
+        return TwinStreams()
+    raise ValueError(f"no streams are known for device {device}: cpu or cuda, or hand them in")
+
+
+@contextmanager
+def _named(name: str, nbytes: int) -> Iterator[None]:
+    """Says which tensor an error is about."""
+    try:
+        yield
+    except Exception as error:
+        raise TransferError(f"moving {name!r} ({nbytes} bytes) failed: {error}") from error

@@ -1,0 +1,270 @@
+"""``CudaStreams`` itself: its order of operations on streams that are simulated, and on a GPU if there is one.
+
+The simulated streams, the caller's own included, run nothing before somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from memory_cases import PAGE, assert_same, pattern, tensors
+
+from hmt_deepspeed.memory.errors import TransferError
+from hmt_deepspeed.memory.host import HostStore
+from hmt_deepspeed.memory.nvme import FileStore
+from hmt_deepspeed.memory.streams import CudaStreams
+from hmt_deepspeed.memory.transfer import TransferEngine
+
+CPU = torch.device("cpu")
+
+
+def ran():
+    """Stands for a step that has run."""
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.work = []
+
+    def wait_event(self, event):
+        self.work.append(event.synchronize)
+
+    def synchronize(self):
+        self.run(len(self.work))
+
+    def run(self, count):
+        for index in range(count):
+            step, self.work[index] = self.work[index], ran
+            step()
+
+
+class Event:
+    def __init__(self, blocking=False):
+        self.stream = None
+
+    def record(self, stream):
+        self.stream, self.position = stream, len(stream.work)
+
+    def query(self):
+        return all(step is ran for step in self.stream.work[: self.position])
+
+    def synchronize(self):
+        self.stream.run(self.position)
+
+
+class Cuda:
+    """What ``CudaStreams`` asks of ``torch.cuda``, and the streams that tensors were recorded on."""
+
+    def __init__(self, patch):
+        self.compute = self.now = Stream()
+        self.recorded, self.locked = [], {}
+        copy = torch.Tensor.copy_
+
+        def copy_(target, source, non_blocking=False):
+            assert non_blocking
+            self.now.work.append(lambda: copy(target, source))
+
+        @contextmanager
+        def stream(side):
+            before, self.now = self.now, side
+            with patch.context() as inside:
+                inside.setattr(torch.Tensor, "copy_", copy_)
+                yield
+            self.now = before
+
+        def record_stream(tensor, side):
+            self.recorded.append((tensor.data_ptr(), side))
+
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        patch.setattr(torch.cuda, "cudart", lambda: self)
+        patch.setattr(torch.Tensor, "record_stream", record_stream)
+
+    def cudaHostRegister(self, pointer, nbytes, flags):
+        self.locked[pointer] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, pointer):
+        del self.locked[pointer]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return Cuda(monkeypatch)
+
+
+@pytest.fixture
+def engine(cuda):
+    return TransferEngine(CPU, 16 * PAGE, CudaStreams(CPU))
+
+
+def late(cuda, size=10):
+    """A tensor that the compute stream will fill with sevens."""
+    tensor = torch.zeros(size)
+    cuda.compute.work.append(lambda: tensor.fill_(7.0))
+    return tensor
+
+
+def test_the_copy_waits_for_the_producer(cuda, engine):
+    handle = engine.put(late(cuda), "x")
+    assert not handle.stored.done()
+    assert engine.host_bytes(handle).view(torch.float32).eq(7).all()
+
+
+def test_the_consumer_waits_for_the_fetch_and_the_host_does_not(cuda, engine):
+    handle = engine.put(late(cuda), "x")
+    out, result = torch.zeros(10), engine.get(handle)
+    cuda.compute.work.append(lambda: out.copy_(result))
+    assert not handle.stored.done()  # nothing has run: get did not block
+    cuda.compute.synchronize()
+    assert out.eq(7).all()
+
+
+def test_the_fetch_waits_until_its_memory_may_be_written(cuda, engine):
+    handle = engine.put(torch.ones(10), "x")
+    engine.host_bytes(handle)
+    arrival = engine.expect(handle.layout, "x")
+    # as if the allocator had handed out memory that the compute stream is still reading
+    arrival.tensor.fill_(5.0)
+    old = []
+    cuda.compute.work.append(lambda: old.append(arrival.tensor.clone()))
+    arrival.ready = engine.streams.mark()
+    engine._send(arrival, handle.buffer, [])
+    arrival.event.wait()
+    assert old[0].eq(5).all()
+    assert arrival.tensor.eq(1).all()
+
+
+def test_memory_is_recorded_where_it_could_be_reused_too_early(cuda, engine):
+    tensor = torch.ones(10)
+    handle = engine.put(tensor, "x")
+    outward, inward = engine.streams._side.values()
+    assert cuda.recorded == [(tensor.data_ptr(), outward)]
+    engine.get(handle)
+    assert len(cuda.recorded) == 1  # allocated and used on the same stream
+    engine.prefetch(handle)
+    pointer = handle._arrival.tensor.data_ptr()
+    with torch.cuda.stream(Stream()):
+        elsewhere = cuda.now
+        engine.get(handle)
+    assert cuda.recorded[1:] == [(pointer, elsewhere)]
+    engine.prefetch(handle)
+    pointer = handle._arrival.tensor.data_ptr()
+    engine.drop(handle)
+    assert cuda.recorded[2:] == [(pointer, inward)]
+
+
+def test_a_buffer_is_reused_when_its_copies_are_done(cuda):
+    engine = TransferEngine(CPU, PAGE, CudaStreams(CPU))
+    handle = engine.put(late(cuda), "x")
+    result = engine.get(handle)
+    engine.drop(handle)
+    engine.put(torch.ones(10), "y")  # no room: the host waits for x's copies, and they for x
+    assert result.eq(7).all()
+
+
+def test_pools_are_page_locked_exactly(cuda, engine):
+    store = HostStore(engine, 5 * PAGE)
+    assert sorted(cuda.locked.values()) == [5 * PAGE, 16 * PAGE]
+    store.close()
+    engine.close()
+    assert not cuda.locked
+
+
+def test_page_locking_refused(cuda):
+    cuda.cudaHostRegister = lambda *_: 2
+    with pytest.raises(RuntimeError, match=r"cannot page-lock 4096 bytes.*CUDA error 2"):
+        TransferEngine(CPU, PAGE, CudaStreams(CPU))
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def on_gpu():
+    engine = TransferEngine("cuda", 64 << 20)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", tensors())
+def test_round_trip_on_a_gpu(kind, on_gpu, tmp_path):
+    moved = tensors()[kind].detach().to("cuda")
+    expected = moved.cpu()
+    for store in (HostStore(on_gpu, 64 << 20), FileStore(on_gpu, str(tmp_path))):
+        store.put("x", moved)
+        store.prefetch("x")
+        found = store.get("x")
+        assert found.device == on_gpu.device
+        assert_same(found.cpu(), expected)
+        store.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_busy_gpu(on_gpu):
+    """A slow producer, sources freed at once and their memory reused, a consumer right behind."""
+    store = HostStore(on_gpu, 256 << 20)
+    for step in range(32):
+        torch.cuda._sleep(20_000_000)
+        store.put(str(step), torch.full((1 << 20,), float(step), device="cuda"))
+        torch.full((1 << 20,), -1.0, device="cuda")  # may get the memory just freed
+    sums = []
+    for step in reversed(range(32)):
+        store.prefetch(str(max(step - 1, 0)))
+        sums.append(store.get(str(step)).sum())
+        store.drop(str(step))
+    assert [s.item() for s in sums] == [step * float(1 << 20) for step in reversed(range(32))]
+    store.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_calls_do_not_block_the_host(on_gpu):
+    store = HostStore(on_gpu, 64 << 20)
+    tensor = torch.ones(8 << 20, device="cuda")
+    store.put("warm", tensor)
+    store.get("warm")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    start = time.perf_counter()
+    store.put("x", tensor)
+    store.prefetch("x")
+    result = store.get("x")
+    assert time.perf_counter() - start < 0.2
+    assert not torch.cuda.current_stream().query()
+    assert result.sum().item() == 8 << 20
+    store.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pools_are_pinned(on_gpu):
+    assert on_gpu.pool._memory.is_pinned()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_no_device_memory(on_gpu):
+    handle = on_gpu.put(pattern(100).cuda(), "x")
+    big = on_gpu.put(torch.zeros(48 << 20, dtype=torch.uint8, device="cuda"), "big")
+    on_gpu.host_bytes(big)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(TransferError, match=r"'big'.*out of memory"):
+            on_gpu.get(big)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert on_gpu.get(big).eq(0).all()
+    assert_same(on_gpu.get(handle).cpu(), pattern(100))
