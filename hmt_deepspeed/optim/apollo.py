@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.basis import keyed_generator
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Moments
 from hmt_deepspeed.optim.rules import growth_factor
-from hmt_deepspeed.optim.settings import APOLLO_MINI, MatrixSettings
+from hmt_deepspeed.optim.settings import APOLLO_MINI
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
 __all__ = ["ApolloMatrix"]
@@ -38,26 +38,18 @@ class ApolloMatrix(MatrixRule):
 
     NUM_SUMS = 3
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: tuple[int, int],
-        settings: MatrixSettings,
-        dtype: torch.dtype,
-        device: torch.device,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__(name, shape, rows, settings, dtype, device, transposed)
+    def _start(self) -> None:
+        settings = self.settings
         self.per_tensor = settings.method == APOLLO_MINI
-        quarter = max(1, min(shape) // 4)  # the paper's rank
+        quarter = max(1, min(self.shape) // 4)  # the paper's rank
         self.rank = 1 if self.per_tensor else settings.rank or quarter
         self.candidates = (self.rank,)
         self.draw = 0
         # of the whole matrix: the same on every rank
-        small = shape[0] * self.rank < MIN_INT8_ELEMENTS
+        small = self.shape[0] * self.rank < MIN_INT8_ELEMENTS
         kind = "fp32" if small and settings.state_dtype == "int8" else settings.state_dtype
-        self.moments = Moments((self.num_rows, self.rank), kind, device, name, settings.seed)
+        moments = (self.num_rows, self.rank)
+        self.moments = Moments(moments, kind, self.device, self.name, settings.seed)
 
     @property
     def takes_whole(self) -> bool:

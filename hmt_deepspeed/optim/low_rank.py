@@ -77,23 +77,14 @@ class LowRankMatrix(MatrixRule):
 
     NUM_SUMS = 1
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: tuple[int, int],
-        settings: MatrixSettings,
-        dtype: torch.dtype,
-        device: torch.device,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__(name, shape, rows, settings, dtype, device, transposed)
+    def _start(self) -> None:
+        settings = self.settings
         self.candidates = (
-            legal_candidates(settings.rank_candidates, *shape)
+            legal_candidates(settings.rank_candidates, *self.shape)
             if settings.rank is None
             else (settings.rank,)
         )
-        self.columns = Columns(name)
+        self.columns = Columns(self.name)
         self.measured = False
         self.full_rank = False
         self.draw = 0

@@ -75,6 +75,11 @@ class MatrixRule(ABC):
         self.mean_square_norm = torch.zeros((), device=device)
         self.energy_weight = 0.0
         self.limited_norm = torch.zeros((), device=device)
+        self._start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Candidates, first basis and empty moments."""
 
     # -- shapes ---------------------------------------------------------------------------------
 
