@@ -53,10 +53,13 @@ def decoded(engine: Any) -> dict[str, Tensor]:
 
 def run(stage: int, options: dict[str, Any], bf16: bool) -> dict[str, Any]:
     engine = make_engine(config_of(stage, options=options, **(BF16 if bf16 else {})))
-    losses = train(engine, STEPS)
+    losses = train(engine, STEPS // 2)
+    early = codes(engine)
+    losses += train(engine, STEPS - STEPS // 2, first=STEPS // 2)
     matrices = [e.matrix for e in engine.optimizer.low_rank]
     return {
         "losses": losses,
+        "early codes": early,
         "codes": codes(engine),
         "norm": float(engine.get_global_grad_norm()),
         "full rank": sum(m.projection is None for m in matrices),
@@ -207,20 +210,23 @@ LAYOUTS = [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
 
 @pytest.mark.parametrize(("stage", "world"), LAYOUTS)
 def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int) -> None:
-    """Sums in another order change an update by 1e-7 of a code or so, and once in millions of draws
-    a code falls to the other side: one step of its scale, below 1e-2 here."""
+    """Sums in another order change an update by 1e-7 of a code or so, and once in many draws a code
+    falls to the other side: one step of its scale, below 1e-2 here. That moves the next gradients, and
+    from then on the number of other codes about doubles with every step (0, 0, 0, 1, 9, 26, 69, 123 of
+    28,080 in one run), so codes are compared after four steps and losses after eight. Another seed of
+    the rounding would change every other code."""
     one, other = runs(2, 1)[0], runs(stage, world)[0]
     assert one["refreshed"]
     assert one["losses"][-1] < one["losses"][0]
     assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
     flips = total = 0
-    for key, value in one["codes"].items():
+    for key, value in one["early codes"].items():
         if key.endswith("codes"):
-            flips += int((value != other["codes"][key]).sum())
+            flips += int((value != other["early codes"][key]).sum())
             total += value.numel()
         else:
-            torch.testing.assert_close(value, other["codes"][key], rtol=1e-2, atol=0)
-    assert flips < 2e-3 * total
+            torch.testing.assert_close(value, other["early codes"][key], rtol=1e-2, atol=0)
+    assert flips < 1e-3 * total
 
 
 @pytest.mark.parametrize("kind", ["right", "left", "full"])
