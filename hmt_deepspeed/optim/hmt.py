@@ -25,13 +25,7 @@ from hmt_deepspeed.optim.linear import (
     patch_linear,
     unpatch_linear,
 )
-from hmt_deepspeed.optim.low_rank import (
-    LowRankMatrix,
-    adopt_together,
-    share_bases,
-    shareable,
-    takes_projection,
-)
+from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
     check_group,
@@ -42,6 +36,7 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.sharing import share_bases, shareable, takes_projection
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "ParameterRow"]

@@ -6,7 +6,7 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,8 @@ from hmt_deepspeed.optim.rules import (
     growth_factor,
     probe_residual,
 )
-from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = [
-    "Columns",
-    "LowRankMatrix",
-    "adopt_together",
-    "held_projection",
-    "share_bases",
-    "shareable",
-    "takes_projection",
-]
+__all__ = ["Columns", "LowRankMatrix", "adopt_together"]
 
 MAX_RESIDUAL_SCALE = 8.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -417,44 +408,3 @@ def adopt_together(
             matrix.moments = matrix._new_moments()
         matrix.measured = True
         matrix.forget_energy()
-
-
-def shareable(
-    groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
-) -> list[list[str]]:
-    """The parts of groups of names that can share a basis: one-sided and of the same settings."""
-    parts: list[list[str]] = []
-    for names in groups:
-        alike: dict[MatrixSettings, list[str]] = {}
-        for name in names:
-            if type(matrices[name]) is LowRankMatrix:
-                alike.setdefault(matrices[name].settings, []).append(name)
-        parts += [part for part in alike.values() if len(part) > 1]
-    return parts
-
-
-def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
-    """Let every member of a group take over the first one's basis, now and from now on."""
-    for group in groups:
-        leader, *others = group
-        for other in others:
-            assert isinstance(leader, LowRankMatrix)
-            assert isinstance(other, LowRankMatrix)
-            if other.columns is not leader.columns:
-                other.share(leader)
-
-
-def held_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
-    """What a site projects on: the columns held (this process's rows while they are parked), or how to
-    make them."""
-    if not isinstance(matrix, LowRankMatrix) or matrix.takes_whole:
-        return None
-    if matrix.redraws:
-        return matrix.make_projection
-    columns = matrix.columns
-    return columns.whole if columns.parked is None else columns.parked
-
-
-def takes_projection(matrix: MatrixRule | None) -> bool:
-    """Whether the matrix can be given projected gradients; the others need whole gradient rows."""
-    return isinstance(matrix, LowRankMatrix) and matrix.settings.residual != "full"

@@ -20,9 +20,10 @@ from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.int8_linear import Int8Weight
 from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, held_projection
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rules import adamw_
+from hmt_deepspeed.optim.sharing import held_projection
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 
 __all__ = ["ParameterRow", "Slot"]

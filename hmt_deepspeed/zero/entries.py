@@ -13,10 +13,10 @@ from hmt_deepspeed.optim.assign import Assignment, assign_rules
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.int8_linear import can_encode
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
-from hmt_deepspeed.optim.low_rank import takes_projection
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.sharing import takes_projection
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale

@@ -25,13 +25,9 @@ from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import (
-    LowRankMatrix,
-    held_projection,
-    share_bases,
-    shareable,
-)
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
+from hmt_deepspeed.optim.sharing import held_projection, share_bases, shareable
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives

@@ -92,6 +92,7 @@ def test_an_error_of_another_transfer_is_not_raised_here():
     pool = make(1)
     pool.release(pool.take(PAGE, "x"), Broken())
     pool.take(PAGE, "y")
+    assert pool.used_bytes == PAGE
 
 
 def test_larger_than_the_pool():
