@@ -623,3 +623,9 @@ def test_duplicate_keys(tmp_path, text, names):
 )
 def test_top_level_must_be_an_object(tmp_path, text, kind):
     assert f"holds {kind} at its top level. Legal: an object" in read_error(write(tmp_path, text))
+
+
+def test_the_plain_optimizer_has_the_same_defaults():
+    from hmt_deepspeed.optim import options
+
+    assert OptimizerConfig().model_dump() == options.DEFAULTS
