@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "memory": set(),
     "report": set(),
     "planner": {"sites"},
-    "optim": {"kernels"},
+    "optim": {"kernels", "sites"},
     "activations": {"sites", "kernels", "memory", "planner"},
     "fpdt": {"kernels", "memory"},
     "train": {"__init__", "config", "report"},

@@ -26,6 +26,7 @@ from hmt_deepspeed.optim.int8_linear import (
     encoded_linear,
     encoded_weight,
 )
+from hmt_deepspeed.sites import computing_projection
 
 __all__ = [
     "InputGroup",
@@ -92,7 +93,8 @@ class InputGroup:
             flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
             # Holding the input keeps its address from being reused.
             self._input, self._key = x.detach(), _input_key(x)
-            self._product, self._served = flat @ columns, set()
+            with computing_projection():
+                self._product, self._served = flat @ columns, set()
         begin, end = site.span
         part = self._product[:, begin:end]
         self._served.add(id(site))

@@ -1,0 +1,121 @@
+"""The shared vocabulary of activations: components of a model, choices for each, and what a choice holds.
+
+A leaf: the JSON block, the planner and the backend speak these names. Components are the HMT paper's
+policy table; ``held_bytes`` is what the codecs are tested against and the planner plans with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+__all__ = [
+    "CHOICES",
+    "COMPONENTS",
+    "LEGAL_CHOICES",
+    "PAPER_POLICY",
+    "Choice",
+    "Component",
+    "computing_projection",
+    "held_bytes",
+    "is_computing_projection",
+]
+
+# What a tensor that backward needs belongs to:
+#   embedding         the embedding's output, which enters the first decoder layer
+#   attention_qkv     outputs of the query, key and value projections
+#   attention_output  output of the attention operation, which enters the output projection
+#   mlp_intermediate  outputs of the gate and up projections (of fc1), which enter the activation function
+#   residual          the residual stream: what enters each further layer, and what attention adds to it
+#                     (recompute: of what attention adds only; what enters a layer is then kept)
+#   layernorm         internals of a norm (fp32 copies)
+#   lm_head           input of the language-model head
+Component = Literal[
+    "embedding",
+    "attention_qkv",
+    "attention_output",
+    "mlp_intermediate",
+    "residual",
+    "layernorm",
+    "lm_head",
+]
+
+# What becomes of it between forward and backward:
+#   keep       held on the device as it is; what is cheap to derive from it is recomputed
+#   recompute  not held; computed again in backward from what is held before it
+#   int8, fp8  held on the device in 8 bits, in blocks along tokens within a channel
+#   project    the input of a low-rank linear, held as X [Q | P] by projected backward
+#   swap_host  held in pinned host memory, brought back one layer ahead
+#   swap_ssd   in host memory while there is room, else in a file
+Choice = Literal["keep", "recompute", "int8", "fp8", "project", "swap_host", "swap_ssd"]
+
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+
+_HELD: tuple[Choice, ...] = ("keep", "int8", "fp8", "swap_host", "swap_ssd")
+_ANY: tuple[Choice, ...] = ("keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd")
+
+# `project` is not in a user's hand: it comes with hmt.optimizer.projected_backward. What enters a layer
+# must be held in some form, or there is nothing to compute the layer from again; of a norm only its input
+# is worth holding, and that is the residual.
+LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
+    "embedding": _HELD,
+    "attention_qkv": _ANY,
+    "attention_output": _ANY,
+    "mlp_intermediate": _ANY,
+    "residual": _ANY,
+    "layernorm": ("keep", "recompute"),
+    "lm_head": _HELD,
+}
+
+# The HMT paper's table.
+PAPER_POLICY: dict[Component, Choice] = {
+    "embedding": "keep",
+    "attention_qkv": "recompute",
+    "attention_output": "int8",
+    "mlp_intermediate": "int8",
+    "residual": "keep",
+    "layernorm": "keep",
+    "lm_head": "keep",
+}
+
+SCALE_BYTES = 2  # a block's scale is bf16
+
+
+def held_bytes(
+    choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int, width: int = 0
+) -> int:
+    """Device bytes that one tensor of tokens x channels occupies until backward.
+
+    Args:
+        itemsize: bytes of one element as computed (2 for bf16).
+        block_size: tokens of a channel that share a scale (``int8``, ``fp8``).
+        width: columns of ``X [Q | P]`` (``project``).
+    """
+    if choice == "keep":
+        return tokens * channels * itemsize
+    if choice in ("int8", "fp8"):
+        return tokens * channels + -(-tokens // block_size) * channels * SCALE_BYTES
+    if choice == "project":
+        return tokens * width * itemsize
+    return 0
+
+
+_projecting: ContextVar[bool] = ContextVar("projecting", default=False)
+
+
+@contextmanager
+def computing_projection() -> Iterator[None]:
+    """Marks the product ``X [Q | P]`` of a projected linear, so that a backend can tell it from ``X W^T``."""
+    token = _projecting.set(True)
+    try:
+        yield
+    finally:
+        _projecting.reset(token)
+
+
+def is_computing_projection() -> bool:
+    """Whether the caller runs within :func:`computing_projection`."""
+    return _projecting.get()
