@@ -139,17 +139,15 @@ class HeldBlocks:
     """
 
     def __init__(
-        self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int
+        self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int | None
     ) -> None:
-        self.block_size, self._decode = codec.block_size, codec.decode_blocks
+        self.block_size, self._codec = codec.block_size, codec
         # Shape, dtype and strides of what will come back; no memory.
         self._template = torch.empty_like(tensor, device="meta", requires_grad=False)
         self._device = tensor.device
         self._order = token_dims + tuple(d for d in range(tensor.dim()) if d not in token_dims)
         self._num_token_dims = len(token_dims)
-        self.codes, self.scales = codec.encode_blocks(
-            self._matrix(tensor.detach()), self.block_size, key if codec.stochastic else None
-        )
+        self.codes, self.scales = codec.encode_matrix(self._matrix(tensor.detach()), key)
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +159,7 @@ class HeldBlocks:
     def decode(self) -> Tensor:
         out = torch.empty_like(self._template, device=self._device)
         matrix = self._matrix(out)
-        self._decode(self.codes, self.scales, self.block_size, matrix)
+        self._codec.decode_matrix(self.codes, self.scales, matrix)
         if matrix.data_ptr() != out.data_ptr():  # tokens and channels are interleaved
             permuted = out.permute(self._order)
             permuted.copy_(matrix.view(permuted.shape))
@@ -175,7 +173,7 @@ class HeldBlocks:
 
 
 class _Blocks:
-    """Codecs of 8 bits; they differ in how a block is encoded and decoded.
+    """Codecs of 8 bits; they differ in how a tokens x channels matrix is encoded and decoded.
 
     Args:
         block_size: tokens of a channel that share a scale.
@@ -184,8 +182,6 @@ class _Blocks:
 
     lossy: ClassVar[bool] = True
     choice: ClassVar[Choice]
-    encode_blocks: ClassVar[Callable[[Tensor, int, int | None], tuple[Tensor, Tensor]]]
-    decode_blocks: ClassVar[Callable[[Tensor, Tensor, int, Tensor], None]]
 
     def __init__(self, block_size: int = 256, rounding: Rounding = "stochastic") -> None:
         self.block_size, self.stochastic = block_size, rounding == "stochastic"
@@ -198,23 +194,38 @@ class _Blocks:
         name: str = "activation",
     ) -> HeldBlocks:
         _check_float(tensor, self.choice, name)
-        return HeldBlocks(tensor, _normalized(token_dims, tensor, name), self, key)
+        dims = _normalized(token_dims, tensor, name)
+        return HeldBlocks(tensor, dims, self, key if self.stochastic else None)
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
 
 
 class Int8(_Blocks):
     """INT8, see :mod:`hmt_deepspeed.kernels.int8_activation`. fp32, bf16 and fp16."""
 
     choice: ClassVar[Choice] = "int8"
-    encode_blocks = staticmethod(encode_int8)
-    decode_blocks = staticmethod(decode_int8)
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        return encode_int8(value, self.block_size, key)
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        decode_int8(codes, scales, self.block_size, out)
 
 
 class Fp8(_Blocks):
     """FP8 e4m3, see :mod:`hmt_deepspeed.kernels.fp8_activation`. fp32, bf16 and fp16."""
 
     choice: ClassVar[Choice] = "fp8"
-    encode_blocks = staticmethod(encode_fp8)
-    decode_blocks = staticmethod(decode_fp8)
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        return encode_fp8(value, self.block_size, key)
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        decode_fp8(codes, scales, self.block_size, out)
 
 
 def _normalized(token_dims: int | tuple[int, ...], tensor: Tensor, name: str) -> tuple[int, ...]:

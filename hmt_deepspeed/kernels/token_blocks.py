@@ -95,7 +95,7 @@ def decode_reference(codes: Tensor, scales: Tensor, block_size: int, out: Tensor
     """Write ``s code`` to ``out`` (tokens x channels), rounded to nearest; codes of a dtype that says
     their value."""
     largest = torch.finfo(out.dtype).max
-    for span, blocks in token_chunks(*codes.shape, block_size):
+    for span, blocks in token_chunks(codes.shape[0], codes.shape[1], block_size):
         x = codes[span].float().unflatten(0, (blocks.stop - blocks.start, -1))
         x.mul_(scales[blocks].float()[:, None]).clamp_(-largest, largest)  # leaves NaN
         out[span] = x.flatten(0, 1)
