@@ -1,4 +1,4 @@
 """What becomes of activations between forward and backward, per component and layer.
 
-``attribution`` says which module's outputs belong to which component; importing touches no device.
+Nothing here imports DeepSpeed, and importing touches no device.
 """
