@@ -1,4 +1,4 @@
-"""What becomes of a model's activations between forward and backward, per component.
+"""What becomes of activations between forward and backward, per component and layer.
 
-``codecs`` are the forms in which one tensor can be held; nothing here imports DeepSpeed.
+Nothing here imports DeepSpeed, and importing touches no device.
 """
