@@ -63,10 +63,12 @@ class LayerInputs:
     Args:
         keys: of the JSON.
         mpu: of the engine, or None.
-        swap_host: the codec of ``cpu_checkpointing``.
+        swap_host: makes the codec of ``cpu_checkpointing`` where that is asked for.
     """
 
-    def __init__(self, keys: ActivationCheckpointing, mpu: Any, swap_host: Codec) -> None:
+    def __init__(
+        self, keys: ActivationCheckpointing, mpu: Any, swap_host: Callable[[], Codec]
+    ) -> None:
         self._json, self._mpu, self._swap_host = keys, mpu, swap_host
         self._contiguous: dict[tuple[int, int], Contiguous] = {}
         self._replicas: Replicas | None = None
@@ -86,7 +88,7 @@ class LayerInputs:
     def compose(self, keys: ActivationCheckpointing, inner: Codec, position: int) -> Codec:
         """The codec of these keys. Held on the host, memory that is allocated once is the host store's."""
         if keys.cpu_checkpointing and inner.choice == "keep":
-            inner = self._swap_host
+            inner = self._swap_host()
         elif keys.cpu_checkpointing and not inner.choice.startswith("swap"):
             raise _conflict("cpu_checkpointing", inner)
         elif keys.contiguous_memory_optimization and inner.choice == "keep":

@@ -30,9 +30,11 @@ OPTIMIZER_NAME = "HMT"
 def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
     """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
 
+    A block that holds only ``activations`` goes with any optimizer.
+
     Raises:
-        ValueError: an ``hmt`` block beside another optimizer, the HMT optimizer without a block, or
-            fields given both in the block and to a client's HMT object.
+        ValueError: another block beside another optimizer, the HMT optimizer without a block, or fields
+            given both in the block and to a client's HMT object.
     """
     block = config.get("hmt")
     named = (config.get("optimizer") or {}).get("type")
@@ -46,7 +48,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
                 "defaults."
             )
         return None
-    fields = HMTConfig.from_block(block).optimizer
+    hmt = HMTConfig.from_block(block)
+    fields = hmt.optimizer
     if client_is_hmt:
         if fields.model_fields_set:
             raise ValueError(
@@ -56,11 +59,13 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
+        if hmt.gives("activations") and not hmt.gives("optimizer"):
+            return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
             f'the config has an "hmt" block, but the optimizer is {other!r}. '
             f'Legal is "optimizer": {{"type": "HMT", ...}} or an HMT object. '
-            'Change the optimizer, or remove the "hmt" block.'
+            'Change the optimizer, remove the "hmt" block, or leave only "activations" in it.'
         )
     return fields.model_dump()
 
