@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 from typing import ClassVar, Literal, Protocol
 
