@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from hmt_deepspeed.activations.attribution import Attribution, attribute
@@ -15,6 +16,7 @@ from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, build_codec
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.memory.tiered import Store
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
@@ -57,11 +59,8 @@ class Activations:
         current_step: Callable[[], int],
     ) -> None:
         self.attribution = attribute(model, config.components)
-        self.policy: dict[Component, Choice] = config.policy.model_dump()
-        self.overrides: dict[str, dict[Component, Choice]] = {
-            pattern: choices.model_dump(exclude_none=True)
-            for pattern, choices in config.overrides.items()
-        }
+        self.policy = _choices(config.policy)
+        self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
         _check_patterns(self.overrides, self.attribution)
         self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
         self._codecs = self._build_codecs(config)
@@ -74,7 +73,7 @@ class Activations:
             self.policy,
             self._codecs,
             self.overrides,
-            input_codecs={choice: inputs.codec(codec) for choice, codec in self._codecs.items()},
+            of_inputs=inputs.codec,
             error_interval=config.error_interval,
         )
         self._current_step, self._step = current_step, -1
@@ -84,9 +83,9 @@ class Activations:
 
     def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
         """Of the choices that occur; raw for whatever has no component."""
-        chosen = {"keep", *self.policy.values()}
+        chosen: set[Choice] = {"keep", *self.policy.values()}
         chosen.update(*(choices.values() for choices in self.overrides.values()))
-        stores = {}
+        stores: dict[Choice, Store] = {}
         if "swap_host" in chosen:
             stores["swap_host"] = self.memory.host
         if "swap_ssd" in chosen:
@@ -108,6 +107,7 @@ class Activations:
         step = self._current_step()
         if module.training and step != self._step:
             self._step = step
+            self.memory.begin_step()
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
 
@@ -138,7 +138,9 @@ class Activations:
         lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
         lines += [table]
         if self.attribution.unattributed:
-            lines.append(f"no component, kept: {', '.join(_grouped(self.attribution.unattributed))}")
+            lines.append(
+                f"no component, kept: {', '.join(_grouped(self.attribution.unattributed))}"
+            )
         if {"swap_host", "swap_ssd"} & self._codecs.keys():
             ssd = self.memory.nvme_path if "swap_ssd" in self._codecs else None
             limit = format_bytes(self.memory.limit)
@@ -151,7 +153,9 @@ class Activations:
     def _modules(self) -> Counter[str]:
         """How many modules' outputs, or inputs, belong to a component."""
         found: Counter[str] = Counter(
-            component for layer in self.attribution.layers for component in layer.components.values()
+            component
+            for layer in self.attribution.layers
+            for component in layer.components.values()
         )
         found["embedding"] = 1
         found["residual"] += len(self.attribution.layers) - 1
@@ -178,8 +182,22 @@ class _Backend(ActivationBackend):
         super().__init__(*args, **options)
         self._boundary = boundary
 
-    def checkpoint(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return self._boundary.run(super().checkpoint, fn, *args, **options)
+    def checkpoint(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool | None = None,
+        preserve_rng_state: bool = True,
+        redraws: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        options = {"preserve_rng_state": preserve_rng_state, "redraws": redraws}
+        return self._boundary.run(super().checkpoint, fn, *args, **options, **kwargs)
+
+
+def _choices(model: BaseModel) -> dict[Component, Choice]:
+    """What is set of a policy or an override."""
+    return {component: choice for component in COMPONENTS if (choice := getattr(model, component))}
 
 
 def _check_patterns(overrides: Mapping[str, object], attribution: Attribution) -> None:

@@ -63,6 +63,7 @@ class SwapMemory:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
             host_memory = free_host_memory() // 2 // ranks
         self.limit = int(host_memory)
+        self._moved_before: dict[str, int | float] = {}
         self._staging = min(self.limit // 4, _STAGING if nvme_path is None else _SSD_STAGING)
 
     @cached_property
@@ -82,25 +83,33 @@ class SwapMemory:
     def host_then_files(self) -> Store:
         return _HostThenFiles(self.host, self.files, self.limit)
 
-    def numbers(self) -> dict[str, int | float]:
-        """Bytes taken and moved so far, and seconds that the host has waited."""
+    def begin_step(self) -> None:
+        """What :meth:`numbers` says of moved bytes starts anew."""
+        self._moved_before = self._moved()
+
+    def _moved(self) -> dict[str, int | float]:
+        """Sums since construction, of the stores that there are."""
         found: dict[str, int | float] = {}
+        waited = 0.0
+        for name, counters in (
+            ("host", self.engine.counters if "engine" in vars(self) else None),
+            ("ssd", self.files.counters if "files" in vars(self) else None),
+        ):
+            if counters is not None:
+                found[f"activation_bytes_to_{name}"] = counters.bytes_out
+                found[f"activation_bytes_from_{name}"] = counters.bytes_in
+                waited += counters.seconds_waited
+                found["activation_seconds_waited"] = waited
+        return found
+
+    def numbers(self) -> dict[str, int | float]:
+        """Bytes moved and seconds waited since :meth:`begin_step`, bytes taken; empty where nothing swaps."""
+        found = {name: n - self._moved_before.get(name, 0) for name, n in self._moved().items()}
         if "host" in vars(self):
-            moved = self.engine.counters
-            found |= {
-                "activation_host_bytes": self.host.pinned_bytes + self._staging,
-                "activation_peak_swapped_host_bytes": self.host.peak_bytes,
-                "activation_bytes_to_host": moved.bytes_out,
-                "activation_bytes_from_host": moved.bytes_in,
-                "activation_seconds_waited": moved.seconds_waited,
-            }
+            found["activation_host_bytes"] = self.host.pinned_bytes + self._staging
+            found["activation_peak_host_bytes"] = self.host.peak_bytes
         if "files" in vars(self):
-            found |= {
-                "activation_bytes_to_ssd": self.files.counters.bytes_out,
-                "activation_bytes_from_ssd": self.files.counters.bytes_in,
-                "activation_ssd_bytes": self.files.slots.file_bytes,
-            }
-            found["activation_seconds_waited"] += self.files.counters.seconds_waited
+            found["activation_ssd_bytes"] = self.files.slots.file_bytes
         return found
 
     def close(self) -> None:

@@ -158,17 +158,17 @@ def held_bytes(setting: Setting) -> CaseResult:
 def _held_bytes(setting: Setting, shape: Shape, name: str) -> dict[str, int]:
     """Of the second step: in the first one, bases are found and host memory is taken."""
     with _engines(setting, shape) as build:
-        engine, contender = build(name), contenders("")[name]
-        batches = Batches(shape, setting.device)
+        engine, batches = build(name), Batches(shape, setting.device)
         EngineStep(engine, batches)()
         rows = batches.draw()
-        run = lambda: engine(input_ids=rows, labels=rows).loss  # noqa: E731
-        found = held_for_backward(engine.module, run, contender.around)
-        swapped = (engine.hmt_activations.metrics() if engine.hmt_activations else {}).get(
-            "activation_swapped_bytes", 0
+        found = held_for_backward(
+            engine.module,
+            lambda: engine(input_ids=rows, labels=rows).loss,
+            contenders("")[name].around,
         )
-        found["host"] += swapped
-    del engine
+        if engine.hmt_activations is not None:
+            moved = engine.hmt_activations.metrics()
+            found["host"] += moved.get("activation_bytes_to_host", 0)
     gc.collect()
     return found
 
