@@ -37,17 +37,17 @@ class Boundary:
         self._running_backward = 0
         self._pass_has_backward = False
 
-    def run(self, checkpoint: Callable[..., Any], function: Any, *args: Any, **options: Any) -> Any:
-        """``checkpoint(function, *args, **options)``."""
+    def run(self, checkpoint: Callable[..., Any], function: Any, *args: Any) -> Any:
+        """``checkpoint(function, *args)``: a backend's ``around``."""
         keys = self._keys()
         wanted = keys.profile or keys.synchronize_checkpoint_boundary
         if not wanted or self._inside or torch._C._current_graph_task_id() != -1:
-            return checkpoint(function, *args, **options)
+            return checkpoint(function, *args)
         # gradients arrive at aliases: at the tensors themselves they would wait for those from elsewhere
         args = tuple(arg.view_as(arg) if _has_gradient(arg) else arg for arg in args)
         self._begin_forward(keys)
         try:
-            outputs = checkpoint(function, *args, **options)
+            outputs = checkpoint(function, *args)
         finally:
             self._end_forward(keys)
         self._watch(args, outputs, keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import deepspeed
@@ -10,10 +11,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from training import HIDDEN, tiny_llama
 
 import hmt_deepspeed
+from hmt_deepspeed.activations.attribution import Attribution, attribute
+from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, Int8, Keep, SwapHost
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.host import HostStore
@@ -29,31 +31,55 @@ captured_checkpoint = checkpointing.checkpoint  # as Megatron does, long before 
 WIDTH, BATCH = 8, 4
 
 
-class FullRecompute:
-    """The least backend: holds inputs by a codec, recomputes the rest."""
+class Backend(ActivationBackend):
+    """Counts what callers ask of it. By default of a model without attributed layers."""
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec, self.held, self.num_calls = codec, [], 0
+    def __init__(self, inputs: LayerInputs, model: nn.Module | None = None, **policy: Any) -> None:
+        found = Attribution((), None, None, ()) if model is None else attribute(model)
+        super().__init__(
+            model or nn.Identity(),
+            found,
+            policy,
+            {"keep": Keep(), "int8": Int8()},
+            of_inputs=inputs.codec,
+            around=Boundary(inputs.keys).run,
+        )
+        self.num_calls = 0
 
-    def checkpoint(self, function: Any, *args: Any, **options: Any) -> Any:
+    def checkpoint(self, fn: Any, *args: Any, **options: Any) -> Any:
         self.num_calls += 1
-
-        def pack(tensor: Tensor) -> Any:
-            self.held.append(self.codec.encode(tensor, tuple(range(tensor.dim() - 1))))
-            return self.held[-1]
-
-        with saved_tensors_hooks(pack, lambda held: held.decode()):
-            return torch_checkpoint(function, *args, **options)
+        return super().checkpoint(fn, *args, **options)
 
 
-def layer_inputs(mpu: Any = None, **keys: Any) -> LayerInputs:
+class Spy(LayerInputs):
+    """Remembers what holds the inputs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.held: list[Any] = []
+
+    def codec(self, inner: Codec, position: int = 0) -> Any:
+        codec: Any = super().codec(inner, position)
+        if not hasattr(codec, "spied"):
+            codec.spied, codec.encode = codec.encode, functools.partial(self._encode, codec)
+        return codec
+
+    def _encode(self, codec: Any, *args: Any) -> Any:
+        self.held.append(codec.spied(*args))
+        return self.held[-1]
+
+
+def layer_inputs(mpu: Any = None, **keys: Any) -> Spy:
     store = HostStore(TransferEngine("cpu", 1 << 20), 1 << 20)
-    return LayerInputs(ActivationCheckpointing.from_section(keys), mpu, SwapHost(store))
+    return Spy(ActivationCheckpointing.from_section(keys), mpu, lambda: SwapHost(store))
 
 
-def serve(module: nn.Module, mpu: Any = None, **keys: Any) -> Service:
+def serve(module: nn.Module, mpu: Any = None, **keys: Any) -> Any:
+    """A service, with its backend's ``inputs``."""
     inputs = layer_inputs(mpu, **keys)
-    return Service(module, FullRecompute(inputs.codec(Keep())), Boundary(inputs.keys))
+    service: Any = Service(module, Backend(inputs))
+    service.inputs = inputs
+    return service
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +183,7 @@ def test_megatron_style_callers(checkpoint, served):
     if service is not None:
         assert service.backend.num_calls == 2
         # one activation each: mask and numbers are held as they are
-        assert [held.nbytes for held in service.backend.held] == [BATCH * WIDTH * 4] * 2
+        assert [held.nbytes for held in service.inputs.held] == [BATCH * WIDTH * 4] * 2
     assert_equal(found, run(plainly))
 
 
@@ -212,7 +238,7 @@ def test_no_checkpointing_is_honoured():
     x, kept = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     kept.no_checkpointing = True
     y = checkpointing.checkpoint(torch.mul, x, kept)
-    assert len(service.backend.held) == 1
+    assert len(service.inputs.held) == 1
     y.sum().backward()
     assert torch.equal(kept.grad, x)
     assert torch.equal(x.grad, kept)
@@ -234,9 +260,7 @@ def test_a_checkpoint_within_a_checkpoint():
         model(x).sum().backward()
         found.append(x.grad)
         if service is not None:
-            assert (
-                service.backend.num_calls == 3
-            )  # outer, inner, and inner in the recomputation of outer
+            assert service.backend.num_calls == 1  # the inner one is part of the outer one
             service.close()
     assert torch.equal(*found)
 
@@ -335,10 +359,9 @@ def test_partition_without_a_group_says_what_to_do():
 def test_cpu_checkpointing_holds_nothing_on_the_device():
     stack = Stack(checkpointing.checkpoint)
     service = serve(stack, cpu_checkpointing=True)
-    assert service.backend.codec.choice == "swap_host"
     found = run(None, stack)
-    assert [held.nbytes for held in service.backend.held] == [0, 0]
-    counters = service.backend.codec.current().store.engine.counters
+    assert [held.nbytes for held in service.inputs.held] == [0, 0]
+    counters = service.inputs.codec(Keep()).current().store.engine.counters
     assert counters.bytes_out == counters.bytes_in == 2 * BATCH * WIDTH * 4
     assert_equal(found, run(plainly))
 
@@ -352,6 +375,47 @@ def test_contiguous_memory_is_one_for_all_components():
     assert second.data_ptr() - first.data_ptr() == 1024
     other = inputs.codec(Keep(), position=1).encode(torch.ones(999))  # another size, other slots
     assert other.memory.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+
+
+# -- a model whose layers the backend knows ----------------------------------------------------------
+
+
+def llama_gradients(inputs: Any, **policy: Any) -> list[Tensor]:
+    """Gradients of a step of a tiny Llama."""
+    model = tiny_llama(layers=3).train()
+    Backend(inputs, model, **policy).install()
+    tokens = torch.arange(2 * 10).view(2, 10)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_keys_apply_to_the_layers_of_a_model():
+    expected = llama_gradients(layer_inputs())
+    contiguous = layer_inputs(
+        contiguous_memory_optimization=True, number_checkpoints=3, profile=True
+    )
+    assert_equal(llama_gradients(contiguous), expected)
+    memory = {held.memory.untyped_storage().data_ptr() for held in contiguous.held}
+    assert (len(contiguous.held), len(memory)) == (3, 1)
+    # the final norm is checkpointed too
+    assert len(checkpointing.timers("backward").event_timers) == 4
+    on_host = layer_inputs(cpu_checkpointing=True)
+    assert_equal(llama_gradients(on_host), expected)
+    assert [held.nbytes for held in on_host.held] == [0] * 3
+
+
+def test_a_layer_given_to_deepspeed_is_held_as_the_policy_says():
+    """And a function around it as it is."""
+    model, inputs = tiny_llama(layers=2).train(), layer_inputs()
+    service = Service(model, Backend(inputs, model, embedding="int8"))
+    layer = model.model.layers[0]
+    x = torch.randn(1, 4, HIDDEN, requires_grad=True)
+    rotary = model.model.rotary_emb(x, torch.arange(4)[None])
+    forward = functools.partial(layer, position_embeddings=rotary)
+    for function in (forward, lambda x: forward(x)):
+        deepspeed.checkpointing.checkpoint(function, x).sum().backward()
+    assert [type(held).__name__ for held in inputs.held] == ["HeldBlocks", "_Raw"]
+    service.close()
 
 
 # -- profile, synchronize_checkpoint_boundary --------------------------------------------------------
@@ -495,21 +559,20 @@ def configured_on_two_ranks(cpu: bool) -> dict[str, Any]:
     deepspeed.checkpointing.configure(Grid(), partition_activations=False)
     expected = tensor_parallel_gradients(plainly)
     service = serve(nn.Identity())
-    backend = service.backend
     found: dict[str, Any] = {"bytes": []}
     for partition in (False, True):
         deepspeed.checkpointing.configure(
             Grid(), partition_activations=partition, checkpoint_in_cpu=cpu and partition
         )
         assert deepspeed.checkpointing.is_configured()
-        backend.held.clear()
+        service.inputs.held.clear()
         gradients = tensor_parallel_gradients(deepspeed.checkpointing.checkpoint)
         assert_equal(gradients, expected)
-        found["bytes"].append([held.nbytes for held in backend.held])
-    backend.held.clear()
+        found["bytes"].append([held.nbytes for held in service.inputs.held])
+    service.inputs.held.clear()
     deepspeed.checkpointing.partition_activations_in_checkpoint(False)
     tensor_parallel_gradients(deepspeed.checkpointing.checkpoint)
-    found["bytes"].append([held.nbytes for held in backend.held])
+    found["bytes"].append([held.nbytes for held in service.inputs.held])
     service.close()
     deepspeed.checkpointing.configure(Grid(), partition_activations=True)
     assert_equal(tensor_parallel_gradients(deepspeed.checkpointing.checkpoint), expected)  # stock
