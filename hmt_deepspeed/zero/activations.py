@@ -65,21 +65,20 @@ class Activations:
         self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
         self._codecs = self._build_codecs(config)
         inputs = LayerInputs(keys, mpu, self._swap_host)
-        boundary = Boundary(inputs.keys)
-        self.backend = _Backend(
-            boundary,
+        self.backend = ActivationBackend(
             model,
             self.attribution,
             self.policy,
             self._codecs,
             self.overrides,
             of_inputs=inputs.codec,
+            around=Boundary(inputs.keys).run,
             error_interval=config.error_interval,
         )
         self._current_step, self._step = current_step, -1
         self._first_step = model.register_forward_pre_hook(self._begin_step, prepend=True)
         self.backend.install()
-        self._service = Service(model, self.backend, boundary)
+        self._service = Service(model, self.backend)
 
     def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
         """Of the choices that occur; raw for whatever has no component."""
@@ -173,26 +172,6 @@ class Activations:
         self._service.close()
         self.backend.uninstall()
         self.memory.close()
-
-
-class _Backend(ActivationBackend):
-    """Checkpoints that DeepSpeed's ``profile`` and ``synchronize_checkpoint_boundary`` see."""
-
-    def __init__(self, boundary: Boundary, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._boundary = boundary
-
-    def checkpoint(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        use_reentrant: bool | None = None,
-        preserve_rng_state: bool = True,
-        redraws: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        options = {"preserve_rng_state": preserve_rng_state, "redraws": redraws}
-        return self._boundary.run(super().checkpoint, fn, *args, **options, **kwargs)
 
 
 def _choices(model: BaseModel) -> dict[Component, Choice]:
