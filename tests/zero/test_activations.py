@@ -240,12 +240,16 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def taken_over(enabled: bool) -> dict[str, Any]:
-    plain: Any = tiny_llama()
-    make_engine(ds_config(0), plain).destroy()
+def _tiny_llama(checkpointed: bool) -> Any:
     model: Any = tiny_llama()
-    if enabled:
+    if checkpointed:
         model.activation_checkpointing_enable()
+    return model
+
+
+def taken_over(enabled: bool) -> dict[str, Any]:
+    plain, model = (_tiny_llama(enabled) for _ in range(2))
+    make_engine(ds_config(0), plain).destroy()
     before = checkpointing_flags(model)
     engine = make_engine(with_activations(ds_config(0), {}), model)
     during = checkpointing_flags(model)
