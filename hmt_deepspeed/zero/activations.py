@@ -14,6 +14,8 @@ from torch import nn
 from hmt_deepspeed.activations.attribution import Attribution, attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, build_codec
+from hmt_deepspeed.activations.head import hold_head_input
+from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
@@ -75,9 +77,10 @@ class Activations:
             around=Boundary(inputs.keys).run,
             error_interval=config.error_interval,
         )
-        self._current_step, self._step = current_step, -1
+        self._current_step, self._step, self._head_calls = current_step, -1, 0
         self._first_step = model.register_forward_pre_hook(self._begin_step, prepend=True)
         self.backend.install()
+        self._release_head = self._hold_head_input(model)
         self._service = Service(model, self.backend)
 
     def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
@@ -101,11 +104,25 @@ class Activations:
             "swap_host", stores={"swap_host": self.memory.host}
         )
 
+    def _hold_head_input(self, model: nn.Module) -> Callable[[], None]:
+        name = self.attribution.head
+        if name is None:
+            return lambda: None
+        choice = Policy(self.policy, self.overrides, self._codecs).choice("lm_head", name)
+        head = model.get_submodule(name)
+        return hold_head_input(head, name, self._codecs[choice], self._next_head_key)
+
+    def _next_head_key(self) -> int:
+        """Of no checkpointed call: those leave the highest bit alone."""
+        self._head_calls += 1
+        return 1 << 63 | self._step << 32 | self._head_calls
+
     def _begin_step(self, module: nn.Module, _: Any) -> None:
         """Before a forward: the report is of the window that it belongs to."""
         step = self._current_step()
         if module.training and step != self._step:
             self._step = step
+            self._head_calls = 0
             self.memory.begin_step()
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
@@ -170,6 +187,7 @@ class Activations:
         """The model computes as before, host memory and files are given back. Idempotent."""
         self._first_step.remove()
         self._service.close()
+        self._release_head()
         self.backend.uninstall()
         self.memory.close()
 

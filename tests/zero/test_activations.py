@@ -30,7 +30,14 @@ from hmt_deepspeed.train.loop import _events, engine_metrics
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
 }
-SWAPPED = ("embedding", "attention_qkv", "attention_output", "mlp_intermediate", "residual")
+SWAPPED = (
+    "embedding",
+    "attention_qkv",
+    "attention_output",
+    "mlp_intermediate",
+    "residual",
+    "lm_head",
+)
 TO_HOST = {"policy": dict.fromkeys(SWAPPED, "swap_host"), "host_memory": 2**20}
 STEPS = 4
 
@@ -43,8 +50,11 @@ def with_activations(config: dict[str, Any], section: dict[str, Any] | None) -> 
 
 def to_ssd(folder: Path) -> dict[str, Any]:
     """Host memory for a quarter of what is swapped."""
-    policy = {**dict.fromkeys(SWAPPED, "swap_ssd"), "lm_head": "keep"}
-    return {"policy": policy, "host_memory": 2**20, "nvme_path": str(folder)}
+    return {
+        "policy": dict.fromkeys(SWAPPED, "swap_ssd"),
+        "host_memory": 2**20,
+        "nvme_path": str(folder),
+    }
 
 
 # -- the same training, whatever holds the activations ------------------------------------------------
@@ -61,6 +71,7 @@ def runs(stage: int, sections: dict[str, Any], stock: bool = False) -> dict[str,
     return found
 
 
+EIGHT_BITS = {"policy": {"lm_head": "int8", "residual": "fp8", "attention_qkv": "int8"}}
 SECTIONS = {"without": None, "lossless": LOSSLESS, "paper": {}, "host": TO_HOST}
 
 
@@ -207,7 +218,7 @@ def test_the_start_table(ranks: Ranks) -> None:
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    config = with_activations(ds_config(2, gas=2), {})
+    config = with_activations(ds_config(2, gas=2), EIGHT_BITS)
     whole = make_engine(config)
     train(whole, 2)
     whole.save_checkpoint(folder)
