@@ -74,7 +74,7 @@ def test_the_decoded_input_is_never_whole(encode, decode, monkeypatch):
         found = dequant_matmul_reference(delta, codes, scales, 64, torch.bfloat16)
     assert largest.numel == 64 * 32  # one block of tokens
     exact, terms = exact_product(delta, codes, scales, 64)
-    assert ((found - exact).abs() <= 2.0**-9 * exact.abs() + 1024 * EPSILON * terms).all()
+    assert ((found - exact).abs() <= 2.0**-8 * exact.abs() + 1024 * EPSILON * terms).all()
 
 
 @CODES

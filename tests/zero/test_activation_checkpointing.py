@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
-from training import HIDDEN, tiny_llama
+from training import HIDDEN, VOCAB, make_engine, tiny_llama
 
 import hmt_deepspeed
 from hmt_deepspeed.activations.attribution import Attribution, attribute
@@ -608,6 +608,56 @@ def groups_on_two_ranks() -> dict[str, Any]:
         "autotp": held.nbytes,
         "back": held.decode(),
     }
+
+
+def trained_with_tensor_parallelism() -> dict[str, Any]:
+    """DeepSpeed's AutoTP and AdamW, HMT's activations: from the JSON alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    found = {}
+    for name, keys in (
+        ("whole", {}),
+        ("partitioned", {"partition_activations": True}),
+        ("on the host", {"partition_activations": True, "cpu_checkpointing": True}),
+    ):
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "tensor_parallel": {"autotp_size": 2},
+            "activation_checkpointing": keys,
+            "hmt": {"activations": {}},
+        }
+        engine = make_engine(config, LlamaForCausalLM(shape))
+        for step in range(2):
+            tokens = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        held = engine.hmt_activations.backend.report().held_bytes
+        weights = [p.detach().clone() for p in engine.module.parameters()]
+        found[name] = (weights, [sum(layer.values()) for layer in held.values()])
+        engine.destroy()
+    return found
+
+
+def test_the_json_alone_under_autotp(ranks):
+    layer_input = 2 * 8 * 32 * 4
+    for found in ranks.run(trained_with_tensor_parallelism, 2):
+        expected, whole = found["whole"]
+        for name, held_part in (("partitioned", layer_input // 2), ("on the host", 0)):
+            weights, held = found[name]
+            assert_equal(weights, expected)
+            less = [w - h for w, h in zip(whole, held, strict=True)]
+            assert less == [layer_input - held_part] * 2 + [0]  # and the final norm's input
 
 
 @pytest.mark.parametrize("cpu", [False, True])
