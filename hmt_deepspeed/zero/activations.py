@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,24 +65,29 @@ class Activations:
         self.policy = _choices(config.policy)
         self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
         _check_patterns(self.overrides, self.attribution)
-        self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
-        self._codecs = self._build_codecs(config)
-        inputs = LayerInputs(keys, mpu, self._swap_host)
-        self.backend = ActivationBackend(
-            model,
-            self.attribution,
-            self.policy,
-            self._codecs,
-            self.overrides,
-            of_inputs=inputs.codec,
-            around=Boundary(inputs.keys).run,
-            error_interval=config.error_interval,
-        )
         self._current_step, self._step, self._head_calls = current_step, -1, 0
-        self._first_step = model.register_forward_pre_hook(self._begin_step, prepend=True)
-        self.backend.install()
-        self._release_head = self._hold_head_input(model)
-        self._service = Service(model, self.backend)
+        with ExitStack() as undo:  # of what was done before something is refused
+            self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
+            undo.callback(self.memory.close)
+            self._codecs = self._build_codecs(config)
+            inputs = LayerInputs(keys, mpu, self._swap_host)
+            self.backend = ActivationBackend(
+                model,
+                self.attribution,
+                self.policy,
+                self._codecs,
+                self.overrides,
+                of_inputs=inputs.codec,
+                around=Boundary(inputs.keys).run,
+                error_interval=config.error_interval,
+            )
+            undo.callback(self.backend.uninstall)
+            self.backend.install()
+            undo.callback(self._hold_head_input(model))
+            first = model.register_forward_pre_hook(self._begin_step, prepend=True)
+            undo.callback(first.remove)
+            undo.callback(Service(model, self.backend).close)
+            self._undo = undo.pop_all()
 
     def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
         """Of the choices that occur; raw for whatever has no component."""
@@ -185,11 +191,7 @@ class Activations:
 
     def close(self) -> None:
         """The model computes as before, host memory and files are given back. Idempotent."""
-        self._first_step.remove()
-        self._service.close()
-        self._release_head()
-        self.backend.uninstall()
-        self.memory.close()
+        self._undo.close()
 
 
 def _choices(model: BaseModel) -> dict[Component, Choice]:
