@@ -55,15 +55,15 @@ class Held(Protocol):
 
 
 class Codec(Protocol):
-    """A form.
+    """A form."""
 
-    Attributes:
-        choice: its name in a policy.
-        lossy: whether the decoded tensor differs from the original.
-    """
+    @property
+    def choice(self) -> Choice:
+        """Its name in a policy."""
 
-    choice: ClassVar[Choice]
-    lossy: ClassVar[bool]
+    @property
+    def lossy(self) -> bool:
+        """Whether the decoded tensor differs from the original."""
 
     def encode(
         self,
