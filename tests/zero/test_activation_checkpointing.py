@@ -377,6 +377,24 @@ def test_contiguous_memory_is_one_for_all_components():
     assert other.memory.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
 
 
+def test_what_configure_sets_counts_from_the_next_checkpoint_on(monkeypatch):
+    service = serve(nn.Identity(), number_checkpoints=9)
+    x = torch.randn(4, 8, requires_grad=True)
+    ys = [checkpointing.checkpoint(torch.sin, x * 1)]
+    monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
+    deepspeed.checkpointing.set_num_layers(2)
+    try:
+        ys += [checkpointing.checkpoint(torch.sin, x * 1) for _ in range(2)]
+        with pytest.raises(ValueError, match=r"number_checkpoints is 2, and .* is one more"):
+            checkpointing.checkpoint(torch.sin, x * 1)
+    finally:
+        deepspeed.checkpointing.set_num_layers(None)
+    assert [type(held).__name__ for held in service.inputs.held] == ["_Raw", "HeldSlot", "HeldSlot"]
+    sum(y.sum() for y in ys).backward()
+    assert torch.equal(x.grad, 3 * x.cos())
+    service.close()
+
+
 # -- a model whose layers the backend knows ----------------------------------------------------------
 
 
