@@ -233,15 +233,22 @@ def test_without_gradients_nothing_is_held():
     assert [layer.num_calls for layer in stack.layers] == [1] * 4
 
 
-def test_no_checkpointing_is_honoured():
+def test_which_inputs_are_held():
     service = serve(nn.Identity())
     x, kept = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     kept.no_checkpointing = True
-    y = checkpointing.checkpoint(torch.mul, x, kept)
-    assert len(service.inputs.held) == 1
-    y.sum().backward()
-    assert torch.equal(kept.grad, x)
-    assert torch.equal(x.grad, kept)
+    weight, mask = nn.Parameter(torch.randn(3)), torch.ones(3)
+    frozen = torch.randn(3)
+    for args in ((frozen, weight, x, kept, mask), (x, weight, kept, mask)):
+        service.inputs.held.clear()
+        x.grad = kept.grad = weight.grad = None
+        y = checkpointing.checkpoint(lambda *args: functools.reduce(torch.mul, args), *args)
+        y.sum().backward()
+        assert len(service.inputs.held) == (2 if args[0] is frozen else 1)  # (frozen and) x
+        others = frozen if args[0] is frozen else torch.ones(3)
+        torch.testing.assert_close(kept.grad, x * weight * others)
+        torch.testing.assert_close(x.grad, kept * weight * others)
+        torch.testing.assert_close(weight.grad, kept * x * others)
     service.close()
 
 
