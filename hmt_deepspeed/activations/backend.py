@@ -37,6 +37,7 @@ class ActivationBackend:
         model: what ``attribution`` is of.
         attribution: see :func:`hmt_deepspeed.activations.attribution.attribute`.
         policy, overrides, codecs, of_inputs: see :class:`Policy`.
+        around: runs each checkpointed call; it is given what does that, the function and its arguments.
         seed: of the noise of stochastic rounding.
         error_interval: steps between two measurements of what encoding loses; 0: never.
         transfers: counters of what swaps move.
@@ -57,6 +58,7 @@ class ActivationBackend:
         overrides: Mapping[str, Mapping[Component, Choice]] | None = None,
         *,
         of_inputs: Callable[[Codec, int], Codec] | None = None,
+        around: Callable[..., Any] | None = None,
         seed: int = 0,
         error_interval: int = 0,
         transfers: Iterable[Counters] = (),
@@ -71,6 +73,7 @@ class ActivationBackend:
         self._layers: dict[nn.Module, LayerSites] = {}
         for index, layer in enumerate(attribution.layers):
             self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
+        self._around = around
         self._seed, self._error_interval = seed, error_interval
         self._transfers = tuple(transfers)
         self._ledger, self._inputs = Ledger(), HeldInputs()
@@ -139,7 +142,11 @@ class ActivationBackend:
         record = RecordMode(recording, base, self._ledger, key, self._measures)
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
-        return run_checkpointed(fn, args, {**kwargs, **options}, (record, replay), holders)
+
+        def run(fn: Callable[..., Any], *args: Any) -> Any:
+            return run_checkpointed(fn, args, {**kwargs, **options}, (record, replay), holders)
+
+        return run(fn, *args) if self._around is None else self._around(run, fn, *args)
 
     def _holders(
         self,

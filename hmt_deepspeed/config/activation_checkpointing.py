@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import Field, ValidationError
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from hmt_deepspeed.config.fields import PositiveInt, StrictModel
 from hmt_deepspeed.config.problems import field_problems
 
 __all__ = ["ActivationCheckpointing"]
@@ -13,10 +12,8 @@ __all__ = ["ActivationCheckpointing"]
 SECTION = "activation_checkpointing"
 
 
-class ActivationCheckpointing(BaseModel):
+class ActivationCheckpointing(StrictModel):
     """What is done with the inputs of checkpointed layers; the defaults are DeepSpeed's."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     partition_activations: bool = Field(
         default=False, description="Each rank of a model-parallel group holds its part of them."
@@ -25,7 +22,7 @@ class ActivationCheckpointing(BaseModel):
     contiguous_memory_optimization: bool = Field(
         default=False, description="Hold them in memory that is allocated once."
     )
-    number_checkpoints: Annotated[int, Field(ge=1)] | None = Field(
+    number_checkpoints: PositiveInt | None = Field(
         default=None, description="Checkpoints held at once, for that memory."
     )
     synchronize_checkpoint_boundary: bool = Field(

@@ -15,12 +15,18 @@ largest number of the dtype (s was rounded up), decoding stops at that number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
-from hmt_deepspeed.kernels.noise import counters, uniform
+from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # platforms without Triton have no CUDA device to run it on
+    triton = None
 
 __all__ = [
     "FLOATS",
@@ -29,12 +35,22 @@ __all__ = [
     "check_value",
     "decode_reference",
     "encode_reference",
+    "new_blocks",
     "num_blocks",
-    "token_chunks",
+    "rounded",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_SCALE = 2.0**-126
+_TILE_ELEMENTS = 1 << 18  # of the references: what they hold in fp32 at once
+
+
+class _Tile(NamedTuple):
+    """Whole blocks of neighbouring channels, or the short last blocks of some."""
+
+    tokens: slice
+    blocks: slice
+    channels: slice
 
 
 def num_blocks(tokens: int, block_size: int) -> int:
@@ -42,15 +58,17 @@ def num_blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def token_chunks(tokens: int, channels: int, block_size: int) -> Iterator[tuple[slice, slice]]:
-    """Spans of tokens of some ``CHUNK_ELEMENTS`` elements, and their blocks; a short last block alone."""
+def _tiles(tokens: int, channels: int, block_size: int) -> Iterator[_Tile]:
     whole = tokens // block_size
-    step = max(1, CHUNK_ELEMENTS // max(block_size * channels, 1))
-    for begin in range(0, whole, step):
-        end = min(begin + step, whole)
-        yield slice(begin * block_size, end * block_size), slice(begin, end)
+    width = max(1, min(channels, _TILE_ELEMENTS // block_size))
+    step = max(1, _TILE_ELEMENTS // (block_size * width))
+    spans = [(block, min(block + step, whole)) for block in range(0, whole, step)]
     if tokens % block_size:
-        yield slice(whole * block_size, tokens), slice(whole, whole + 1)
+        spans.append((whole, whole + 1))
+    for begin, end in spans:
+        span = slice(begin * block_size, min(end * block_size, tokens))
+        for channel in range(0, channels, width):
+            yield _Tile(span, slice(begin, end), slice(channel, min(channel + width, channels)))
 
 
 def _block_scales(blocks: Tensor, top: float) -> Tensor:
@@ -61,44 +79,68 @@ def _block_scales(blocks: Tensor, top: float) -> Tensor:
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
+def rounded(q: Tensor, threshold: Tensor | float) -> Tensor:
+    """``q`` up where its fractional part exceeds the threshold, else down; new memory."""
+    low = q.floor()
+    return low.add_((q - low).sub_(threshold).ceil_())
+
+
+def new_blocks(value: Tensor, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes and scales for a tokens x channels matrix."""
+    tokens, channels = value.shape
+    codes = torch.empty(tokens, channels, dtype=dtype, device=value.device)
+    shape = num_blocks(tokens, block_size), channels
+    return codes, torch.empty(shape, dtype=torch.bfloat16, device=value.device)
+
+
 def encode_reference(
     value: Tensor,
     block_size: int,
     key: int | None,
     top: float,
-    to_codes: Callable[[Tensor, Tensor | None], Tensor],
+    to_codes: Callable[[Tensor, Tensor | float], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Codes (uint8 patterns, tokens x channels) and scales (bf16, blocks x channels).
+    """Patterns of the codes (tokens x channels, uint8) and scales (blocks x channels, bf16).
 
     Args:
-        to_codes: rounds ``x / s`` with the noise of each element, None for nearest, and gives the
-            patterns of the codes.
+        to_codes: the patterns of ``x / s``, given the thresholds of :func:`rounded`.
     """
     tokens, channels = value.shape
-    codes = torch.empty(tokens, channels, dtype=torch.uint8, device=value.device)
-    shape = num_blocks(tokens, block_size), channels
-    scales = torch.empty(shape, dtype=torch.bfloat16, device=value.device)
-    for span, blocks in token_chunks(tokens, channels, block_size):
-        x = value[span].float().unflatten(0, (blocks.stop - blocks.start, -1))
+    codes, scales = new_blocks(value, block_size, torch.uint8)
+    for tile in _tiles(tokens, channels, block_size):
+        part = value[tile.tokens, tile.channels].float()
+        x = part.unflatten(0, (tile.blocks.stop - tile.blocks.start, -1))
         scale = _block_scales(x, top)
         scaled = (x / scale[:, None]).nan_to_num_(0.0)  # only blocks with a NaN scale have any
-        noise = None
+        threshold: Tensor | float = 0.5
         if key is not None:
-            index = counters(scaled.numel(), span.start * channels, value.device)
-            noise = uniform(index, key).view_as(scaled)
-        codes[span] = to_codes(scaled, noise).flatten(0, 1)
-        scales[blocks] = scale
+            row = counters(len(part), 0, value.device).mul_(channels)[:, None]
+            first = tile.tokens.start * channels + tile.channels.start
+            index = row + counters(part.shape[1], first, value.device)
+            threshold = uniform(index, key).view(scaled.shape)
+        codes[tile.tokens, tile.channels] = to_codes(scaled, threshold).flatten(0, 1)
+        scales[tile.blocks, tile.channels] = scale
     return codes, scales
 
 
-def decode_reference(codes: Tensor, scales: Tensor, block_size: int, out: Tensor) -> None:
-    """Write ``s code`` to ``out`` (tokens x channels), rounded to nearest; codes of a dtype that says
-    their value."""
+def decode_reference(
+    codes: Tensor,
+    scales: Tensor,
+    block_size: int,
+    out: Tensor,
+    to_values: Callable[[Tensor], Tensor],
+) -> None:
+    """Write ``s code``, rounded to nearest, to ``out`` (tokens x channels).
+
+    Args:
+        to_values: new fp32 values of codes.
+    """
     largest = torch.finfo(out.dtype).max
-    for span, blocks in token_chunks(codes.shape[0], codes.shape[1], block_size):
-        x = codes[span].float().unflatten(0, (blocks.stop - blocks.start, -1))
-        x.mul_(scales[blocks].float()[:, None]).clamp_(-largest, largest)  # leaves NaN
-        out[span] = x.flatten(0, 1)
+    for tile in _tiles(codes.shape[0], codes.shape[1], block_size):
+        part = to_values(codes[tile.tokens, tile.channels])
+        scale = scales[tile.blocks, tile.channels].float()[:, None]
+        part.unflatten(0, (len(scale), -1)).mul_(scale)
+        out[tile.tokens, tile.channels] = part.clamp_(-largest, largest)  # leaves NaN
 
 
 def check_value(value: Tensor, block_size: int) -> None:
@@ -116,10 +158,7 @@ def check_blocks(codes: Tensor, scales: Tensor, block_size: int) -> None:
     """Raises ValueError unless the geometry is that of encoded blocks."""
     if block_size < 1:
         raise ValueError(f"block_size is at least 1 token, got {block_size}")
-    if codes.dim() != 2 or scales.shape != (
-        num_blocks(codes.shape[0], block_size),
-        codes.shape[1],
-    ):
+    if codes.dim() != 2 or scales.shape != (num_blocks(len(codes), block_size), codes.shape[1]):
         raise ValueError(
             f"an encoded activation has tokens x channels codes and one scale per channel for each "
             f"{block_size} tokens, got {tuple(codes.shape)} and {tuple(scales.shape)}"
@@ -137,3 +176,142 @@ def check_out(out: Tensor, codes: Tensor) -> None:
             f"decodes to fp32, bf16 or fp16 of shape {tuple(codes.shape)}, got {out.dtype} of shape "
             f"{tuple(out.shape)}"
         )
+
+
+if triton is not None:
+    from hmt_deepspeed.kernels.noise import uniform_jit
+    from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit
+
+    TILE_TOKENS, TILE_CHANNELS = 32, 64  # of a program's registers
+
+    def launch_encode(
+        kernel: Any, value: Tensor, block_size: int, key: int | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scales by a kernel whose programs have one block of ``TILE_CHANNELS`` channels."""
+        (tokens, channels), (low, high) = value.shape, key_halves(key or 0)
+        codes, scales = new_blocks(value, block_size, dtype)
+        if value.numel() > 0:
+            grid = (num_blocks(tokens, block_size) * triton.cdiv(channels, TILE_CHANNELS),)
+            kernel[grid](
+                patterns(value), patterns(codes), patterns(scales), tokens, channels, block_size,
+                *value.stride(), low, high, STOCHASTIC=key is not None,
+                TILE_TOKENS=TILE_TOKENS, TILE_CHANNELS=TILE_CHANNELS,
+            )  # fmt: skip
+        return codes, scales
+
+    def launch_decode(
+        kernel: Any, codes: Tensor, scales: Tensor, block_size: int, out: Tensor
+    ) -> None:
+        """Fills ``out`` by a kernel whose programs have one tile of tokens x channels."""
+        tokens, channels = codes.shape
+        if codes.numel() > 0:
+            grid = (triton.cdiv(tokens, TILE_TOKENS) * triton.cdiv(channels, TILE_CHANNELS),)
+            kernel[grid](
+                patterns(codes), patterns(scales), patterns(out), tokens, channels, block_size,
+                *out.stride(), torch.finfo(out.dtype).max, TO_BF16=out.dtype == torch.bfloat16,
+                TILE_TOKENS=TILE_TOKENS, TILE_CHANNELS=TILE_CHANNELS,
+            )  # fmt: skip
+
+    def patterns(tensor: Tensor) -> Tensor:
+        """bf16 and FP8 as integers: not all cards have the types, nor does the interpreter."""
+        as_integers = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+        return tensor.view(as_integers.get(tensor.dtype, tensor.dtype))
+
+    @triton.jit
+    def program_jit(channels, TILE_CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Number of this program among its channels', and its channels, int64."""
+        tiles = tl.cdiv(channels, TILE_CHANNELS)
+        program = tl.program_id(0).to(tl.int64)
+        return program // tiles, (program % tiles) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+
+    @triton.jit
+    def load_tile_jit(  # type: ignore[no-untyped-def]
+        value_ptr, token, channel, end, channels, value_row, value_column, WIDEN: tl.constexpr
+    ):
+        """Tokens before ``end``, zero where there is no element; with ``WIDEN`` in fp32, where int16
+        are patterns of bf16."""
+        mask = (token < end)[:, None] & (channel < channels)[None, :]
+        source = value_ptr + token[:, None] * value_row + channel[None, :] * value_column
+        value = tl.load(source, mask=mask, other=0)
+        if WIDEN:
+            if value.dtype == tl.int16:
+                value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            value = value.to(tl.float32)
+        return value
+
+    @triton.jit
+    def store_scale_jit(  # type: ignore[no-untyped-def]
+        value_ptr, scales_ptr, block, channel, begin, end, channels, value_row, value_column,
+        TOP: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+    ):  # fmt: skip
+        """Scales of the block's channels, in fp32; stored as patterns of bf16."""
+        largest = tl.zeros((TILE_CHANNELS,), dtype=tl.int32)
+        for first in range(begin, end, TILE_TOKENS):
+            token = first + tl.arange(0, TILE_TOKENS).to(tl.int64)
+            value = load_tile_jit(
+                value_ptr, token, channel, end, channels, value_row, value_column, True
+            )
+            # Patterns order as magnitudes do, infinity and NaN last.
+            bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            largest = tl.maximum(largest, tl.max(bits, axis=0))
+        finite = largest < 0x7F800000
+        scale = tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * (1 / TOP)
+        bits = tl.maximum(scale, 2.0**-126).to(tl.int32, bitcast=True)
+        bits = tl.where(finite, (bits + 0xFFFF) & -65536, 0x7FC00000)
+        mask = channel < channels
+        tl.store(scales_ptr + block * channels + channel, (bits >> 16).to(tl.int16), mask=mask)
+        return bits.to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def scaled_tile_jit(  # type: ignore[no-untyped-def]
+        value_ptr, scale, token, channel, end, channels, value_row, value_column
+    ):
+        """``x / s`` of a tile, zero in blocks whose scale is NaN."""
+        value = load_tile_jit(
+            value_ptr, token, channel, end, channels, value_row, value_column, True
+        )
+        usable = tl.broadcast_to((scale == scale)[None, :], value.shape)
+        divisor = tl.where(usable, tl.broadcast_to(scale[None, :], value.shape), 1.0)
+        return tl.div_rn(tl.where(usable, value, 0.0), divisor)
+
+    @triton.jit
+    def rounded_jit(  # type: ignore[no-untyped-def]
+        q, token, channel, channels, key_low, key_high, STOCHASTIC: tl.constexpr
+    ):
+        """Twin of :func:`rounded`, which makes its thresholds."""
+        low = tl.floor(q)
+        if STOCHASTIC:
+            position = token[:, None] * channels + channel[None, :]
+            threshold = uniform_jit(position, key_low, key_high)
+        else:
+            threshold = 0.5
+        return tl.where(threshold < q - low, low + 1.0, low)
+
+    @triton.jit
+    def load_scales_jit(scales_ptr, block, channel, mask, channels):  # type: ignore[no-untyped-def]
+        """Scales of one shape that ``block`` and ``channel`` broadcast to, from patterns of bf16."""
+        bits = tl.load(scales_ptr + block * channels + channel, mask=mask, other=0).to(tl.int32)
+        return (bits << 16).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def store_rounded_jit(  # type: ignore[no-untyped-def]
+        out_ptr, value, mask, TO_BF16: tl.constexpr
+    ):
+        """To fp32 or fp16; to bf16 (nearest, a tie to even) through a pointer to patterns."""
+        if TO_BF16:
+            bits = value.to(tl.uint32, bitcast=True)
+            value = round_bits_jit(bits, 0x7FFF + ((bits >> 16) & 1)).to(tl.int16)
+        tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def store_decoded_jit(  # type: ignore[no-untyped-def]
+        scales_ptr, out_ptr, code, token, channel, mask, channels, block_size, out_row, out_column,
+        largest, TO_BF16: tl.constexpr,
+    ):  # fmt: skip
+        """``s code`` of a tile, no further from zero than ``largest``."""
+        value = code * load_scales_jit(
+            scales_ptr, (token // block_size)[:, None], channel[None, :], mask, channels
+        )
+        value = tl.where(value > largest, largest, tl.where(value < -largest, -largest, value))
+        target = out_ptr + token[:, None] * out_row + channel[None, :] * out_column
+        store_rounded_jit(target, value, mask, TO_BF16)

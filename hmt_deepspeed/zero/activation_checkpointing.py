@@ -17,11 +17,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from hmt_deepspeed.activations.caching import active_mode
 from hmt_deepspeed.activations.codecs import Codec, Held
 from hmt_deepspeed.activations.contiguous import Contiguous
 from hmt_deepspeed.activations.partition import Partitioned, Replicas
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
-from hmt_deepspeed.zero.boundary import Boundary
 from hmt_deepspeed.zero.collectives import Collectives
 
 __all__ = ["LayerInputs", "Service", "restore_stock"]
@@ -63,11 +63,14 @@ class LayerInputs:
     Args:
         keys: of the JSON.
         mpu: of the engine, or None.
-        swap_host: the codec of ``cpu_checkpointing``.
+        swap_host: makes the codec of ``cpu_checkpointing`` where that is asked for.
     """
 
-    def __init__(self, keys: ActivationCheckpointing, mpu: Any, swap_host: Codec) -> None:
+    def __init__(
+        self, keys: ActivationCheckpointing, mpu: Any, swap_host: Callable[[], Codec]
+    ) -> None:
         self._json, self._mpu, self._swap_host = keys, mpu, swap_host
+        self._made: dict[tuple[int, int], _Following] = {}
         self._contiguous: dict[tuple[int, int], Contiguous] = {}
         self._replicas: Replicas | None = None
 
@@ -78,15 +81,20 @@ class LayerInputs:
     def codec(self, inner: Codec, position: int = 0) -> Codec:
         """What becomes of the ``position``-th input of each checkpoint, where the policy says ``inner``.
 
+        The same codec for the same arguments: a backend's ``of_inputs``.
+
         Raises:
             ValueError: the keys and the policy, or the process groups, do not go together.
         """
-        return _Following(self, inner, position)
+        place = (id(inner), position)  # of a codec that the found one keeps alive
+        if place not in self._made:
+            self._made[place] = _Following(self, inner, position)
+        return self._made[place]
 
     def compose(self, keys: ActivationCheckpointing, inner: Codec, position: int) -> Codec:
         """The codec of these keys. Held on the host, memory that is allocated once is the host store's."""
         if keys.cpu_checkpointing and inner.choice == "keep":
-            inner = self._swap_host
+            inner = self._swap_host()
         elif keys.cpu_checkpointing and not inner.choice.startswith("swap"):
             raise _conflict("cpu_checkpointing", inner)
         elif keys.contiguous_memory_optimization and inner.choice == "keep":
@@ -160,7 +168,7 @@ class _Following:
 class Checkpoints(Protocol):
     """What is needed of the backend."""
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any: ...
+    def checkpoint(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any: ...
 
 
 class Service:
@@ -170,18 +178,18 @@ class Service:
 
     What is as in DeepSpeed: CPU, accelerator and tracker (``get_cuda_rng_tracker``) random states are in
     recomputation what they were in forward; inputs that need no gradient, that are no floating-point
-    tensors or that carry ``no_checkpointing`` are held as they are; several outputs come back as a tuple,
-    one without. What is better: gradients need no input that requires grad, keyword arguments and
-    ``torch.autograd.grad`` work, and no input is emptied behind the caller's back.
+    tensors, that are parameters or that carry ``no_checkpointing`` are held as they are, the others as the
+    keys say. What is better: gradients need no input that requires grad, keyword arguments and
+    ``torch.autograd.grad`` work, no input is emptied behind the caller's back, and what the policy holds of
+    attributed layers within is not computed again. A checkpoint within a checkpoint is part of it.
 
     Args:
         module: the engine's model.
-        backend: its activation backend.
-        boundary: of the same keys as the backend's.
+        backend: its activation backend, whose ``of_inputs`` is :meth:`LayerInputs.codec`.
     """
 
-    def __init__(self, module: nn.Module, backend: Checkpoints, boundary: Boundary) -> None:
-        self.backend, self.boundary = backend, boundary
+    def __init__(self, module: nn.Module, backend: Checkpoints) -> None:
+        self.backend = backend
         this = weakref.ref(self)
         self._hooks = [
             module.register_forward_pre_hook(lambda *_: _enter(this), prepend=True),
@@ -193,21 +201,17 @@ class Service:
         """DeepSpeed's own functions answer again, unless another engine's service lives. Idempotent."""
         for hook in self._hooks:
             hook.remove()
-        _give_back(self)
+        _forget(weakref.ref(self))
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``; what it computed in between is computed again in backward."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or active_mode() is not None:
             return function(*args)
         where = [index for index, arg in enumerate(args) if _is_activation(arg)]
-        replay = _Replay(self, function, args, where)
         activations = [args[index] for index in where]
-        return self.boundary.run(
-            self.backend.checkpoint,
-            replay,
-            *activations,
-            use_reentrant=False,
-            preserve_rng_state=False,  # by the replay, with the tracker's
+        replay = _Replay(function, args, where)
+        return self.backend.checkpoint(
+            replay, *activations, use_reentrant=False, preserve_rng_state=False, redraws=True
         )
 
 
@@ -216,25 +220,26 @@ def _is_activation(value: Any) -> bool:
         isinstance(value, Tensor)
         and value.requires_grad
         and value.is_floating_point()
+        and not isinstance(value, nn.Parameter)
         and not getattr(value, "no_checkpointing", False)
     )
 
 
 class _Replay:
-    """A caller's function of its activations alone, under forward's random states when it runs again."""
+    """A caller's function of its activations alone, under forward's random states when it runs again.
+
+    Attributes:
+        __wrapped__: the function, which tells the backend whose forward it is.
+    """
 
     def __init__(
-        self,
-        service: Service,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        where: list[int],
+        self, function: Callable[..., Any], args: tuple[Any, ...], where: list[int]
     ) -> None:
-        self._service, self._function = service, function
+        self.__wrapped__ = function
         self._args: list[Any] = list(args)
         self._where = where
         for index in where:
-            self._args[index] = None  # held by the backend, in its way
+            self._args[index] = None
         self._forward_states: _RandomStates | None = None
 
     def __call__(self, *activations: Tensor) -> Any:
@@ -243,15 +248,12 @@ class _Replay:
             args[index] = activation
         if self._forward_states is None:
             self._forward_states = _RandomStates()
-            return self._function(*args)
+            return self.__wrapped__(*args)
         now = _RandomStates()
         self._forward_states.restore()
-        this = weakref.ref(self._service)
-        _enter(this)  # of a checkpoint within
         try:
-            return self._function(*args)
+            return self.__wrapped__(*args)
         finally:
-            _leave(this)
             now.restore()
 
 
@@ -295,10 +297,6 @@ def _take_over(service: weakref.ref[Service]) -> None:
         _stock.update({name: getattr(checkpointing, name) for name in _NAMES})
         checkpointing.CheckpointFunction = _CheckpointFunction
         checkpointing.non_reentrant_checkpoint = _non_reentrant_checkpoint
-
-
-def _give_back(service: Service) -> None:
-    _forget(weakref.ref(service))
 
 
 def _forget(service: weakref.ref[Service]) -> None:

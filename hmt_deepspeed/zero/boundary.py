@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils.timer import FORWARD_GLOBAL_TIMER, SynchronizedWallClockTimer
@@ -25,7 +24,7 @@ class Boundary:
     The timers are DeepSpeed's own, in ``deepspeed.checkpointing.timers``: "fwd" and "backward", the latter
     from the gradient of a checkpoint's output to that of its inputs, recomputation included. DeepSpeed logs
     them after each checkpoint, for which the host must wait; here one line per pass sums its checkpoints up
-    when the next pass begins, and on CUDA nothing waits before. A checkpoint within another is part of it.
+    when the next pass begins, and on CUDA nothing waits before.
 
     Args:
         keys: what is asked for now.
@@ -33,21 +32,19 @@ class Boundary:
 
     def __init__(self, keys: Callable[[], ActivationCheckpointing]) -> None:
         self._keys = keys
-        self._inside = False
         self._running_backward = 0
         self._pass_has_backward = False
 
-    def run(self, checkpoint: Callable[..., Any], function: Any, *args: Any, **options: Any) -> Any:
-        """``checkpoint(function, *args, **options)``."""
+    def run(self, checkpoint: Callable[..., Any], function: Any, *args: Any) -> Any:
+        """``checkpoint(function, *args)``: a backend's ``around``."""
         keys = self._keys()
-        wanted = keys.profile or keys.synchronize_checkpoint_boundary
-        if not wanted or self._inside or torch._C._current_graph_task_id() != -1:
-            return checkpoint(function, *args, **options)
+        if not keys.profile and not keys.synchronize_checkpoint_boundary:
+            return checkpoint(function, *args)
         # gradients arrive at aliases: at the tensors themselves they would wait for those from elsewhere
         args = tuple(arg.view_as(arg) if _has_gradient(arg) else arg for arg in args)
         self._begin_forward(keys)
         try:
-            outputs = checkpoint(function, *args, **options)
+            outputs = checkpoint(function, *args)
         finally:
             self._end_forward(keys)
         self._watch(args, outputs, keys)
@@ -62,7 +59,6 @@ class Boundary:
             register_multi_grad_hook(inputs, lambda _: self._end_backward(keys), mode="all")
 
     def _begin_forward(self, keys: ActivationCheckpointing) -> None:
-        self._inside = True
         if self._pass_has_backward:
             self._end_pass(keys)
         if keys.synchronize_checkpoint_boundary:
@@ -75,7 +71,6 @@ class Boundary:
             _timer(FORWARD_GLOBAL_TIMER).stop()
         if keys.synchronize_checkpoint_boundary:
             get_accelerator().synchronize()
-        self._inside = False
 
     def _begin_backward(self, keys: ActivationCheckpointing) -> None:
         if keys.synchronize_checkpoint_boundary:
@@ -86,6 +81,8 @@ class Boundary:
             _timer(BACKWARD_TIMER).start()
 
     def _end_backward(self, keys: ActivationCheckpointing) -> None:
+        if self._running_backward == 0:
+            return  # the gradient came in past the outputs
         self._running_backward -= 1
         if keys.profile and self._running_backward == 0:
             _timer(BACKWARD_TIMER).stop()
