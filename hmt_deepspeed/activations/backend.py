@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hmt_deepspeed.activations.attribution import Attribution
@@ -83,6 +84,7 @@ class ActivationBackend:
 
     # -- calls --------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     def checkpoint(
         self,
         fn: Callable[..., Any],
@@ -97,7 +99,7 @@ class ActivationBackend:
         In place of ``torch.utils.checkpoint.checkpoint`` and ``deepspeed.checkpointing.checkpoint``. Of
         layers that are attributed the policy's components are held, whether ``fn`` is a layer's forward or
         calls several; any other function is computed again whole. Within a checkpointed call, and
-        without grad mode, ``fn`` is just called.
+        without grad mode, ``fn`` is just called. ``torch.compile`` leaves a checkpointed call as it is.
 
         Args:
             use_reentrant: for the callers' sake: both mean the same here, none is ever reentrant.
@@ -121,7 +123,6 @@ class ActivationBackend:
         redraws = preserve_rng_state if redraws is None else redraws
         return self._run(sites, fn, args, kwargs, options, redraws)
 
-    @torch._disable_dynamo
     def _run(
         self,
         sites: LayerSites | None,
@@ -254,9 +255,11 @@ class ActivationBackend:
         """
         if self._undo:
             return
-        if any(module in _WRAPPED for module in self._layers):
+        if any(layer in _TAKEN for layer in self._layers):
             raise ValueError("another activation backend is installed on this model: uninstall it")
         for layer, sites in self._layers.items():
+            _TAKEN.add(layer)
+            self._undo.append(functools.partial(_TAKEN.discard, layer))
             self._install_hooks(layer, sites)
             if not _is_hf_layer(layer):
                 self._wrap(layer, sites)
@@ -278,15 +281,20 @@ class ActivationBackend:
                 self._undo.append(handle.remove)
 
     def _install_hf(self) -> None:
-        layers = [layer for layer in self._layers if _is_hf_layer(layer)]
-        checkpoint = _as_function(self)
+        layers = {layer for layer in self._layers if _is_hf_layer(layer)}
+        checkpoint = as_function(self)
         for module in self.model.modules():
+            if layers.isdisjoint(module.modules()):
+                continue
             # The models around the layers have the flag too: it keeps them from making a cache.
-            if hasattr(module, "gradient_checkpointing") and any(
-                layer in set(module.modules()) for layer in layers
-            ):
+            if hasattr(module, "gradient_checkpointing"):
                 self._set(module, "gradient_checkpointing", True)
                 self._set(module, "_gradient_checkpointing_func", checkpoint)
+            if hasattr(module, "_set_gradient_checkpointing"):
+                _ENABLED[module] = self
+                self._undo.append(functools.partial(_ENABLED.pop, module, None))
+                own = MethodType(_set_gradient_checkpointing, module)
+                self._set(module, "_set_gradient_checkpointing", own)
 
     def _wrap(self, module: nn.Module, sites: LayerSites) -> None:
         before = vars(module).get("forward")
@@ -304,6 +312,8 @@ class ActivationBackend:
         own[name] = value
 
 
+_TAKEN: WeakSet[nn.Module] = WeakSet()  # layers with a backend
+
 # Which modules have our forward. Weak, and not an attribute: a deep copy of a module is not in it and
 # computes what it always did.
 _WRAPPED: WeakKeyDictionary[
@@ -311,6 +321,7 @@ _WRAPPED: WeakKeyDictionary[
 ] = WeakKeyDictionary()
 
 
+@torch._disable_dynamo
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapped = _WRAPPED.get(self)
     if wrapped is None:
@@ -322,9 +333,36 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return backend._run(sites, forward, args, kwargs, {})
 
 
-def _as_function(backend: ActivationBackend) -> Callable[..., Any]:
+# HF models that enable our checkpoint and no other.
+_ENABLED: WeakKeyDictionary[nn.Module, ActivationBackend] = WeakKeyDictionary()
+
+
+def _set_gradient_checkpointing(
+    self: Any,
+    enable: bool = True,
+    gradient_checkpointing_func: Callable[..., Any] | None = None,
+    every_n_layers: int = 1,
+) -> None:
+    """What HF's ``activation_checkpointing_enable`` and ``_disable`` call."""
+    backend = _ENABLED.get(self)
+    function = gradient_checkpointing_func
+    if backend is not None and enable:
+        if getattr(function, "func", function) not in (None, torch_checkpoint):
+            raise ValueError(
+                "activation_checkpointing_enable was asked to offload, but hmt.activations decides what "
+                'becomes of activations: leave offload out and set "residual": "swap_host"'
+            )
+        function = as_function(backend)
+    given = {} if function is None else {"gradient_checkpointing_func": function}
+    type(self)._set_gradient_checkpointing(
+        self, enable=enable, every_n_layers=every_n_layers, **given
+    )
+
+
+def as_function(backend: ActivationBackend) -> Callable[..., Any]:
     """A function and not a bound method: a deep copy of the model must not copy the backend."""
 
+    @torch._disable_dynamo
     def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return backend.checkpoint(fn, *args, **kwargs)
 

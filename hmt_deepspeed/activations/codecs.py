@@ -11,8 +11,9 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -178,12 +179,21 @@ class _Blocks:
     Args:
         block_size: tokens of a channel that share a scale.
         rounding: ``stochastic`` is right on average over keys, ``nearest`` is nearer each time.
+
+    Raises:
+        ValueError: other values.
     """
 
     lossy: ClassVar[bool] = True
     choice: ClassVar[Choice]
 
     def __init__(self, block_size: int = 256, rounding: Rounding = "stochastic") -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size of {self.choice} is at least 1 token, got {block_size}")
+        if rounding not in get_args(Rounding):
+            raise ValueError(
+                f"rounding of {self.choice} is {rounding!r}; legal: {get_args(Rounding)}"
+            )
         self.block_size, self.stochastic = block_size, rounding == "stochastic"
 
     def encode(
@@ -295,8 +305,8 @@ class _Swap:
         _check_float(tensor, self.choice, name)
         self.sweep()
         entry = f"{name} #{next(_Swap._count)}"
-        self.store.put(entry, tensor)
         held = _Swapped(tensor, self, entry)
+        self.store.put(entry, tensor)
         weakref.finalize(held, self._garbage.put, entry).atexit = False
         return held
 
@@ -308,7 +318,8 @@ class _Swap:
                     entry = self._garbage.get_nowait()
                 except Empty:
                     return
-                self.store.drop(entry)
+                with suppress(KeyError):  # the store was closed meanwhile
+                    self.store.drop(entry)
 
 
 class SwapHost(_Swap):

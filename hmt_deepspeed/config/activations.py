@@ -75,8 +75,8 @@ class Policy(StrictModel):
     )
     layernorm: Choice = _choice(
         "layernorm",
-        "The final norm: its input held and its internals computed again (keep), or its input "
-        "too (recompute). Norms within layers are always computed again.",
+        "Norms. Their internals are computed again from their inputs, of the final norm too; the "
+        "input is residual, so keep and recompute are the same.",
     )
     lm_head: Choice = _choice("lm_head", "Input of the language-model head.")
 

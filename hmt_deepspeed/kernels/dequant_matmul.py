@@ -28,7 +28,11 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = ["dequant_matmul", "dequant_matmul_reference", "dequant_matmul_triton"]
 
-_BLOCK_T, _BLOCK_M, _BLOCK_N, _NUM_WARPS = 32, 128, 64, 8
+_BLOCK_T, _BLOCK_N, _NUM_WARPS = 32, 64, 8
+_BLOCK_M = {
+    False: 128,
+    True: 64,
+}  # whether tiles are fp32, of which twice as many would not fit the registers
 
 
 def dequant_matmul_reference(
@@ -69,8 +73,7 @@ if triton is not None:
         row = (program // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         column = (program % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for block in range(0, tl.cdiv(tokens, block_size)):
-            begin = block.to(tl.int64) * block_size
+        for begin in range(0, tokens, block_size):
             end = tl.minimum(begin + block_size, tokens)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for first in range(begin, end, BLOCK_T):
@@ -83,6 +86,7 @@ if triton is not None:
                     code = half_codes_jit(code)  # times 2^-8
                 code = code.to(tl.float32).to(delta.dtype)
                 part = tl.dot(tl.trans(delta), code, part, input_precision="ieee")
+            block = begin // block_size
             total += part * load_scales_jit(scales_ptr, block, column, column < n, n)[None, :]
         if FP8:
             total *= 256.0
@@ -100,11 +104,12 @@ if triton is not None:
             return out
         # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
         widen = delta.dtype == torch.float32 or not delta.is_cuda
-        _dequant_matmul_kernel[(triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)](
+        block_m = _BLOCK_M[widen]
+        _dequant_matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N),)](
             patterns(delta) if widen else delta, patterns(codes), patterns(scales), patterns(out),
             tokens, m, n, block_size, *delta.stride(),
             FP8=codes.dtype != torch.int8, WIDEN=widen, TO_BF16=dtype == torch.bfloat16,
-            BLOCK_T=_BLOCK_T, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, num_warps=_NUM_WARPS,
+            BLOCK_T=_BLOCK_T, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from hmt_deepspeed.activations.attribution import Attribution, attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, build_codec
+from hmt_deepspeed.activations.head import hold_head_input
+from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
@@ -62,23 +65,29 @@ class Activations:
         self.policy = _choices(config.policy)
         self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
         _check_patterns(self.overrides, self.attribution)
-        self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
-        self._codecs = self._build_codecs(config)
-        inputs = LayerInputs(keys, mpu, self._swap_host)
-        self.backend = ActivationBackend(
-            model,
-            self.attribution,
-            self.policy,
-            self._codecs,
-            self.overrides,
-            of_inputs=inputs.codec,
-            around=Boundary(inputs.keys).run,
-            error_interval=config.error_interval,
-        )
-        self._current_step, self._step = current_step, -1
-        self._first_step = model.register_forward_pre_hook(self._begin_step, prepend=True)
-        self.backend.install()
-        self._service = Service(model, self.backend)
+        self._current_step, self._step, self._head_calls = current_step, -1, 0
+        with ExitStack() as undo:  # of what was done before something is refused
+            self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
+            undo.callback(self.memory.close)
+            self._codecs = self._build_codecs(config)
+            inputs = LayerInputs(keys, mpu, self._swap_host)
+            self.backend = ActivationBackend(
+                model,
+                self.attribution,
+                self.policy,
+                self._codecs,
+                self.overrides,
+                of_inputs=inputs.codec,
+                around=Boundary(inputs.keys).run,
+                error_interval=config.error_interval,
+            )
+            undo.callback(self.backend.uninstall)
+            self.backend.install()
+            undo.callback(self._hold_head_input(model))
+            first = model.register_forward_pre_hook(self._begin_step, prepend=True)
+            undo.callback(first.remove)
+            undo.callback(Service(model, self.backend).close)
+            self._undo = undo.pop_all()
 
     def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
         """Of the choices that occur; raw for whatever has no component."""
@@ -101,11 +110,25 @@ class Activations:
             "swap_host", stores={"swap_host": self.memory.host}
         )
 
+    def _hold_head_input(self, model: nn.Module) -> Callable[[], None]:
+        name = self.attribution.head
+        if name is None:
+            return lambda: None
+        choice = Policy(self.policy, self.overrides, self._codecs).choice("lm_head", name)
+        head = model.get_submodule(name)
+        return hold_head_input(head, name, self._codecs[choice], self._next_head_key)
+
+    def _next_head_key(self) -> int:
+        """Of no checkpointed call: those leave the highest bit alone."""
+        self._head_calls += 1
+        return 1 << 63 | self._step << 32 | self._head_calls
+
     def _begin_step(self, module: nn.Module, _: Any) -> None:
         """Before a forward: the report is of the window that it belongs to."""
         step = self._current_step()
         if module.training and step != self._step:
             self._step = step
+            self._head_calls = 0
             self.memory.begin_step()
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
@@ -168,10 +191,7 @@ class Activations:
 
     def close(self) -> None:
         """The model computes as before, host memory and files are given back. Idempotent."""
-        self._first_step.remove()
-        self._service.close()
-        self.backend.uninstall()
-        self.memory.close()
+        self._undo.close()
 
 
 def _choices(model: BaseModel) -> dict[Component, Choice]:

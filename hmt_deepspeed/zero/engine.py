@@ -22,7 +22,7 @@ from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
-from hmt_deepspeed.zero.support import check_engine, check_supported
+from hmt_deepspeed.zero.support import check_activations, check_engine, check_supported
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
 
@@ -106,9 +106,11 @@ class HMTEngine(DeepSpeedEngine):
 
     def _configure_activations(self, config: dict[str, Any]) -> None:
         """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
-        hmt = HMTConfig.from_block(config.get("hmt", {}))
+        block = config.get("hmt")
+        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         if not hmt.gives("activations"):
             return
+        check_activations(config)
         self.hmt_activations = Activations(
             self.module,
             hmt.activations,

@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
-__all__ = ["check_engine", "check_supported"]
+__all__ = ["check_activations", "check_engine", "check_supported"]
 
 Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
 
@@ -33,6 +33,19 @@ def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]
                 f"{key} is {value!r}, which HMT does not support: legal is {legal}. {remedy}"
                 for key, value, legal, remedy in refusals
             )
+        )
+
+
+def check_activations(config: dict[str, Any]) -> None:
+    """Refuse what an activation backend cannot see, whatever the optimizer.
+
+    Raises:
+        ValueError: DeepCompile, whose graphs bypass the modules.
+    """
+    if (config.get("compile") or {}).get("deepcompile"):
+        raise ValueError(
+            "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "
+            "graphs bypass the modules that activations are attributed to: remove one of the two."
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import glob
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from harness import Ranks
 from torch import nn
 from training import (
+    HIDDEN,
+    VOCAB,
     ds_config,
     furthest,
     loss_of,
@@ -25,12 +29,21 @@ from training import (
     train,
 )
 
+import hmt_deepspeed
 from hmt_deepspeed.train.loop import _events, engine_metrics
+from hmt_deepspeed.zero.support import check_activations
 
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
 }
-SWAPPED = ("embedding", "attention_qkv", "attention_output", "mlp_intermediate", "residual")
+SWAPPED = (
+    "embedding",
+    "attention_qkv",
+    "attention_output",
+    "mlp_intermediate",
+    "residual",
+    "lm_head",
+)
 TO_HOST = {"policy": dict.fromkeys(SWAPPED, "swap_host"), "host_memory": 2**20}
 STEPS = 4
 
@@ -43,8 +56,11 @@ def with_activations(config: dict[str, Any], section: dict[str, Any] | None) -> 
 
 def to_ssd(folder: Path) -> dict[str, Any]:
     """Host memory for a quarter of what is swapped."""
-    policy = {**dict.fromkeys(SWAPPED, "swap_ssd"), "lm_head": "keep"}
-    return {"policy": policy, "host_memory": 2**20, "nvme_path": str(folder)}
+    return {
+        "policy": dict.fromkeys(SWAPPED, "swap_ssd"),
+        "host_memory": 2**20,
+        "nvme_path": str(folder),
+    }
 
 
 # -- the same training, whatever holds the activations ------------------------------------------------
@@ -61,6 +77,7 @@ def runs(stage: int, sections: dict[str, Any], stock: bool = False) -> dict[str,
     return found
 
 
+EIGHT_BITS = {"policy": {"lm_head": "int8", "residual": "fp8", "attention_qkv": "int8"}}
 SECTIONS = {"without": None, "lossless": LOSSLESS, "paper": {}, "host": TO_HOST}
 
 
@@ -207,7 +224,7 @@ def test_the_start_table(ranks: Ranks) -> None:
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    config = with_activations(ds_config(2, gas=2), {})
+    config = with_activations(ds_config(2, gas=2), EIGHT_BITS)
     whole = make_engine(config)
     train(whole, 2)
     whole.save_checkpoint(folder)
@@ -284,6 +301,17 @@ class NoLayers(nn.Module):
         self.linear = nn.Linear(4, 4)
 
 
+class OddLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def _with_odd_head() -> nn.Module:
+    model: Any = tiny_llama()
+    model.lm_head = OddLinear(HIDDEN, VOCAB)
+    return model
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "overrides": (
         {"overrides": {"no_such": {"residual": "int8"}}},
@@ -292,6 +320,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "components": ({"components": {"no_such": "residual"}}, tiny_llama, "'no_such' matches"),
     "no layers": ({}, NoLayers, "no decoder layers in NoLayers"),
+    "a head that cannot be encoded": (
+        {"policy": {"lm_head": "int8"}},
+        lambda: _with_odd_head(),
+        "lm_head (OddLinear) has a forward of its own",
+    ),
     "misspelt": ({"polcy": {}}, tiny_llama, 'did you mean "hmt.activations.policy"'),
 }
 
@@ -300,12 +333,18 @@ def refused(names: list[str]) -> dict[str, str]:
     found = {}
     for name in names:
         section, build, _ = REFUSALS[name]
+        model = build()
+        before = checkpointing_flags(model)
         with pytest.raises(ValueError) as caught:
-            make_engine(with_activations(stock_config(0), section), build())
+            make_engine(with_activations(stock_config(0), section), model)
         found[name] = str(caught.value)
+        assert checkpointing_flags(model) == before
     for options in ({}, {"optimizer": {}, "activations": {}}):
         with pytest.raises(ValueError, match='leave only "activations" in it'):
             make_engine({**stock_config(0), "hmt": options})
+    deepcompile = with_activations(stock_config(0, compile={"deepcompile": True}), {})
+    with pytest.raises(ValueError, match=r"compile.deepcompile is True.*hmt.activations"):
+        check_activations(deepcompile)
     return found
 
 
@@ -313,4 +352,20 @@ def test_what_cannot_be_honoured_is_refused(ranks: Ranks) -> None:
     found = ranks.run(refused, 1, list(REFUSALS))[0]
     for name, (_, _, words) in REFUSALS.items():
         assert words in found[name]
-        assert "hmt.activations" in found[name]
+        assert "hmt.activations" in found[name] or name.startswith("a head")
+
+
+@contextmanager
+def hmt_deepspeed_registered() -> Iterator[None]:
+    hmt_deepspeed.register()
+    try:
+        yield
+    finally:
+        hmt_deepspeed.unregister()
+
+
+def test_other_engines_refuse_a_block_of_activations() -> None:
+    import deepspeed
+
+    with hmt_deepspeed_registered(), pytest.raises(ValueError, match="does not work with Pipeline"):
+        deepspeed.PipelineEngine(config={"hmt": {"activations": {}}, "optimizer": {"type": "Adam"}})
