@@ -12,7 +12,7 @@ have written (fresh memory that a raw kernel fills), a tensor depends on everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
@@ -55,6 +55,11 @@ class _Alias(NamedTuple):
 
 class _CachingMode(TorchDispatchMode):
     """What both modes share: where in the model the function is, and copies before writes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Checkpointed calls are hidden from dynamo as a whole; hiding each operation costs twice the mode."""
+        return False
 
     def __init__(self, recording: Recording, base: Site | None, ledger: Ledger) -> None:
         super().__init__()
@@ -112,7 +117,7 @@ class _CachingMode(TorchDispatchMode):
             alias = _Alias(storage, offset, operation, position, codec)
             self._aliases.setdefault(storage_of(tensor), []).append(alias)
 
-    def _copy_before_write(self, tensors: Iterator[Tensor]) -> None:
+    def _copy_before_write(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             for alias in self._aliases.pop(storage_of(tensor), ()):
                 operation = alias.operation
@@ -185,8 +190,7 @@ class RecordMode(_CachingMode):
         pack, unpack = hooks
 
         def note(tensor: Tensor) -> Any:
-            if not _is_weight(tensor):
-                self._needed |= self._origin((tensor,))
+            self._needed |= self._origin((tensor,))
             return pack(tensor)
 
         return saved_tensors_hooks(note, unpack)
@@ -220,7 +224,7 @@ class RecordMode(_CachingMode):
         if traits.fills and self._origins.get(storage_of(out)) == _EVERYTHING:
             self._origins[storage_of(out)] = 0
         origin = self._origin(values)
-        inputs = {storage_of(tensor) for tensor in _tensors(values)}
+        inputs = [storage_of(tensor) for tensor in _tensors(values)]
         for output in outputs[:1] if traits.masks else outputs:
             if not isinstance(output, Tensor) or not output.is_floating_point():
                 self._needed |= origin  # what the function does next may depend on it
@@ -414,12 +418,14 @@ class ReplayMode(_CachingMode):
 # -- small things -----------------------------------------------------------------------------------
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,26 +14,38 @@ from torch.utils.flop_counter import flop_registry
 __all__ = ["Traits", "flops", "traits_of"]
 
 aten = torch.ops.aten
+Shape = Sequence[int]
 
 
-def _inner_products(*args: Any, out_val: Tensor, **_: Any) -> int:
-    """2 x elements of the output x length of the inner products (last dimension of the first operand)."""
-    return 2 * out_val.numel() * int(args[0].shape[-1])
+def _attention(q: Shape, k: Shape, *rest: Any, out_val: Shape, **_: Any) -> int:
+    """Two products; batch x tokens x heads x width, or packed, whose longest sequence stands for all."""
+    keys = k[1] if len(k) == 4 else rest[4]  # max_k, after v, two lists of beginnings and max_q
+    return 4 * math.prod(q) * int(keys)
 
 
-def _attention_formula() -> Callable[..., int]:
-    formula: Callable[..., int] = flop_registry[aten._scaled_dot_product_flash_attention]
-    return formula
+def _inner_products(a: Shape, *_: Any, out_val: Shape, **__: Any) -> int:
+    """2 x elements of the output x length of the inner products."""
+    return 2 * math.prod(out_val) * a[-1]
 
 
-# FLOPs of what torch's own registry leaves out.
+def _inner_products_added(_: Shape, a: Shape, *__: Any, out_val: Shape, **___: Any) -> int:
+    return _inner_products(a, out_val=out_val)
+
+
+_HEADS_FIRST = flop_registry[aten._scaled_dot_product_flash_attention]
+
+# FLOPs from shapes, of what torch's registry leaves out, or reads from the device.
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention_formula(),
-    "_scaled_dot_product_fused_attention_overrideable": _attention_formula(),
+    "_scaled_dot_product_flash_attention_for_cpu": _HEADS_FIRST,
+    "_scaled_dot_product_fused_attention_overrideable": _HEADS_FIRST,
+    "_flash_attention_forward": _attention,
+    "_efficient_attention_forward": lambda q, k, v, _, *rest, **kwargs: _attention(
+        q, k, v, *rest, **kwargs
+    ),
     "_grouped_mm": _inner_products,
     "_scaled_grouped_mm": _inner_products,
     "_int_mm": _inner_products,
-    "_addmm_activation": lambda _, *args, **kwargs: _inner_products(*args, **kwargs),
+    "_addmm_activation": _inner_products_added,
 }
 
 # Fresh memory: whoever fills it past the dispatcher (a raw Triton kernel) does it unseen.
@@ -121,6 +134,26 @@ def traits_of(func: Any) -> Traits:
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations of a heavy operation's call; 0 for one of unknown formula."""
-    packet = func._overloadpacket
-    formula = flop_registry.get(packet) or _FORMULAS.get(func._schema.name.partition("::")[2])
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    first = out[0] if isinstance(out, (list, tuple)) else out
+    return _flops(
+        func, _shapes(args), tuple(zip(kwargs, _shapes(kwargs.values()), strict=True)), first.shape
+    )
+
+
+def _shapes(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Tensors as their shapes; hashable."""
+    return tuple(
+        value.shape
+        if isinstance(value, Tensor)
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+        for value in values
+    )
+
+
+@lru_cache(maxsize=4096)
+def _flops(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], out: Shape) -> int:
+    formula = _FORMULAS.get(func._schema.name.partition("::")[2])
+    formula = formula or flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **dict(kwargs), out_val=out))

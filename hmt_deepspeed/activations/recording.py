@@ -17,7 +17,8 @@ __all__ = ["Blank", "Constant", "Operation", "Recording", "Site", "storage_of"]
 
 def storage_of(tensor: Tensor) -> int:
     """Identity of a tensor's storage, as long as somebody refers to that storage, be it weakly."""
-    return int(tensor.untyped_storage()._cdata)
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from backends import INSIDE, KEEP, PAPER_KEPT, RECOMPUTE, SEED, installed, make_
 from families import tiny, tokens
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.linear import _PATCHED
+from hmt_deepspeed.optim.linear import _PATCHED, InputGroup
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -67,7 +67,7 @@ def test_kinds_of_projection(changes):
 @pytest.mark.parametrize(
     ("policy", "rerun"), [(PAPER_KEPT, ["attention_qkv"]), (RECOMPUTE, INSIDE)]
 )
-def test_products_are_held_and_shared_and_not_computed_again(policy, rerun):
+def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy, rerun):
     model = tiny("llama")
     options = OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30}
     optimizer = HMT(model, **options)
@@ -76,9 +76,13 @@ def test_products_are_held_and_shared_and_not_computed_again(policy, rerun):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    computed = []
+    compute = InputGroup._compute
+    monkeypatch.setattr(InputGroup, "_compute", lambda *a: (computed.append(1), compute(*a))[1])
     with installed(model, policy) as backend:
         model(input_ids=tokens(), labels=tokens()).loss.backward()
         report = backend.report()
+    assert len(computed) == 2 * 4  # in forward; a replay does not even gather the columns
     active = [site for _, (site, _) in sorted_sites(model) if site.active]
     assert len(active) > 10  # of 14
     assert report.bytes_by_label["project"] == 16 * (4 + 2) * 4 * len(active)

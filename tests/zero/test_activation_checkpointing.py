@@ -233,15 +233,22 @@ def test_without_gradients_nothing_is_held():
     assert [layer.num_calls for layer in stack.layers] == [1] * 4
 
 
-def test_no_checkpointing_is_honoured():
+def test_which_inputs_are_held():
     service = serve(nn.Identity())
     x, kept = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     kept.no_checkpointing = True
-    y = checkpointing.checkpoint(torch.mul, x, kept)
-    assert len(service.inputs.held) == 1
-    y.sum().backward()
-    assert torch.equal(kept.grad, x)
-    assert torch.equal(x.grad, kept)
+    weight, mask = nn.Parameter(torch.randn(3)), torch.ones(3)
+    frozen = torch.randn(3)
+    for args in ((frozen, weight, x, kept, mask), (x, weight, kept, mask)):
+        service.inputs.held.clear()
+        x.grad = kept.grad = weight.grad = None
+        y = checkpointing.checkpoint(lambda *args: functools.reduce(torch.mul, args), *args)
+        y.sum().backward()
+        assert len(service.inputs.held) == (2 if args[0] is frozen else 1)  # (frozen and) x
+        others = frozen if args[0] is frozen else torch.ones(3)
+        torch.testing.assert_close(kept.grad, x * weight * others)
+        torch.testing.assert_close(x.grad, kept * weight * others)
+        torch.testing.assert_close(weight.grad, kept * x * others)
     service.close()
 
 
@@ -375,6 +382,24 @@ def test_contiguous_memory_is_one_for_all_components():
     assert second.data_ptr() - first.data_ptr() == 1024
     other = inputs.codec(Keep(), position=1).encode(torch.ones(999))  # another size, other slots
     assert other.memory.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+
+
+def test_what_configure_sets_counts_from_the_next_checkpoint_on(monkeypatch):
+    service = serve(nn.Identity(), number_checkpoints=9)
+    x = torch.randn(4, 8, requires_grad=True)
+    ys = [checkpointing.checkpoint(torch.sin, x * 1)]
+    monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
+    deepspeed.checkpointing.set_num_layers(2)
+    try:
+        ys += [checkpointing.checkpoint(torch.sin, x * 1) for _ in range(2)]
+        with pytest.raises(ValueError, match=r"number_checkpoints is 2, and .* is one more"):
+            checkpointing.checkpoint(torch.sin, x * 1)
+    finally:
+        deepspeed.checkpointing.set_num_layers(None)
+    assert [type(held).__name__ for held in service.inputs.held] == ["_Raw", "HeldSlot", "HeldSlot"]
+    sum(y.sum() for y in ys).backward()
+    assert torch.equal(x.grad, 3 * x.cos())
+    service.close()
 
 
 # -- a model whose layers the backend knows ----------------------------------------------------------
