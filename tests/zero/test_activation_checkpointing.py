@@ -443,6 +443,37 @@ def test_a_layer_given_to_deepspeed_is_held_as_the_policy_says():
     service.close()
 
 
+def test_a_caller_over_several_layers_gets_the_policy_within():
+    """Megatron's custom forward, over layers that the backend knows: only what is cheap runs again."""
+    model, inputs = tiny_llama(layers=2).train(), layer_inputs()
+    x = torch.randn(1, 4, HIDDEN, requires_grad=True)
+    rotary = model.model.rotary_emb(x, torch.arange(4)[None])
+
+    def custom(x: Tensor) -> Tensor:
+        for layer in model.model.layers:
+            x = layer(x, position_embeddings=rotary)
+        return x
+
+    custom(x).sum().backward()
+    expected = [x.grad, *(p.grad for p in model.model.layers.parameters())]
+    x.grad = None
+    model.zero_grad()
+    backend = Backend(
+        inputs, model, attention_qkv="keep", attention_output="keep", mlp_intermediate="keep"
+    )
+    backend.install()
+    service = Service(model, backend)
+    deepspeed.checkpointing.checkpoint(custom, x).sum().backward()
+    assert_equal([x.grad, *(p.grad for p in model.model.layers.parameters())], expected)
+    report = backend.report()
+    held = {"attention_qkv", "attention_output", "residual", "mlp_intermediate"}
+    assert [hits.keys() & held for hits in report.hits.values()] == [held, held]
+    assert not report.rerun.keys() - {"exit"}
+    assert len(inputs.held) == 1
+    service.close()
+    backend.uninstall()
+
+
 # -- profile, synchronize_checkpoint_boundary --------------------------------------------------------
 
 
