@@ -78,6 +78,7 @@ class Activations:
                 self._codecs,
                 self.overrides,
                 of_inputs=inputs.codec,
+                holds_products=config.projected_inputs == "keep",
                 around=Boundary(inputs.keys).run,
                 error_interval=config.error_interval,
             )

@@ -110,7 +110,7 @@ class HMTEngine(DeepSpeedEngine):
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         if not hmt.gives("activations"):
             return
-        check_activations(config)
+        check_activations(config, hmt.activations, self._hmt_options)
         self.hmt_activations = Activations(
             self.module,
             hmt.activations,
