@@ -129,7 +129,7 @@ class _CachingMode(TorchDispatchMode):
                 value.set_(tensor.untyped_storage(), alias.offset, blank.shape, blank.strides)
                 parts = list(operation.held)
                 with _tracked():
-                    parts[alias.position] = alias.codec.encode(value.clone())
+                    parts[alias.position] = alias.codec.encode(value.clone(), name=operation.name)
                 operation.held = tuple(parts)
 
 
@@ -293,14 +293,13 @@ class RecordMode(_CachingMode):
         """Output 0 by the codec, further ones raw: attention's log-sum-exp is small and must be exact."""
         parts: list[Part] = []
         for index, output in enumerate(outputs):
-            if isinstance(operation.blanks[index], Constant):
-                parts.append(operation.blanks[index])
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                parts.append(Constant(output.detach() if isinstance(output, Tensor) else output))
                 continue
             chosen = codec if index == 0 else _RAW
             key = self._key(self.recording.num_bits)
-            name = f"{operation.site.layer}: {operation.label}"
             with _tracked():
-                held = chosen.encode(output, dims if index == 0 else 0, key, name)
+                held = chosen.encode(output, dims if index == 0 else 0, key, operation.name)
             self._watch(operation, index, output, chosen)
             if self._measures and chosen.lossy:
                 self.ledger.measure(operation.label, output, held)
@@ -433,9 +432,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _blank(output: Any) -> Part:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        return Blank(output)
-    return Constant(output.detach() if isinstance(output, Tensor) else output)
+    return Blank(output) if isinstance(output, Tensor) else Constant(output)
 
 
 def _token_dims(traits: Traits, output: Tensor) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Site:
 
 
 class Constant:
-    """An output that is no floating-point tensor: numbers, seeds."""
+    """An output that no codec is for: a number, a generator's seed and offset."""
 
     nbytes = 0
 
@@ -69,7 +69,8 @@ class Blank:
         return None
 
     def decode(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        blank = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return blank if blank.is_floating_point() else blank.zero_()  # a legal index
 
 
 Part = Held | Blank | Constant
@@ -104,6 +105,10 @@ class Operation:
     @property
     def is_blank(self) -> bool:
         return self.held is self.blanks
+
+    @property
+    def name(self) -> str:
+        return f"{self.site.layer}: {self.label}"
 
     def prefetch(self) -> None:
         for part in self.held or ():
