@@ -228,11 +228,12 @@ class ActivationBackend:
         out, back, waited = (
             now - before for now, before in zip(self._moved(), self._moved_before, strict=True)
         )
+        seen = ledger.layers | {layer for layer, _ in ledger.hits}
         missed = [
             f"{sites.base.layer}: {component}"
             for sites in self._layers.values()
             for component in sorted(sites.expected)
-            if sites.base.layer in ledger.layers and not ledger.hits[sites.base.layer, component]
+            if sites.base.layer in seen and not ledger.hits[sites.base.layer, component]
         ]
         return ActivationReport(
             held_bytes=by_layer(ledger.peak),

@@ -127,7 +127,7 @@ class Recording:
         inputs: the arguments that are encoded.
         input_storages: keep the identities of their storages from being given away.
         charges: device bytes by layer and label.
-        num_bits: operations so far. is_coming: what is held off the device has been asked for.
+        is_coming: what is held off the device has been asked for.
     """
 
     redraws: bool
@@ -138,12 +138,7 @@ class Recording:
     inputs: list[Held] = field(default_factory=list)
     input_storages: list[StorageWeakRef] = field(default_factory=list)
     charges: dict[tuple[str, str], int] = field(default_factory=dict)
-    num_bits: int = 0
     is_coming: bool = False
-
-    def new_bit(self) -> int:
-        bit, self.num_bits = 1 << self.num_bits, self.num_bits + 1
-        return bit
 
     def all_operations(self) -> list[Operation]:
         return [*self.operations, *self.products, *self.substitutes]
