@@ -81,8 +81,7 @@ EIGHT_BITS = {"policy": {"lm_head": "int8", "residual": "fp8", "attention_qkv": 
 SECTIONS = {"without": None, "lossless": LOSSLESS, "paper": {}, "host": TO_HOST}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_training_is_the_same_at_every_stage(ranks: Ranks, stage: int, world: int) -> None:
     """Bit for bit where nothing is lost: what is run again is the same operations on the same numbers."""
     found = ranks.run(runs, world, stage, SECTIONS)[0]
