@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from hmt_deepspeed.activations.attribution import Attribution
 from hmt_deepspeed.activations.caching import RecordMode, ReplayMode, active_mode
-from hmt_deepspeed.activations.checkpoint import HeldInputs, activations_among, run_checkpointed
+from hmt_deepspeed.activations.checkpoint import (
+    HeldInputs,
+    activations_among,
+    run_checkpointed,
+    with_positional_activations,
+)
 from hmt_deepspeed.activations.codecs import Codec, Held, Keep
+from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.recording import Recording, Site
@@ -78,7 +80,7 @@ class ActivationBackend:
         self._transfers = tuple(transfers)
         self._ledger, self._inputs = Ledger(), HeldInputs()
         self._last: Callable[[], Recording | None] = _NOTHING
-        self._undo: list[Callable[[], Any]] = []
+        self._installation: Installation | None = None
         self.calls = self._step = 0
         self._moved_before = self._moved()
 
@@ -134,6 +136,7 @@ class ActivationBackend:
     ) -> Any:
         if not torch.is_grad_enabled() or active_mode() is not None:
             return fn(*args, **kwargs)
+        fn, args, kwargs = with_positional_activations(fn, args, kwargs)
         base = None if sites is None else sites.base
         recording = Recording(redraws, previous=self._last)
         self._last = weakref.ref(recording)
@@ -143,8 +146,10 @@ class ActivationBackend:
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 
+        options = {**kwargs, **options}
+
         def run(fn: Callable[..., Any], *args: Any) -> Any:
-            return run_checkpointed(fn, args, {**kwargs, **options}, (record, replay), holders)
+            return run_checkpointed(fn, args, options, (record, replay), holders)
 
         return run(fn, *args) if self._around is None else self._around(run, fn, *args)
 
@@ -223,11 +228,12 @@ class ActivationBackend:
         out, back, waited = (
             now - before for now, before in zip(self._moved(), self._moved_before, strict=True)
         )
+        seen = ledger.layers | {layer for layer, _ in ledger.hits}
         missed = [
             f"{sites.base.layer}: {component}"
             for sites in self._layers.values()
             for component in sorted(sites.expected)
-            if sites.base.layer in ledger.layers and not ledger.hits[sites.base.layer, component]
+            if sites.base.layer in seen and not ledger.hits[sites.base.layer, component]
         ]
         return ActivationReport(
             held_bytes=by_layer(ledger.peak),
@@ -245,143 +251,33 @@ class ActivationBackend:
     # -- installation ---------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Checkpoint every attributed layer and the final norm from now on.
-
-        HF layers get :meth:`checkpoint` as their ``_gradient_checkpointing_func``, and a later
-        ``gradient_checkpointing_enable`` gives them nothing else; other modules get a forward.
+        """Checkpoint every attributed layer and the final norm from now on, see :class:`Installation`.
 
         Raises:
             ValueError: another backend is installed.
         """
-        if self._undo:
-            return
-        if any(layer in _TAKEN for layer in self._layers):
-            raise ValueError("another activation backend is installed on this model: uninstall it")
-        for layer, sites in self._layers.items():
-            _TAKEN.add(layer)
-            self._undo.append(functools.partial(_TAKEN.discard, layer))
-            self._install_hooks(layer, sites)
-            if not _is_hf_layer(layer):
-                self._wrap(layer, sites)
-        self._install_hf()
-        norm = self.attribution.final_norm
-        if norm is not None:
-            module = self.model.get_submodule(norm)
-            site = Site(norm, "layernorm", None)
-            self._wrap(module, LayerSites(site, (), "layernorm", Keep(), frozenset()))
+        if self._installation is None:
+            self._installation = Installation(
+                self.model,
+                self.checkpoint,
+                self._run,
+                [*self._layers.values(), *self._final_norm()],
+            )
+
+    def _final_norm(self) -> list[LayerSites]:
+        """Its input is held as it is, its internals are computed again."""
+        name = self.attribution.final_norm
+        if name is None:
+            return []
+        base = Site(name, "layernorm", None)
+        norm = self.model.get_submodule(name)
+        return [LayerSites(norm, base, (), "layernorm", Keep(), frozenset())]
 
     def uninstall(self) -> None:
         """Everything as before :meth:`install`."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _install_hooks(self, layer: nn.Module, sites: LayerSites) -> None:
-        for module, site in ((layer, sites.base), *sites.modules):
-            for handle in _track(module, site):
-                self._undo.append(handle.remove)
-
-    def _install_hf(self) -> None:
-        layers = {layer for layer in self._layers if _is_hf_layer(layer)}
-        checkpoint = as_function(self)
-        for module in self.model.modules():
-            if layers.isdisjoint(module.modules()):
-                continue
-            # The models around the layers have the flag too: it keeps them from making a cache.
-            if hasattr(module, "gradient_checkpointing"):
-                self._set(module, "gradient_checkpointing", True)
-                self._set(module, "_gradient_checkpointing_func", checkpoint)
-            if hasattr(module, "_set_gradient_checkpointing"):
-                _ENABLED[module] = self
-                self._undo.append(functools.partial(_ENABLED.pop, module, None))
-                own = MethodType(_set_gradient_checkpointing, module)
-                self._set(module, "_set_gradient_checkpointing", own)
-
-    def _wrap(self, module: nn.Module, sites: LayerSites) -> None:
-        before = vars(module).get("forward")
-        _WRAPPED[module] = (self, sites, before)
-        self._undo.append(lambda: _WRAPPED.pop(module, None))
-        self._set(module, "forward", MethodType(_checkpointed_forward, module))
-
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute, to be restored."""
-        own = vars(module)
-        if name in own:
-            self._undo.append(functools.partial(own.__setitem__, name, own[name]))
-        else:
-            self._undo.append(functools.partial(own.pop, name, None))
-        own[name] = value
-
-
-_TAKEN: WeakSet[nn.Module] = WeakSet()  # layers with a backend
-
-# Which modules have our forward. Weak, and not an attribute: a deep copy of a module is not in it and
-# computes what it always did.
-_WRAPPED: WeakKeyDictionary[
-    nn.Module, tuple[ActivationBackend, LayerSites, Callable[..., Any] | None]
-] = WeakKeyDictionary()
-
-
-@torch._disable_dynamo
-def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    wrapped = _WRAPPED.get(self)
-    if wrapped is None:
-        return type(self).forward(self, *args, **kwargs)
-    backend, sites, before = wrapped
-    forward = before or functools.partial(type(self).forward, self)
-    if not self.training:
-        return forward(*args, **kwargs)
-    return backend._run(sites, forward, args, kwargs, {})
-
-
-# HF models that enable our checkpoint and no other.
-_ENABLED: WeakKeyDictionary[nn.Module, ActivationBackend] = WeakKeyDictionary()
-
-
-def _set_gradient_checkpointing(
-    self: Any,
-    enable: bool = True,
-    gradient_checkpointing_func: Callable[..., Any] | None = None,
-    every_n_layers: int = 1,
-) -> None:
-    """What HF's ``activation_checkpointing_enable`` and ``_disable`` call."""
-    backend = _ENABLED.get(self)
-    function = gradient_checkpointing_func
-    if backend is not None and enable:
-        if getattr(function, "func", function) not in (None, torch_checkpoint):
-            raise ValueError(
-                "activation_checkpointing_enable was asked to offload, but hmt.activations decides what "
-                'becomes of activations: leave offload out and set "residual": "swap_host"'
-            )
-        function = as_function(backend)
-    given = {} if function is None else {"gradient_checkpointing_func": function}
-    type(self)._set_gradient_checkpointing(
-        self, enable=enable, every_n_layers=every_n_layers, **given
-    )
-
-
-def as_function(backend: ActivationBackend) -> Callable[..., Any]:
-    """A function and not a bound method: a deep copy of the model must not copy the backend."""
-
-    @torch._disable_dynamo
-    def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return backend.checkpoint(fn, *args, **kwargs)
-
-    return checkpoint
-
-
-def _track(module: nn.Module, site: Site) -> Iterable[RemovableHandle]:
-    """Tell the active mode when a module begins and ends. Plain functions, for the same reason."""
-
-    def begin(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        mode = active_mode()
-        return None if mode is None else mode.enter(site, args)
-
-    def end(*_: object) -> None:
-        mode = active_mode()
-        if mode is not None:
-            mode.leave(site)
-
-    return module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+        if self._installation is not None:
+            self._installation.undo()
+            self._installation = None
 
 
 def _owner(fn: Callable[..., Any]) -> nn.Module | None:
@@ -393,12 +289,6 @@ def _owner(fn: Callable[..., Any]) -> nn.Module | None:
                 return module
         found = getattr(found, "func", None) or getattr(found, "__wrapped__", None)
     return None
-
-
-def _is_hf_layer(module: nn.Module) -> bool:
-    """Whether a layer checkpoints itself; one whose forward was replaced on the instance does not."""
-    bases = {base.__name__ for base in type(module).__mro__}
-    return "GradientCheckpointingLayer" in bases and "forward" not in vars(module)
 
 
 def _key(seed: int, call: int, operation: int) -> int:

@@ -4,10 +4,7 @@ Recording sees every operation below autograd. Of a *heavy* one (matrix product,
 holds the outputs in the form that the policy has for the module computing it, or nothing. Replaying runs
 the function again, hands out what is held in place of running a heavy operation, and runs the rest.
 
-What nobody reads in backward is neither held nor run again. Recording follows what depends on what: a set of
-heavy operations (an int, a bit each) goes along with every storage; when autograd saves a tensor, the
-operations in its set are needed. A held output depends on its own operation only. Where an unseen hand may
-have written (fresh memory that a raw kernel fills), a tensor depends on everything before it.
+What nobody reads in backward is neither held nor run again, see :mod:`dependence`.
 """
 
 from __future__ import annotations
@@ -18,12 +15,13 @@ from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmt_deepspeed.activations.codecs import Codec, Keep
+from hmt_deepspeed.activations.dependence import Dependence, tensors_among
 from hmt_deepspeed.activations.ledger import Ledger
 from hmt_deepspeed.activations.ops import Traits, flops, traits_of
 from hmt_deepspeed.activations.recording import (
@@ -39,7 +37,6 @@ from hmt_deepspeed.sites import is_computing_projection, serving_projections
 
 __all__ = ["RecordMode", "ReplayMode", "active_mode"]
 
-_EVERYTHING = -1  # as a set of operations: all there have been so far
 _RAW = Keep()
 
 
@@ -129,7 +126,7 @@ class _CachingMode(TorchDispatchMode):
                 value.set_(tensor.untyped_storage(), alias.offset, blank.shape, blank.strides)
                 parts = list(operation.held)
                 with _tracked():
-                    parts[alias.position] = alias.codec.encode(value.clone())
+                    parts[alias.position] = alias.codec.encode(value.clone(), name=operation.name)
                 operation.held = tuple(parts)
 
 
@@ -161,8 +158,7 @@ class RecordMode(_CachingMode):
     ) -> None:
         super().__init__(recording, base, ledger)
         self._key, self._measures = key, measures
-        self._origins: dict[int, int] = {}  # by storage: the operations that its bytes depend on
-        self._needed = 0
+        self._dependence = Dependence()
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Any:
@@ -177,7 +173,6 @@ class RecordMode(_CachingMode):
         finally:
             self._hooks.__exit__()
             self._hooks = None
-            self._origins.clear()
             if error[0] is None:
                 self._settle()
 
@@ -190,7 +185,7 @@ class RecordMode(_CachingMode):
         pack, unpack = hooks
 
         def note(tensor: Tensor) -> Any:
-            self._needed |= self._origin((tensor,))
+            self._dependence.need((tensor,))
             return pack(tensor)
 
         return saved_tensors_hooks(note, unpack)
@@ -198,42 +193,12 @@ class RecordMode(_CachingMode):
     def _settle(self) -> None:
         """Let go of what no saved tensor depends on."""
         for operation in self.recording.all_operations():
-            if not self._needed & operation.bit:
+            if not self._dependence.needed & operation.bit:
                 operation.held = operation.blanks
             elif operation.held is not None:
                 nbytes = sum(part.nbytes for part in operation.held)
                 self.recording.charge(operation.site.layer, operation.label, nbytes)
         self.ledger.hold(self.recording)
-
-    def _origin(self, values: Sequence[Any]) -> int:
-        """Operations that the tensors among values depend on."""
-        found = 0
-        for tensor in _tensors(values):
-            origin = self._origins.get(storage_of(tensor), 0)
-            if origin == _EVERYTHING:
-                origin = 0 if _is_weight(tensor) else (1 << self.recording.num_bits) - 1
-            found |= origin
-        return found
-
-    def _follow(self, traits: Traits, values: Sequence[Any], out: Any) -> None:
-        """The outputs of a light operation depend on what its inputs do."""
-        outputs = out if isinstance(out, (list, tuple)) else (out,)
-        if traits.fresh:
-            self._origins[storage_of(out)] = _EVERYTHING
-            return
-        if traits.fills and self._origins.get(storage_of(out)) == _EVERYTHING:
-            self._origins[storage_of(out)] = 0
-        origin = self._origin(values)
-        inputs = [storage_of(tensor) for tensor in _tensors(values)]
-        for output in outputs[:1] if traits.masks else outputs:
-            if not isinstance(output, Tensor) or not output.is_floating_point():
-                self._needed |= origin  # what the function does next may depend on it
-            if isinstance(output, Tensor):
-                storage = storage_of(output)
-                before = self._origins.get(storage, 0) if storage in inputs else 0
-                self._origins[storage] = before | origin
-        if traits.masks:
-            self._origins[storage_of(outputs[1])] = 0
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -243,20 +208,20 @@ class RecordMode(_CachingMode):
             return func(*args, **kwargs)
         traits = traits_of(func)
         if traits.writes and self._aliases:
-            self._copy_before_write(_tensors(traits.written(args, kwargs)))
+            self._copy_before_write(tensors_among(traits.written(args, kwargs)))
         out = func(*args, **kwargs)
         site = self.site
         if traits.heavy and site is not None:
             self._record(func, traits, site, args, kwargs, out)
-        elif self.recording.num_bits or traits.fresh:
-            self._follow(traits, (*args, *kwargs.values()), out)
+        elif self._dependence.num_bits or traits.fresh:
+            self._dependence.follow(traits, (*args, *kwargs.values()), out)
         return out
 
     def _record(
         self, func: Any, traits: Traits, site: Site, args: Any, kwargs: Any, out: Any
     ) -> None:
         recording = self.recording
-        inputs = self._origin((*args, *kwargs.values()))
+        inputs = self._dependence.origin((*args, *kwargs.values()))
         is_product = is_computing_projection()
         label, codec = ("project", _RAW) if is_product else self._choose(traits, site, inputs)
         operation = self._new_operation(func, site, label, out)
@@ -267,8 +232,7 @@ class RecordMode(_CachingMode):
             operation.random_state = _random_state(outputs[0].device)
         if codec is not None:
             self._hold(operation, outputs, codec, _token_dims(traits, outputs[0]))
-        for output in _tensors(outputs):
-            self._origins[storage_of(output)] = operation.bit | (0 if codec else inputs)
+        self._dependence.set(outputs, operation.bit | (0 if codec else inputs))
 
     def _choose(self, traits: Traits, site: Site, inputs: int) -> tuple[str, Codec | None]:
         """Whose output it is, and what holds it."""
@@ -285,7 +249,7 @@ class RecordMode(_CachingMode):
     def _new_operation(self, func: Any, site: Site, label: str, out: Any) -> Operation:
         single = not isinstance(out, (list, tuple))
         blanks = tuple(_blank(output) for output in ((out,) if single else out))
-        return Operation(func, site, label, self.recording.new_bit(), blanks, single=single)
+        return Operation(func, site, label, self._dependence.new_bit(), blanks, single=single)
 
     def _hold(
         self, operation: Operation, outputs: Sequence[Any], codec: Codec, dims: tuple[int, ...]
@@ -293,14 +257,13 @@ class RecordMode(_CachingMode):
         """Output 0 by the codec, further ones raw: attention's log-sum-exp is small and must be exact."""
         parts: list[Part] = []
         for index, output in enumerate(outputs):
-            if isinstance(operation.blanks[index], Constant):
-                parts.append(operation.blanks[index])
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                parts.append(Constant(output.detach() if isinstance(output, Tensor) else output))
                 continue
             chosen = codec if index == 0 else _RAW
-            key = self._key(self.recording.num_bits)
-            name = f"{operation.site.layer}: {operation.label}"
+            key = self._key(self._dependence.num_bits)
             with _tracked():
-                held = chosen.encode(output, dims if index == 0 else 0, key, name)
+                held = chosen.encode(output, dims if index == 0 else 0, key, operation.name)
             self._watch(operation, index, output, chosen)
             if self._measures and chosen.lossy:
                 self.ledger.measure(operation.label, output, held)
@@ -313,7 +276,7 @@ class RecordMode(_CachingMode):
         operation = self._new_operation(None, site, "attention_output", tensor)
         self.recording.substitutes.append(operation)
         self._hold(operation, (tensor.detach(),), codec, tuple(range(tensor.dim() - 1)))
-        self._origins[storage_of(tensor)] = operation.bit
+        self._dependence.set((tensor,), operation.bit)
 
 
 class ReplayMode(_CachingMode):
@@ -349,7 +312,7 @@ class ReplayMode(_CachingMode):
         if traits.heavy and self.site is not None and not is_computing_projection():
             return self._replay(func, args, kwargs)
         if traits.writes and self._aliases:
-            self._copy_before_write(_tensors(traits.written(args, kwargs)))
+            self._copy_before_write(tensors_among(traits.written(args, kwargs)))
         return func(*args, **kwargs)
 
     def _replay(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -418,24 +381,8 @@ class ReplayMode(_CachingMode):
 # -- small things -----------------------------------------------------------------------------------
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
 def _blank(output: Any) -> Part:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        return Blank(output)
-    return Constant(output.detach() if isinstance(output, Tensor) else output)
+    return Blank(output) if isinstance(output, Tensor) else Constant(output)
 
 
 def _token_dims(traits: Traits, output: Tensor) -> tuple[int, ...]:

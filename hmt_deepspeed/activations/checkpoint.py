@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from hmt_deepspeed.activations.caching import RecordMode, ReplayMode
 from hmt_deepspeed.activations.codecs import Codec, Held
 from hmt_deepspeed.activations.recording import Recording, storage_of
 
-__all__ = ["HeldInputs", "activations_among", "run_checkpointed"]
+__all__ = ["HeldInputs", "activations_among", "run_checkpointed", "with_positional_activations"]
 
 
 class HeldInputs:
@@ -74,6 +75,27 @@ def activations_among(args: Sequence[Any]) -> list[int]:
         if tensor.is_floating_point() and not is_weight and (not found or tensor.requires_grad):
             found.append(position)
     return found
+
+
+def with_positional_activations(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The same call with keyword arguments that require grad made positional, if no activation is.
+
+    Of arguments in a closure, torch's checkpoint keeps the tensors themselves, out of reach of any holder.
+    """
+    given = {**fn.keywords, **kwargs} if isinstance(fn, functools.partial) else kwargs
+    names = [k for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad]
+    if activations_among(args) or not names:
+        return fn, args, kwargs
+    inner = functools.partial(fn.func, *fn.args) if isinstance(fn, functools.partial) else fn
+    rest = {name: value for name, value in given.items() if name not in names}
+    split = len(args)
+
+    def call(*values: Any) -> Any:
+        return inner(*values[:split], **dict(zip(names, values[split:], strict=True)), **rest)
+
+    return call, (*args, *(given[name] for name in names)), {}
 
 
 def _around(

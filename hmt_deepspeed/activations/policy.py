@@ -21,12 +21,13 @@ class LayerSites:
     """What becomes of a layer's activations.
 
     Attributes:
-        base: of what the layer itself computes.
+        module: the layer. base: of what it computes itself.
         modules: sites of modules within it.
         input_label: component of its input. input_codec: holds it.
         expected: components that its operations should be found for.
     """
 
+    module: nn.Module
     base: Site
     modules: tuple[tuple[nn.Module, Site], ...]
     input_label: Component
@@ -108,6 +109,7 @@ class Policy:
         found |= {name: Site(layer.name, "exit", None) for name in layer.exits}
         modules = dict(layer.module.named_modules())
         return LayerSites(
+            layer.module,
             Site(layer.name, "unattributed", self._codecs["keep"]),
             tuple((modules[name], site) for name, site in found.items()),
             label,

@@ -42,7 +42,7 @@ class Site:
 
 
 class Constant:
-    """An output that is no floating-point tensor: numbers, seeds."""
+    """An output that no codec is for: a number, a generator's seed and offset."""
 
     nbytes = 0
 
@@ -69,7 +69,8 @@ class Blank:
         return None
 
     def decode(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        blank = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return blank if blank.is_floating_point() else blank.zero_()  # a legal index
 
 
 Part = Held | Blank | Constant
@@ -105,6 +106,10 @@ class Operation:
     def is_blank(self) -> bool:
         return self.held is self.blanks
 
+    @property
+    def name(self) -> str:
+        return f"{self.site.layer}: {self.label}"
+
     def prefetch(self) -> None:
         for part in self.held or ():
             part.prefetch()
@@ -122,7 +127,7 @@ class Recording:
         inputs: the arguments that are encoded.
         input_storages: keep the identities of their storages from being given away.
         charges: device bytes by layer and label.
-        num_bits: operations so far. is_coming: what is held off the device has been asked for.
+        is_coming: what is held off the device has been asked for.
     """
 
     redraws: bool
@@ -133,12 +138,7 @@ class Recording:
     inputs: list[Held] = field(default_factory=list)
     input_storages: list[StorageWeakRef] = field(default_factory=list)
     charges: dict[tuple[str, str], int] = field(default_factory=dict)
-    num_bits: int = 0
     is_coming: bool = False
-
-    def new_bit(self) -> int:
-        bit, self.num_bits = 1 << self.num_bits, self.num_bits + 1
-        return bit
 
     def all_operations(self) -> list[Operation]:
         return [*self.operations, *self.products, *self.substitutes]

@@ -1,7 +1,9 @@
 """Traps of holding some outputs and computing the others again, each on the smallest layer that has it."""
 
+import copy
 import gc
 import threading
+import types
 
 import pytest
 import torch
@@ -540,3 +542,32 @@ def test_torchs_options():
     assert_same(stack_gradients(model, run=run), expected)
     with pytest.raises(ValueError, match="do not give context_fn"):
         backend.checkpoint(model, batch(), context_fn=lambda: None)
+
+
+def test_hidden_states_given_by_name_are_held_too():
+    class Named(Stack):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x=x)
+            return x
+
+    model = Named(Mlp(), Mlp())
+    expected = stack_gradients(model)
+    store = host_store()
+    with backend_on(model, "swap_host", store=store):
+        assert_same(stack_gradients(model), expected)
+        # per layer: its input and fc1's output
+        assert store.engine.counters.num_out == 4
+
+
+def test_a_copy_of_a_wrapped_layer_computes_what_the_layer_did():
+    model = stack()
+    layer = model.layers[0]
+    layer.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), layer)
+    expected = model(batch())
+    with backend_on(model, "keep") as backend:
+        assert torch.equal(model(batch()), expected)
+        calls = backend.calls
+        assert torch.equal(copy.deepcopy(model)(batch()), expected)
+        assert backend.calls == calls
+    assert torch.equal(model(batch()), expected)
