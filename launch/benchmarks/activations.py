@@ -134,7 +134,7 @@ def held_bytes(setting: Setting) -> CaseResult:
     result.samples["bytes"] = found
     whole = found[BASELINE]["device"]
     result.measurements.append(
-        Measurement(f"{shape.label}: {BASELINE}", whole, "bytes", note=_BYTES_NOTE)
+        Measurement(f"{shape.label}: {BASELINE}", float(whole), "bytes", note=_BYTES_NOTE)
     )
     for name, held in found.items():
         if name == BASELINE:
