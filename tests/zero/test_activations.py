@@ -259,6 +259,23 @@ def test_the_start_table(one_run: dict[str, Any]) -> None:
     assert not any(line.startswith("swap") for line in lines)
 
 
+def warned() -> list[str]:
+    from deepspeed.utils import logger
+
+    texts: list[str] = []
+    logger.warning = lambda text, *args: texts.append(text % args)
+    wrong = {"input_layernorm$": "mlp_intermediate", "(gate|up)_proj": "residual"}
+    engine = make_engine(with_activations(ds_config(0), {"components": wrong}))
+    train(engine, 3)
+    engine.destroy()
+    return [text for text in texts if "hmt.activations" in text]
+
+
+def test_a_policy_on_operations_that_are_not_there_is_told(ranks: Ranks) -> None:
+    (text,) = ranks.run(warned, 1)[0]
+    assert "no operation was found for model.layers.*: mlp_intermediate." in text
+
+
 # -- resume -------------------------------------------------------------------------------------------
 
 
