@@ -77,14 +77,14 @@ class Dependence:
         if traits.fills and self._origins.get(storage_of(out)) == _ALL_BEFORE:
             self._origins[storage_of(out)] = 0
         origin = self.origin(inputs)
-        written = [storage_of(tensor) for tensor in tensors_among(inputs)]
+        given = [storage_of(tensor) for tensor in tensors_among(inputs)]
         for output in outputs:
             if not isinstance(output, Tensor) or not output.is_floating_point():
                 self.needed |= origin
             if isinstance(output, Tensor):
-                storage = storage_of(output)  # an input's: a view, or written in place
-                before = self._origins.get(storage, 0) if storage in written else 0
-                self._origins[storage] = before | origin
+                storage = storage_of(output)
+                if storage not in given or self._origins.get(storage) != _ALL_BEFORE:
+                    self._origins[storage] = origin  # else there is more of it to be filled
 
 
 def tensors_among(values: Sequence[Any]) -> list[Tensor]:

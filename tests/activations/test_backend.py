@@ -196,7 +196,23 @@ def test_attention_is_run_again_where_its_inputs_come_back_with_an_error(outlier
 # -- swapping -----------------------------------------------------------------------------------------
 
 
-def test_swapped_layers_come_back_one_ahead():
+def test_what_the_output_projection_reads_is_what_is_held():
+    """Not what the attention operation gives when it is run again."""
+    model = tiny("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.zero_()  # no error reaches o_proj from behind
+    batch = tokens()
+    expected = gradients(model, batch)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for choice, is_exact in (("keep", True), ("recompute", False)):
+        with installed(model, {"embedding": "fp8", "attention_output": choice}) as backend:
+            assert torch.equal(gradients(model, batch)[name], expected[name]) is is_exact
+            assert backend.report().rerun["attention_output"] == 1
+
+
+@pytest.mark.parametrize("inputs", ["swap_host", "keep"])
+def test_swapped_layers_come_back_one_ahead(inputs):
+    policy = SWAP | {"embedding": inputs, "residual": inputs}
     model = tiny("llama", num_hidden_layers=3)
     expected, store, log = gradients(model), host_store(), []
     for verb in ("prefetch", "get"):
@@ -208,7 +224,7 @@ def test_swapped_layers_come_back_one_ahead():
             return original(name)
 
         setattr(store, verb, logged)
-    with installed(model, SWAP, store=store) as backend:
+    with installed(model, policy, store=store) as backend:
         assert_equal(gradients(model), expected)
         report = backend.report()
     first = {event: index for index, event in reversed(list(enumerate(log)))}
@@ -219,10 +235,12 @@ def test_swapped_layers_come_back_one_ahead():
         if layer < 2:  # while the layer after it, whose backward is before, is being computed
             last_of_next = max(i for i, (verb, other, _) in enumerate(log) if other == layer + 1)
             assert first["prefetch", layer, name] < last_of_next
-    # all but attention's log-sum-exp and the norm's input left the device
-    log_sum_exp = 3 * 4 * TOKENS * 4
-    norm = TOKENS * 32 * 4
-    assert report.bytes_by_label == {"attention_output": log_sum_exp, "layernorm": norm}
+    if (
+        inputs == "swap_host"
+    ):  # all but attention's log-sum-exp and the norm's input left the device
+        log_sum_exp = 3 * 4 * TOKENS * 4
+        norm = TOKENS * 32 * 4
+        assert report.bytes_by_label == {"attention_output": log_sum_exp, "layernorm": norm}
 
 
 def test_what_is_swapped_is_reported():

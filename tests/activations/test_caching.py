@@ -86,6 +86,30 @@ def test_what_no_saved_tensor_depends_on_is_neither_held_nor_run_again():
             assert backend.report().rerun == {}
 
 
+class Chain(nn.Module):
+    """``second`` is frozen, so that nothing saves what ``first`` computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("second", "rerun"), [("recompute", {"residual": 1, "mlp_intermediate": 1}), ("keep", {})]
+)
+def test_what_leads_to_a_held_output_is_not_run_again_and_what_leads_to_another_is(second, rerun):
+    model = Stack(Chain())
+    expected = stack_gradients(model)
+    components = {"first": "residual", "second": "mlp_intermediate"}
+    policy = {"residual": "recompute", "mlp_intermediate": second}
+    with installed(model, policy, attribution=attribution_of(model, components, ())) as backend:
+        assert_same(stack_gradients(model), expected)
+        assert backend.report().rerun == rerun
+
+
 def test_an_operation_that_decides_what_is_computed_is_run_again():
     class Choosing(Mlp):
         def __init__(self):
@@ -131,17 +155,59 @@ def test_memory_that_is_filled_unseen_depends_on_all_before_it():
             assert_same(stack_gradients(model), expected)
 
 
-def test_a_layer_that_computes_otherwise_in_backward_is_an_error():
+def test_memory_filled_in_parts_stays_open():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.early, self.late = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+
+        def forward(self, x):
+            return x + torch.tanh(_Halves.apply(self.early(x), self.late)).sum(0)
+
+    model = Stack(Parts())
+    expected = stack_gradients(model)
+    policy = {"residual": "recompute", "mlp_intermediate": "recompute"}
+    components = {"early": "residual", "late": "mlp_intermediate"}
+    with installed(model, policy, attribution=attribution_of(model, components, ())):
+        assert_same(stack_gradients(model), expected)
+
+
+class _Halves(torch.autograd.Function):
+    """Seen halfway, unseen in the rest."""
+
+    @staticmethod
+    def forward(ctx, x, late):
+        out = torch.empty(2, *x.shape)
+        out[0].copy_(x)
+        out.numpy()[1] = late(x).numpy()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[0], None
+
+
+@pytest.mark.parametrize("kind", ["more", "others"])
+def test_a_layer_that_computes_otherwise_in_backward_is_an_error(kind):
     class Moody(Mlp):
         calls = 0
 
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(16, 32)
+
         def forward(self, x):
             self.calls += 1
-            return super().forward(self.fc1(x)[..., :16] if self.calls > 1 else x)
+            if self.calls == 1:
+                return super().forward(x)
+            if kind == "more":
+                return super().forward(self.fc1(x)[..., :16])
+            return x + self.fc2(self.between(self.other(x)))
 
     model = Stack(Moody())
+    components = {"fc1": "mlp_intermediate", "other": "residual"}
     with (
-        backend_on(model, components={"fc1": "mlp_intermediate"}),
+        backend_on(model, components=components),
         pytest.raises(RuntimeError, match="otherwise than forward did"),
     ):
         stack_gradients(model)
@@ -264,8 +330,15 @@ def test_an_operation_that_draws_leaves_the_generator_where_forward_did(choice):
         assert_same(found, expected)
 
 
-def test_dropout_does_not_need_what_it_drops():
-    model = stack(after=lambda: nn.Dropout(0.3))
+class NativeDropout(nn.Module):
+    """The one operation that dropout is on CUDA."""
+
+    forward = staticmethod(lambda x: torch.native_dropout(x, 0.3, True)[0])
+
+
+@pytest.mark.parametrize("dropout", [lambda: nn.Dropout(0.3), NativeDropout])
+def test_dropout_does_not_need_what_it_drops(dropout):
+    model = stack(after=dropout)
     expected = stack_gradients(model)
     with backend_on(model, "keep") as backend:
         assert_same(stack_gradients(model), expected)
@@ -294,6 +367,10 @@ def test_backward_may_run_twice(choice):
     with backend_on(model, choice, store=host_store()) as backend:
         loss = model(batch()).square().sum()
         loss.backward(retain_graph=True)
+        for operation in backend._last().operations:
+            held = operation.held or ()
+            assert not any(part.decode().requires_grad for part in held)  # no history of a replay
+        del operation, held
         once = {n: p.grad.clone() for n, p in model.named_parameters()}
         loss.backward()
         assert_same({n: p.grad / 2 for n, p in model.named_parameters()}, once)
