@@ -6,10 +6,10 @@ policy table; ``held_bytes`` is what the codecs are tested against and the plann
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 __all__ = [
     "CHOICES",
@@ -21,6 +21,8 @@ __all__ = [
     "computing_projection",
     "held_bytes",
     "is_computing_projection",
+    "kept_projection",
+    "serving_projections",
 ]
 
 # What a tensor that backward needs belongs to:
@@ -119,3 +121,23 @@ def computing_projection() -> Iterator[None]:
 def is_computing_projection() -> bool:
     """Whether the caller runs within :func:`computing_projection`."""
     return _projecting.get()
+
+
+_keeper: ContextVar[Callable[[], Any] | None] = ContextVar("keeper", default=None)
+
+
+@contextmanager
+def serving_projections(keeper: Callable[[], Any]) -> Iterator[None]:
+    """Within it, ``keeper`` is asked for each product that would be computed; it returns what it kept of
+    the same product in forward, or None."""
+    token = _keeper.set(keeper)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
+
+
+def kept_projection() -> Any:
+    """The product ``X [Q | P]`` that the caller is about to compute again, or None where nobody kept it."""
+    keeper = _keeper.get()
+    return None if keeper is None else keeper()

@@ -1,17 +1,20 @@
 """The "hmt" block: what is accepted, what is refused, and what the refusal says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import (
+    ActivationsConfig,
     HMTConfig,
     OptimizerConfig,
     describe_fields,
     read_json_config,
 )
+from hmt_deepspeed.sites import CHOICES, COMPONENTS, LEGAL_CHOICES
 
 DEFAULTS = {
     "method": "lowrank_adamw",
@@ -41,6 +44,26 @@ DEFAULTS = {
     "module_rules": {},
     "seed": 0,
 }
+POLICY = {
+    "embedding": "keep",
+    "attention_qkv": "recompute",
+    "attention_output": "int8",
+    "mlp_intermediate": "int8",
+    "residual": "keep",
+    "layernorm": "keep",
+    "lm_head": "keep",
+}
+ACTIVATIONS = {
+    "policy": POLICY,
+    "overrides": {},
+    "components": {},
+    "projected_inputs": "recompute",
+    "rounding": "stochastic",
+    "block_size": 256,
+    "host_memory": "auto",
+    "nvme_path": None,
+    "error_interval": 0,
+}
 KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "seed"}
 KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "rank",
@@ -65,8 +88,8 @@ def problems_of(block: object) -> dict[str, str]:
     return dict(line.removeprefix("  - ").split(": ", 1) for line in lines)
 
 
-def problem_of_field(**fields: object) -> tuple[str, str]:
-    problems = problems_of({"optimizer": fields})
+def problem_of_field(section: str = "optimizer", **fields: object) -> tuple[str, str]:
+    problems = problems_of({section: fields})
     assert len(problems) == 1, problems
     return next(iter(problems.items()))
 
@@ -494,20 +517,168 @@ def test_a_bad_value_does_not_also_make_a_conflict(fields, blamed):
     assert set(problems_of({"optimizer": fields})) == {f"hmt.optimizer.{blamed}"}
 
 
+# --- hmt.activations --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [{}, {"policy": {}}, {"nvme_path": None}])
+def test_activations_default_to_the_papers_table(section):
+    config = HMTConfig.from_block({"activations": section})
+    assert config.activations.model_dump() == ACTIVATIONS
+    assert config.gives("activations")
+    assert not config.gives("optimizer")
+    assert config == HMTConfig.from_block({"activations": {}})
+    assert hash(config) == hash(HMTConfig())
+
+
+def test_activations_are_taken():
+    section = {
+        "policy": {"residual": "fp8", "attention_qkv": "swap_host"},
+        "overrides": {r"layers\.0\.": {"mlp_intermediate": "swap_ssd"}},
+        "components": {"experts": "mlp_intermediate"},
+        "rounding": "nearest",
+        "block_size": 32,
+        "host_memory": 2**20,
+        "nvme_path": "/ssd",
+        "error_interval": 10,
+    }
+    config = HMTConfig.from_block({"activations": section}).activations
+    assert config.policy.model_dump() == POLICY | section["policy"]
+    override = config.overrides[r"layers\.0\."].model_dump(exclude_none=True)
+    assert override == {"mlp_intermediate": "swap_ssd"}
+    assert config.components == section["components"]
+    for key in ("rounding", "block_size", "host_memory", "nvme_path", "error_interval"):
+        assert getattr(config, key) == section[key]
+
+
+ILLEGAL_CHOICES = [(c, v) for c in COMPONENTS for v in CHOICES if v not in LEGAL_CHOICES[c]]
+
+
+@pytest.mark.parametrize(("component", "choice"), ILLEGAL_CHOICES)
+def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(component, choice):
+    legal = {row[0]: row[1] for row in describe_fields()}[f"hmt.activations.policy.{component}"]
+    assert legal.replace(" or", ",") == ", ".join(f'"{v}"' for v in LEGAL_CHOICES[component])
+    for fields, key in (
+        ({"policy": {component: choice}}, f"policy.{component}"),
+        ({"overrides": {"x": {component: choice}}}, f"overrides['x'].{component}"),
+    ):
+        path, text = problem_of_field("activations", **fields)
+        assert path == f"hmt.activations.{key}"
+        assert text.startswith(f"got {choice!r} (")
+        assert ("projected_backward" in text) == (choice == "project")
+        assert f"Legal: {legal}." in text
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "words"),
+    [
+        ({"policy": {"residual": "int4"}}, "policy.residual", 'Did you mean "int8"?'),
+        ({"policy": {"residual": None}}, "policy.residual", "got None. Legal: "),
+        ({"policy": "paper"}, "policy", "got 'paper'. Legal: an object."),
+        ({"policy": {"residul": "fp8"}}, "policy.residul", '"hmt.activations.policy.residual"'),
+        ({"residual": "fp8"}, "residual", 'belongs at "hmt.activations.policy.residual"'),
+        ({"overrides": {"x": "fp8"}}, "overrides['x']", "Legal: an object."),
+        ({"overrides": {"(": {"residual": "fp8"}}}, "overrides", "not a regular expression"),
+        ({"overrides": {"x": {}}}, "overrides['x']", "got {}. It sets no component: remove it."),
+        ({"components": {"x": "mlp"}}, "components['x']", 'or "lm_head".'),
+        ({"components": {"x": "embedding"}}, "components['x']", "got 'embedding'. Legal: "),
+        ({"components": {"(": "residual"}}, "components", "not a regular expression"),
+        ({"projected_inputs": "int8"}, "projected_inputs", 'Legal: "keep" or "recompute".'),
+        ({"rounding": "up"}, "rounding", 'Legal: "stochastic" or "nearest".'),
+        ({"block_size": 100}, "block_size", "Legal: a power of two from 16 to 1024."),
+        ({"block_size": 8}, "block_size", "got 8 (not a power of two from 16 to 1024)."),
+        ({"block_size": 2048}, "block_size", "got 2048 "),
+        ({"block_size": 64.0}, "block_size", "got 64.0. Legal: "),
+        ({"host_memory": 1000}, "host_memory", '"auto" or an integer >= 1048576.'),
+        ({"host_memory": "4GB"}, "host_memory", "got '4GB'."),
+        ({"nvme_path": ""}, "nvme_path", "null or the path of a folder."),
+        ({"error_interval": -1}, "error_interval", "an integer >= 0."),
+    ],
+)
+def test_bad_activations_are_refused(section, key, words):
+    path, text = problem_of_field("activations", **section)
+    assert path == f"hmt.activations.{key}"
+    assert words in text
+
+
+_NO_CODEC = {"policy": {"attention_output": "recompute", "mlp_intermediate": "keep"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "words"),
+    [
+        ({"policy": {"residual": "swap_ssd"}}, "policy.residual", 'set "nvme_path"'),
+        (
+            {"overrides": {"x": {"lm_head": "swap_ssd"}}},
+            "overrides['x'].lm_head",
+            "got 'swap_ssd'. It needs a folder",
+        ),
+        ({"nvme_path": "/ssd"}, "nvme_path", "No component is swap_ssd: remove it"),
+        (
+            {"nvme_path": "/ssd", "policy": {"residual": "swap_host"}},
+            "nvme_path",
+            "No component is swap_ssd",
+        ),
+        ({"host_memory": 2**30}, "host_memory", "No component is swap_host or swap_ssd"),
+        ({"block_size": 64, **_NO_CODEC}, "block_size", "No component is int8 or fp8"),
+        ({"rounding": "nearest", **_NO_CODEC}, "rounding", "No component is int8 or fp8"),
+        ({"error_interval": 5, **_NO_CODEC}, "error_interval", "No component is int8 or fp8"),
+    ],
+)
+def test_activations_that_would_be_ignored_are_refused(section, key, words):
+    path, text = problem_of_field("activations", **section)
+    assert path == f"hmt.activations.{key}"
+    assert words in text
+    with pytest.raises(ValidationError, match=re.escape(f"{key}: ")):
+        ActivationsConfig.model_validate(section)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"block_size": 64, "overrides": {"x": {"residual": "fp8"}}, **_NO_CODEC},
+        {"host_memory": 2**30, "policy": {"residual": "swap_host"}},
+        {"nvme_path": "/ssd", "overrides": {"x": {"residual": "swap_ssd", "lm_head": None}}},
+    ],
+)
+def test_activations_that_are_read_are_no_conflict(section):
+    assert HMTConfig.from_block({"activations": section}).activations.model_fields_set == set(
+        section
+    )
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"policy": {"residual": "swap_sdd"}, "nvme_path": "/ssd"},
+        {"policy": {"residual": "swap_ssd"}, "nvme_path": 3},
+        {"overrides": {"x": {"residual": "swap_sdd"}}, "nvme_path": "/ssd"},
+    ],
+)
+def test_a_bad_choice_does_not_also_make_a_conflict(section):
+    assert len(problems_of({"activations": section})) == 1
+
+
 # --- describe_fields --------------------------------------------------------------------------
 
 
 def test_every_field_is_described_once():
     rows = describe_fields()
-    assert [row[0] for row in rows] == [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields = [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields += [f"hmt.activations.policy.{key}" for key in POLICY]
+    fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
+    assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
 
 def test_described_defaults_are_the_defaults():
-    fields = {
-        key.rpartition(".")[2]: json.loads(default) for key, _, default, _ in describe_fields()
-    }
-    assert HMTConfig.from_block({"optimizer": fields}) == HMTConfig()
+    block: dict = {}
+    for key, _, default, _ in describe_fields():
+        *sections, name = key.split(".")[1:]
+        section = block
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = json.loads(default)
+    assert HMTConfig.from_block(block) == HMTConfig()
 
 
 @pytest.mark.parametrize(

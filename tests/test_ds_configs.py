@@ -30,6 +30,8 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "two_sided": 2,
     "rank_budget": 2,
     "small_states": 2,
+    "activations": 2,
+    "activations_swap": 2,
 }
 MATRICES = {"hmt_adamw": 0, "small_states": 9}  # embedding and head too; the others: the linears
 
@@ -63,6 +65,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "lr": engine.get_lr()[0],
             "rules": {(e.assignment.layout, _storage(e)) for e in engine.optimizer.low_rank},
             "share": state_share(engine),
+            "activations": engine.hmt_activations and engine.hmt_activations.metrics(),
         }
         engine.destroy()
     return found
@@ -116,6 +119,19 @@ def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
         ("apollo", "bf16"),
     }
     assert alone["apollo_mini"]["share"] < 0.06
+
+
+def test_the_configs_of_activations_hold_them_as_they_say(alone: dict[str, Any]) -> None:
+    paper, swap = alone["activations"]["activations"], alone["activations_swap"]["activations"]
+    for found in (paper, swap):
+        assert set(found["activation_rerun_flops_per_component"]) == {"attention_qkv", "project"}
+    held = paper["activation_bytes_per_component"]
+    assert 0 < held["mlp_intermediate"] < 2 * 8 * 16 * 77 * 1.1  # gate and up in 8 bits, and scales
+    assert "activation_bytes_to_host" not in paper
+    # gate, up, attention's output, the stream after it and the layer's input, each in bf16 (and pages)
+    assert swap["activation_bytes_to_host"] >= 2 * 8 * 16 * (2 * 77 + 3 * 40)
+    assert "mlp_intermediate" not in swap["activation_bytes_per_component"]
+    assert alone["hmt"]["activations"] is None
 
 
 def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:

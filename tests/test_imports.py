@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "sites": set(),
-    "config": set(),
+    "config": {"sites"},
     "version": set(),
     "kernels": set(),
     "memory": set(),

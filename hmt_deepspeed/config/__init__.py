@@ -4,6 +4,7 @@
 every problem by its full key. `read_json_config` reads the file the block came from.
 """
 
+from hmt_deepspeed.config.activations import ActivationsConfig
 from hmt_deepspeed.config.json_file import read_json_config
 from hmt_deepspeed.config.models import (
     BLOCK_NAME,
@@ -15,6 +16,7 @@ from hmt_deepspeed.config.models import (
 
 __all__ = [
     "BLOCK_NAME",
+    "ActivationsConfig",
     "HMTConfig",
     "ModuleRule",
     "OptimizerConfig",

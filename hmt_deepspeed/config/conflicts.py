@@ -1,7 +1,8 @@
-"""Fields of `hmt.optimizer` that cannot be given together: in each pair one would be ignored."""
+"""Fields that cannot be given together: in each pair one would be ignored. The table is of `hmt.optimizer`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ Given = Mapping[str, object]  # the fields that were written down, not the defau
 
 
 class Conflict(NamedTuple):
-    """key: the field to blame. depends_on: the other one, whose value makes the conflict."""
+    """key, value: the field to blame. depends_on: the others, whose values make the conflict."""
 
     key: str
-    depends_on: str
+    value: object
+    depends_on: tuple[str, ...]
     advice: str
 
 
@@ -148,7 +150,12 @@ def conflicts_of(given: Given) -> list[Conflict]:
     if method in ("adamw", "apollo", "apollo_mini"):
         return _conflicts_of_method(str(method), given)
     return [
-        Conflict(key, rule.depends_on, rule.advice.replace("{}", str(given.get(rule.depends_on))))
+        Conflict(
+            key,
+            given[key],
+            (rule.depends_on,),
+            rule.advice.replace("{}", str(given.get(rule.depends_on))),
+        )
         for rule in _RULES
         for key in rule.keys
         if key in given and rule.applies(given)
@@ -156,33 +163,43 @@ def conflicts_of(given: Given) -> list[Conflict]:
 
 
 def _conflicts_of_method(method: str, given: Given) -> list[Conflict]:
+    def conflict(key: str, advice: str) -> Conflict:
+        return Conflict(key, given[key], ("method",), advice)
+
     legal = _WITH_ANY_METHOD if method == "adamw" else _WITH_APOLLO
     advice = f'It means nothing with "method": "{method}": remove it or set "lowrank_adamw" there.'
-    conflicts = [Conflict(key, "method", advice) for key in given if key not in legal]
+    conflicts = [conflict(key, advice) for key in given if key not in legal]
     if method != "adamw" and given.get("projected_backward") is True:
         advice = f'"{method}" scales whole gradients, which a projected backward never forms: '
-        conflicts.append(Conflict("projected_backward", "method", advice + 'set "auto".'))
+        conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
     if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
         advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
-        conflicts.append(Conflict("rank", "method", advice))
+        conflicts.append(conflict("rank", advice))
     return conflicts
 
 
 def conflict_problems(
-    optimizer_block: object, prefix: str, known_bad: Mapping[str, str]
+    section: object,
+    prefix: str,
+    known_bad: Mapping[str, str],
+    find: Callable[[Given], list[Conflict]],
 ) -> dict[str, str]:
-    """Conflicts of a raw block, leaving out those that rest on a field already reported.
+    """Conflicts of a raw section, leaving out those that rest on a field already reported.
 
     Args:
-        optimizer_block: the parsed `hmt.optimizer`. prefix: its full key. known_bad: problems by key.
+        section: as parsed. prefix: its full key. known_bad: problems by key. find: lists its conflicts.
     """
-    if not isinstance(optimizer_block, dict):
+    if not isinstance(section, dict):
         return {}
-    # the problem of an element (`target_modules[1]`) is its field's problem
-    bad_fields = {key.removeprefix(f"{prefix}.").partition("[")[0] for key in known_bad}
-    given = {key: value for key, value in optimizer_block.items() if key not in bad_fields}
+    # the problem of an element (`target_modules[1]`, `policy.residual`) is its field's problem
+    bad_fields = {
+        re.split(r"[.\[]", key.removeprefix(f"{prefix}."))[0]
+        for key in known_bad
+        if key.startswith(f"{prefix}.")
+    }
+    given = {key: value for key, value in section.items() if key not in bad_fields}
     return {
-        f"{prefix}.{conflict.key}": f"got {given[conflict.key]!r}. {conflict.advice}"
-        for conflict in conflicts_of(given)
-        if conflict.depends_on not in bad_fields
+        f"{prefix}.{conflict.key}": f"got {conflict.value!r}. {conflict.advice}"
+        for conflict in find(given)
+        if not bad_fields & set(conflict.depends_on)
     }

@@ -3,71 +3,28 @@
 from __future__ import annotations
 
 import json
-import re
-from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
+from hmt_deepspeed.config.activations import ActivationsConfig, activation_conflicts
 from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
+from hmt_deepspeed.config.fields import (
+    Auto,
+    NonEmptyRegexList,
+    PositiveFloat,
+    PositiveInt,
+    RankList,
+    Regex,
+    RegexList,
+    StrictModel,
+)
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = ["BLOCK_NAME", "HMTConfig", "ModuleRule", "OptimizerConfig", "describe_fields"]
 
 BLOCK_NAME = "hmt"
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
-
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-def _list_to_tuple(value: object) -> object:
-    """A JSON array is a list; a frozen model holds a tuple."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _strictly_increasing(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    for smaller, larger in pairwise(ranks):
-        if larger <= smaller:
-            raise ValueError(f"{larger} follows {smaller}")
-    return ranks
-
-
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from None
-    return pattern
-
-
-Regex = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
-RegexList = Annotated[tuple[Regex, ...], BeforeValidator(_list_to_tuple)]
-NonEmptyRegexList = Annotated[
-    tuple[Regex, ...], Field(min_length=1), BeforeValidator(_list_to_tuple)
-]
-RankList = Annotated[
-    tuple[PositiveInt, ...],
-    Field(min_length=1),
-    BeforeValidator(_list_to_tuple),
-    AfterValidator(_strictly_increasing),
-]
-
-
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True
-    )
-
 
 Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
 Projection = Literal["right", "left", "auto", "two_sided"]
@@ -77,7 +34,7 @@ StateDtype = Literal["fp32", "bf16", "int8"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
 
 
-class ModuleRule(_StrictModel):
+class ModuleRule(StrictModel):
     """A value of `hmt.optimizer.module_rules`: fields left out are taken from `hmt.optimizer`."""
 
     method: Method | None = None
@@ -88,7 +45,7 @@ class ModuleRule(_StrictModel):
     scale: Auto | PositiveFloat | None = None
 
 
-class OptimizerConfig(_StrictModel):
+class OptimizerConfig(StrictModel):
     """`hmt.optimizer`: what the optimizer does with each linear's gradient.
 
     lr, betas, eps and weight_decay stay in DeepSpeed's own `optimizer.params`.
@@ -230,11 +187,6 @@ class OptimizerConfig(_StrictModel):
         description="Seed of the random bases and of the probe columns.",
     )
 
-    def __hash__(self) -> int:
-        rules = frozenset(self.module_rules.items())
-        others = (value for key, value in self if key != "module_rules")
-        return hash((rules, *others))
-
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> OptimizerConfig:
         conflicts = conflicts_of({key: getattr(self, key) for key in self.model_fields_set})
@@ -243,12 +195,20 @@ class OptimizerConfig(_StrictModel):
         return self
 
 
-class HMTConfig(_StrictModel):
+class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its projected backward."
     )
+    activations: ActivationsConfig = Field(
+        default_factory=ActivationsConfig,
+        description="What becomes of activations; the backend is on where this is given.",
+    )
+
+    def gives(self, section: str) -> bool:
+        """Whether the block has the section, if only as {}."""
+        return section in self.model_fields_set
 
     @classmethod
     def from_block(cls, block: object) -> HMTConfig:
@@ -267,8 +227,12 @@ class HMTConfig(_StrictModel):
             return cls.model_validate(block)
         except ValidationError as error:
             problems = field_problems(error, cls, BLOCK_NAME)
-        prefix = f"{BLOCK_NAME}.optimizer"
-        problems |= conflict_problems(block.get("optimizer"), prefix, known_bad=problems)
+        for section, find in (
+            ("optimizer", conflicts_of),
+            ("activations", activation_conflicts),
+        ):
+            prefix = f"{BLOCK_NAME}.{section}"
+            problems |= conflict_problems(block.get(section), prefix, problems, find)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {key}: {text}" for key, text in problems.items()]
         raise ValueError(

@@ -112,13 +112,22 @@ def _value_problem(
 ) -> tuple[str, str]:
     key = f"{path}.{rest[0]}"
     field = dict(walk_fields(model, path))[key]
-    index = next((f"[{part}]" for part in rest[1:] if isinstance(part, int)), "")
+    index = _index(
+        rest[1:], in_dict=get_origin(model.model_fields[str(rest[0])].annotation) is dict
+    )
     value = list(detail["input"]) if isinstance(detail["input"], tuple) else detail["input"]
     reason = f" ({detail['ctx']['error']})" if detail["type"] == "value_error" else ""
     return key + index, (
         f"got {value!r}{reason}. Legal: {field['legal']}. {_value_hint(value, field['legal'])}"
         f"Change it, or remove the key to get the default {json.dumps(field['default'])}."
     )
+
+
+def _index(inside: tuple[int | str, ...], in_dict: bool) -> str:
+    """`[1]` of a list's element, `['q_proj']` of a dict's value; nothing for a dict's bad key."""
+    if in_dict and len(inside) == 1:
+        return f"[{inside[0]!r}]"
+    return next((f"[{part}]" for part in inside if isinstance(part, int)), "")
 
 
 def _value_hint(value: object, legal: str) -> str:
@@ -152,7 +161,8 @@ def _unknown_key_text(
         full for full, _ in walk_fields(root, name) if full.endswith(f".{_normalised(key)}")
     ]
     if elsewhere:
-        return f'Unknown key here: it belongs at "{elsewhere[0]}". Move it there.'
+        nearest = max(elsewhere, key=lambda full: full.startswith(f"{path}."))
+        return f'Unknown key here: it belongs at "{nearest}". Move it there.'
     return f"Unknown key. Legal: {', '.join(model.model_fields)}. Use one of these or remove it."
 
 

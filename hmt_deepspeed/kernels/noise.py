@@ -37,9 +37,9 @@ def key_halves(key: int) -> tuple[int, int]:
     return key & 0xFFFFFFFF, key >> 32
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Logical shift of int32: torch's own shift keeps the sign."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def counters(count: int, offset: int, device: torch.device) -> Tensor:
@@ -52,10 +52,14 @@ def noise_bits(index: Tensor, key: int) -> Tensor:
     """32 uniform bits (an int32) for each int32 counter in ``index``."""
     low, high = key_halves(key)
     h = index ^ _signed32(low)
-    h = (h ^ _shift_right(h, 16)) * _MIX_1
-    h = h ^ _signed32(high)
-    h = (h ^ _shift_right(h, 15)) * _signed32(_MIX_2)
-    return h ^ _shift_right(h, 16)
+    shifted = torch.empty_like(h)  # in place: half the time of new tensors on a CPU
+    h ^= _shift_right(h, 16, shifted)
+    h *= _MIX_1
+    h ^= _signed32(high)
+    h ^= _shift_right(h, 15, shifted)
+    h *= _signed32(_MIX_2)
+    h ^= _shift_right(h, 16, shifted)
+    return h
 
 
 def uniform(index: Tensor, key: int) -> Tensor:

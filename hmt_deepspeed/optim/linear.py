@@ -26,7 +26,7 @@ from hmt_deepspeed.optim.int8_linear import (
     encoded_linear,
     encoded_weight,
 )
-from hmt_deepspeed.sites import computing_projection
+from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = [
     "InputGroup",
@@ -85,22 +85,27 @@ class InputGroup:
     def product(self, x: Tensor, site: ProjectedSite) -> Tensor:
         """``X B`` of one member, T x width: a view of the product that all members share."""
         if self._product is None or self._key != _input_key(x) or id(site) in self._served:
-            columns = self.columns
-            if columns is None:
-                columns = self.join([s for s in self.sites if s.active])
-            elif self.gather is not None:
-                columns = self.gather(columns)[: x.shape[-1]]
-            flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
             # Holding the input keeps its address from being reused.
             self._input, self._key = x.detach(), _input_key(x)
-            with computing_projection():
-                self._product, self._served = flat @ columns, set()
+            kept = kept_projection()
+            self._product = self._compute(x) if kept is None else kept
+            self._served = set()
         begin, end = site.span
         part = self._product[:, begin:end]
         self._served.add(id(site))
         if len(self._served) == sum(s.active for s in self.sites):
             self.forget()
         return part
+
+    def _compute(self, x: Tensor) -> Tensor:
+        columns = self.columns
+        if columns is None:
+            columns = self.join([s for s in self.sites if s.active])
+        elif self.gather is not None:
+            columns = self.gather(columns)[: x.shape[-1]]
+        flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
+        with computing_projection():
+            return flat @ columns
 
 
 class ProjectedSite:

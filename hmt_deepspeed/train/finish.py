@@ -18,18 +18,19 @@ from hmt_deepspeed.report.metrics import (
     write_summary,
 )
 from hmt_deepspeed.train.data import TrainingData
-from hmt_deepspeed.train.loop import LoopOptions, Progress, TrainingLoop, optimizer_metrics
+from hmt_deepspeed.train.loop import LoopOptions, Progress, TrainingLoop, engine_metrics
 from hmt_deepspeed.train.ranks import on_rank_zero, rank
 
 SAMPLE_TOKENS = 64
 PROMPT_TOKENS = 32
-_OPTIMIZER_FIELDS = (
+_ENGINE_FIELDS = (
     "optimizer_state_bytes",
     "gradient_buffer_bytes",
     "communication_bytes_per_step",
     "stock_zero_communication_bytes_per_step",
     "mean_rank",
     "mean_captured_energy",
+    "activation_bytes",
 )
 
 
@@ -155,13 +156,13 @@ def write_run_summary(
 ) -> dict[str, Any]:
     """`summary.json`: sizes, losses, speed, memory (the largest rank's) and the machine.
 
-    Fields of our optimizer are None under a stock one. Speeds leave out this process's first
-    step. `final_train_loss` is the last step's.
+    Fields of our optimizer and activations are None where those are stock. Speeds leave out this
+    process's first step. `final_train_loss` is the last step's.
     """
     memory = device_memory(loop.accelerator)
     peaks = torch.tensor([memory.peak, peak_host_bytes()], device=loop.engine.device)
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    optimizer = optimizer_metrics(loop.engine)
+    ours = engine_metrics(loop.engine)
     speed = progress.tokens_per_second(loop.tokens_per_step)
     summary = {
         "model_parameters": loop.num_parameters,
@@ -173,7 +174,7 @@ def write_run_summary(
         "eval_loss": progress.eval_loss,
         "tokens_per_second": speed,
         "step_seconds_median": progress.median_step_seconds(),
-        **{name: optimizer.get(name) for name in _OPTIMIZER_FIELDS},
+        **{name: ours.get(name) for name in _ENGINE_FIELDS},
         "device": memory.device,
         "peak_device_bytes": int(peaks[0]),
         "peak_host_bytes": int(peaks[1]),

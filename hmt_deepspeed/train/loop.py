@@ -319,7 +319,7 @@ class TrainingLoop:
             flops = self.options.peak_flops * dist.get_world_size()
             record["mfu"] = model_flops_utilization(self.num_parameters, speed, flops)
         every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
-        for name, value in optimizer_metrics(self.engine).items():
+        for name, value in engine_metrics(self.engine).items():
             if every_matrix or not isinstance(value, Mapping):
                 record[name] = value
         return record
@@ -342,10 +342,13 @@ class TrainingLoop:
             self.engine.monitor.write_events(_events(record))
 
 
-def optimizer_metrics(engine: Any) -> dict[str, Any]:
-    """What our optimizer says about itself; nothing when the optimizer is a stock one."""
-    metrics = getattr(engine.optimizer, "metrics", None)
-    return dict(metrics()) if callable(metrics) else {}
+def engine_metrics(engine: Any) -> dict[str, Any]:
+    """What our optimizer and our activations say about themselves; nothing where both are stock."""
+    found: dict[str, Any] = {}
+    for part in (engine.optimizer, getattr(engine, "hmt_activations", None)):
+        metrics = getattr(part, "metrics", None)
+        found |= dict(metrics()) if callable(metrics) else {}
+    return found
 
 
 def _events(record: Mapping[str, Any]) -> list[tuple[str, float, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +14,16 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.timer import NoopTimer
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
+from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.entries import ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
-from hmt_deepspeed.zero.support import check_engine, check_supported
+from hmt_deepspeed.zero.support import check_activations, check_engine, check_supported
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
 
@@ -30,9 +33,11 @@ OPTIMIZER_NAME = "HMT"
 def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
     """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
 
+    A block that holds only ``activations`` goes with any optimizer.
+
     Raises:
-        ValueError: an ``hmt`` block beside another optimizer, the HMT optimizer without a block, or
-            fields given both in the block and to a client's HMT object.
+        ValueError: another block beside another optimizer, the HMT optimizer without a block, or fields
+            given both in the block and to a client's HMT object.
     """
     block = config.get("hmt")
     named = (config.get("optimizer") or {}).get("type")
@@ -46,7 +51,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
                 "defaults."
             )
         return None
-    fields = HMTConfig.from_block(block).optimizer
+    hmt = HMTConfig.from_block(block)
+    fields = hmt.optimizer
     if client_is_hmt:
         if fields.model_fields_set:
             raise ValueError(
@@ -56,11 +62,13 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
+        if hmt.gives("activations") and not hmt.gives("optimizer"):
+            return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
             f'the config has an "hmt" block, but the optimizer is {other!r}. '
             f'Legal is "optimizer": {{"type": "HMT", ...}} or an HMT object. '
-            'Change the optimizer, or remove the "hmt" block.'
+            'Change the optimizer, remove the "hmt" block, or leave only "activations" in it.'
         )
     return fields.model_dump()
 
@@ -72,6 +80,7 @@ class HMTEngine(DeepSpeedEngine):
         config: Any = keyword.get("config")
         config_class: Any = keyword.get("config_class")
         self._hmt_options: dict[str, Any] | None = None
+        self.hmt_activations: Activations | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
@@ -88,8 +97,37 @@ class HMTEngine(DeepSpeedEngine):
             ].close()  # the engine's optimizer patches and encodes the linears itself
         release(model)
         super().__init__(args, model, *positional, **keyword)
-        if self._hmt_options is not None and self.global_rank == 0:
-            print(self.optimizer.describe(), flush=True)
+        if isinstance(config, dict):
+            self._configure_activations(config)
+        if self.global_rank == 0:
+            parts = [self.optimizer] if self._hmt_options is not None else []
+            parts += [self.hmt_activations] if self.hmt_activations is not None else []
+            for part in parts:
+                print(part.describe(), flush=True)
+
+    def _configure_activations(self, config: dict[str, Any]) -> None:
+        """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
+        block = config.get("hmt")
+        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
+        if not hmt.gives("activations"):
+            return
+        check_activations(config, hmt.activations, self._hmt_options)
+        this = weakref.ref(self)  # the model must not keep its engine alive
+        self.hmt_activations = Activations(
+            self.module,
+            hmt.activations,
+            ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
+            device=self.device,
+            mpu=self.mpu,
+            aio=self._config.aio_config if "aio" in config else None,
+            current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
+        )
+
+    def destroy(self) -> None:
+        """As in DeepSpeed; the model is an ordinary one again."""
+        if self.hmt_activations is not None:
+            self.hmt_activations.close()
+        super().destroy()
 
     @property
     def hmt_enabled(self) -> bool:
@@ -297,8 +335,9 @@ def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeed
     class RefusingEngine(engine_class):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             config = kwargs.get("config")
-            wanted = isinstance(config, dict) and hmt_options(config, kwargs.get("optimizer"))
-            if wanted:
+            if isinstance(config, dict) and (
+                config.get("hmt") is not None or hmt_options(config, kwargs.get("optimizer"))
+            ):
                 raise ValueError(
                     f'the "hmt" block does not work with {engine_class.__name__}. {remedy}'
                 )

@@ -56,7 +56,18 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo :func:`register`; a no-op when not registered. Engines already built go on working."""
+    """Undo :func:`register`; a no-op when not registered. Engines already built go on working.
+
+    ``deepspeed.checkpointing`` is DeepSpeed's own again, also for their models.
+    """
+    from hmt_deepspeed.zero.activation_checkpointing import restore_stock
+
+    restore_stock()
+    _take_out()
+
+
+def _take_out() -> None:
+    """Undo :func:`register`; what engines that live have put into DeepSpeed stays."""
     if not _stock:
         return
     for name, engine in _stock.items():
@@ -74,4 +85,4 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         return deepspeed.initialize(*args, **kwargs)
     finally:
         if not was_registered:
-            unregister()
+            _take_out()

@@ -10,6 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hmt_deepspeed.kernels import (
+    dequant_matmul,
+    fp8_activation,
+    int8_activation,
     int8_low_rank_update,
     int8_state,
     int8_weight,
@@ -17,6 +20,7 @@ from hmt_deepspeed.kernels import (
     low_rank_update,
     moment_update,
     stochastic_rounding,
+    token_blocks,
 )
 
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
@@ -38,6 +42,8 @@ INT8_UPDATE = {
     "BLOCK": int8_weight.BLOCK,
     "BLOCK_W": int8_low_rank_update._BLOCK_W,
 }
+TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
+DEQUANT = {"BLOCK_T": dequant_matmul._BLOCK_T, "BLOCK_N": dequant_matmul._BLOCK_N}
 CASES = [
     (
         stochastic_rounding._stochastic_round_kernel,
@@ -98,6 +104,49 @@ CASES = [
         int8_low_rank_update._update_kernel,
         f"*i8 *fp32 *bf16 *bf16 i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
         {"STOCHASTIC": True, "WIDEN": False, **INT8_UPDATE},
+    ),
+    *(
+        (
+            module._encode_kernel,
+            f"*{value} *{code} *i16 i32 i32 i32 i64 i64 i64 i64",
+            {"STOCHASTIC": value != "fp16", **TILE},
+        )
+        for module, value, code in (
+            (int8_activation, "i16", "i8"),
+            (int8_activation, "fp16", "i8"),
+            (fp8_activation, "fp32", "u8"),
+        )
+    ),
+    *(
+        (
+            module._decode_kernel,
+            f"*{code} *i16 *{out} i32 i32 i32 i64 i64 fp32",
+            {"TO_BF16": out == "i16", **TILE},
+        )
+        for module, code, out in (
+            (int8_activation, "i8", "i16"),
+            (fp8_activation, "u8", "fp16"),
+            (fp8_activation, "u8", "fp32"),
+        )
+    ),
+    *(
+        (
+            dequant_matmul._dequant_matmul_kernel,
+            f"*{delta} *{code} *i16 *{out} i32 i32 i32 i32 i64 i64",
+            {
+                "FP8": code == "u8",
+                "WIDEN": delta == "fp32",
+                "TO_BF16": out == "i16",
+                "BLOCK_M": dequant_matmul._BLOCK_M[delta == "fp32"],
+                **DEQUANT,
+            },
+        )
+        for delta, code, out in (
+            ("bf16", "i8", "i16"),
+            ("bf16", "u8", "fp32"),
+            ("fp16", "u8", "fp16"),
+            ("fp32", "i8", "fp32"),
+        )
     ),
 ]
 

@@ -1,0 +1,300 @@
+"""Carries out a policy on a model: which functions are checkpointed, and how their activations are held."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.activations.attribution import Attribution
+from hmt_deepspeed.activations.caching import RecordMode, ReplayMode, active_mode
+from hmt_deepspeed.activations.checkpoint import (
+    HeldInputs,
+    activations_among,
+    run_checkpointed,
+    with_positional_activations,
+)
+from hmt_deepspeed.activations.codecs import Codec, Held, Keep
+from hmt_deepspeed.activations.installation import Installation
+from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
+from hmt_deepspeed.activations.policy import LayerSites, Policy
+from hmt_deepspeed.activations.recording import Recording, Site
+from hmt_deepspeed.memory.counters import Counters
+from hmt_deepspeed.sites import Choice, Component
+
+__all__ = ["ActivationBackend"]
+
+_OPTIONS = ("context_fn", "debug", "determinism_check", "early_stop")  # of torch's checkpoint
+_NOTHING: Callable[[], None] = lambda: None  # noqa: E731  a dead weak reference
+
+
+class ActivationBackend:
+    """A policy on a model, installed as its gradient checkpointing.
+
+    Args:
+        model: what ``attribution`` is of.
+        attribution: see :func:`hmt_deepspeed.activations.attribution.attribute`.
+        policy, overrides, codecs, of_inputs: see :class:`Policy`.
+        holds_products: whether ``X [Q | P]`` of projected linears is held, else it is computed again.
+        around: runs each checkpointed call; it is given what does that, the function and its arguments.
+        seed: of the noise of stochastic rounding.
+        error_interval: steps between two measurements of what encoding loses; 0: never.
+        transfers: counters of what swaps move.
+
+    Attributes:
+        calls: checkpointed calls so far, counted into the noise. A resumed run continues it.
+
+    Raises:
+        ValueError: see :class:`Policy`; a torch that does not show saved-tensor hooks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attribution: Attribution,
+        policy: Mapping[Component, Choice],
+        codecs: Mapping[Choice, Codec],
+        overrides: Mapping[str, Mapping[Component, Choice]] | None = None,
+        *,
+        of_inputs: Callable[[Codec, int], Codec] | None = None,
+        holds_products: bool = True,
+        around: Callable[..., Any] | None = None,
+        seed: int = 0,
+        error_interval: int = 0,
+        transfers: Iterable[Counters] = (),
+    ) -> None:
+        if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+            raise ValueError(
+                f"hmt.activations needs torch 2.8 or later, this is {torch.__version__}: install one, or "
+                "remove the section"
+            )
+        self.model, self.attribution = model, attribution
+        self._policy = Policy(policy, overrides or {}, codecs, of_inputs)
+        self._layers: dict[nn.Module, LayerSites] = {}
+        for index, layer in enumerate(attribution.layers):
+            self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
+        self._holds_products, self._around = holds_products, around
+        self._seed, self._error_interval = seed, error_interval
+        self._transfers = tuple(transfers)
+        self._ledger, self._inputs = Ledger(), HeldInputs()
+        self._last: Callable[[], Recording | None] = _NOTHING
+        self._installation: Installation | None = None
+        self.calls = self._step = 0
+        self._moved_before = self._moved()
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def checkpoint(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool | None = None,
+        preserve_rng_state: bool = True,
+        redraws: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``fn(*args, **kwargs)``, computed again in backward except for what the policy holds.
+
+        In place of ``torch.utils.checkpoint.checkpoint`` and ``deepspeed.checkpointing.checkpoint``. Of
+        layers that are attributed the policy's components are held, whether ``fn`` is a layer's forward or
+        calls several; any other function is computed again whole. Within a checkpointed call, and
+        without grad mode, ``fn`` is just called. ``torch.compile`` leaves a checkpointed call as it is.
+
+        Args:
+            use_reentrant: for the callers' sake: both mean the same here, none is ever reentrant.
+            preserve_rng_state: compute again with the random numbers of forward.
+            redraws: whether that happens, if ``fn`` sees to it; by default ``preserve_rng_state``.
+            kwargs: of ``fn``, and ``determinism_check`` and ``early_stop`` of torch's checkpoint.
+
+        Raises:
+            ValueError: ``context_fn``, which is ours, or ``debug``, which needs it.
+        """
+        owner = _owner(fn)
+        sites = None if owner is None else self._layers.get(owner)
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        for name in ("context_fn", "debug"):
+            if options.pop(name, None):
+                raise ValueError(
+                    f"{name} was given to a checkpoint of hmt.activations, which uses torch's context_fn "
+                    f"itself: do not give {name}, or remove the section"
+                )
+        options["preserve_rng_state"] = preserve_rng_state
+        redraws = preserve_rng_state if redraws is None else redraws
+        return self._run(sites, fn, args, kwargs, options, redraws)
+
+    def _run(
+        self,
+        sites: LayerSites | None,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: dict[str, Any],
+        redraws: bool = True,
+    ) -> Any:
+        if not torch.is_grad_enabled() or active_mode() is not None:
+            return fn(*args, **kwargs)
+        fn, args, kwargs = with_positional_activations(fn, args, kwargs)
+        base = None if sites is None else sites.base
+        recording = Recording(redraws, previous=self._last)
+        self._last = weakref.ref(recording)
+        self.calls = call = self.calls + 1
+        key = functools.partial(_key, self._seed, call)
+        record = RecordMode(
+            recording, base, self._ledger, key, self._measures, self._holds_products
+        )
+        replay = ReplayMode(recording, base, self._ledger)
+        holders = self._holders(recording, sites, args, key)
+
+        options = {**kwargs, **options}
+
+        def run(fn: Callable[..., Any], *args: Any) -> Any:
+            return run_checkpointed(fn, args, options, (record, replay), holders)
+
+        return run(fn, *args) if self._around is None else self._around(run, fn, *args)
+
+    def _holders(
+        self,
+        recording: Recording,
+        sites: LayerSites | None,
+        args: tuple[Any, ...],
+        key: Callable[[int], int],
+    ) -> list[Callable[[Tensor], Held] | None]:
+        """What holds the activations that enter a function; None where autograd does."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        layer = "" if sites is None else sites.base.layer
+        if sites is not None:
+            self._ledger.visit(layer)
+        holders: list[Callable[[Tensor], Held] | None] = []
+        for number, position in enumerate(activations_among(args)):
+            label: str
+            if sites is not None and number == 0:
+                label, codec = sites.input_label, sites.input_codec
+            else:
+                label, codec = "inputs", self._policy.input_codec("keep", number)
+            if isinstance(codec, Keep):
+                recording.charge(layer, label, tensors[position].untyped_storage().nbytes())
+                holders.append(None)
+            else:
+                seed = key(-1 - number)
+                holders.append(
+                    functools.partial(self._hold_input, recording, layer, label, codec, seed)
+                )
+        return holders
+
+    def _hold_input(
+        self,
+        recording: Recording,
+        layer: str,
+        label: str,
+        codec: Codec,
+        key: int,
+        tensor: Tensor,
+    ) -> Held:
+        held, is_new = self._inputs.hold(tensor, codec, key, f"{layer}: {label}")
+        if is_new:
+            recording.charge(layer, label, held.nbytes)
+            if self._measures and codec.lossy:
+                self._ledger.measure(label, tensor, held)
+        return held
+
+    @property
+    def _measures(self) -> bool:
+        return self._error_interval > 0 and self._step % self._error_interval == 0
+
+    # -- steps and numbers ----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A training step begins: the report starts anew."""
+        self._step += 1
+        self._ledger.reset()
+        self._moved_before = self._moved()
+
+    def _moved(self) -> tuple[int, int, float]:
+        return (
+            sum(counters.bytes_out for counters in self._transfers),
+            sum(counters.bytes_in for counters in self._transfers),
+            sum(counters.seconds_waited for counters in self._transfers),
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Device bytes held now."""
+        return sum(self._ledger.held.values())
+
+    def report(self) -> ActivationReport:
+        """Numbers since :meth:`begin_step`. Waits for the device if errors were measured."""
+        ledger = self._ledger
+        out, back, waited = (
+            now - before for now, before in zip(self._moved(), self._moved_before, strict=True)
+        )
+        seen = ledger.layers | {layer for layer, _ in ledger.hits}
+        missed = [
+            f"{sites.base.layer}: {component}"
+            for sites in self._layers.values()
+            for component in sorted(sites.expected)
+            if sites.base.layer in seen and not ledger.hits[sites.base.layer, component]
+        ]
+        return ActivationReport(
+            held_bytes=by_layer(ledger.peak),
+            hits=by_layer(ledger.hits),
+            missed=tuple(missed),
+            unread=by_label(ledger.unread),
+            rerun=by_label(ledger.rerun),
+            rerun_flops=by_label(ledger.rerun_flops),
+            errors=ledger.errors(),
+            swapped_out_bytes=int(out),
+            swapped_in_bytes=int(back),
+            seconds_waited=float(waited),
+        )
+
+    # -- installation ---------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Checkpoint every attributed layer and the final norm from now on, see :class:`Installation`.
+
+        Raises:
+            ValueError: another backend is installed.
+        """
+        if self._installation is None:
+            self._installation = Installation(
+                self.model,
+                self.checkpoint,
+                self._run,
+                [*self._layers.values(), *self._final_norm()],
+            )
+
+    def _final_norm(self) -> list[LayerSites]:
+        """Its input is held as it is, its internals are computed again."""
+        name = self.attribution.final_norm
+        if name is None:
+            return []
+        base = Site(name, "layernorm", None)
+        norm = self.model.get_submodule(name)
+        return [LayerSites(norm, base, (), "layernorm", Keep(), frozenset())]
+
+    def uninstall(self) -> None:
+        """Everything as before :meth:`install`."""
+        if self._installation is not None:
+            self._installation.undo()
+            self._installation = None
+
+
+def _owner(fn: Callable[..., Any]) -> nn.Module | None:
+    """The module whose forward a function is, if any."""
+    found: Any = fn
+    while found is not None:
+        for module in (found, getattr(found, "__self__", None), *getattr(found, "args", ())[:1]):
+            if isinstance(module, nn.Module):
+                return module
+        found = getattr(found, "func", None) or getattr(found, "__wrapped__", None)
+    return None
+
+
+def _key(seed: int, call: int, operation: int) -> int:
+    """64 bits, different for all roundings of a run; what draws from them mixes them."""
+    return (seed << 48 ^ call << 12 ^ operation & 0xFFF) & (1 << 64) - 1

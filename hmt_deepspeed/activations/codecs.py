@@ -1,0 +1,386 @@
+"""The forms in which an activation is held between forward and backward.
+
+A codec encodes a tensor; what it returns holds the tensor in another form until it is garbage, and gives
+it back as often as asked: a backward may run twice. Nothing is ever freed by a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import ClassVar, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.fp8_activation import decode_fp8, encode_fp8
+from hmt_deepspeed.kernels.int8_activation import decode_int8, encode_int8
+from hmt_deepspeed.memory.tiered import Store
+from hmt_deepspeed.sites import Choice
+
+__all__ = [
+    "Codec",
+    "Fp8",
+    "Held",
+    "HeldBlocks",
+    "Int8",
+    "Keep",
+    "Rounding",
+    "SwapHost",
+    "SwapSsd",
+    "build_codec",
+]
+
+Rounding = Literal["stochastic", "nearest"]
+
+
+class Held(Protocol):
+    """One tensor between forward and backward; frees what it occupies when it is garbage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes it occupies."""
+
+    def prefetch(self) -> None:
+        """Starts bringing it back to the device, where that takes time."""
+
+    def decode(self) -> Tensor:
+        """The tensor: same shape and dtype; same strides where the original had no gaps or repetitions,
+        else dense in the same order of dimensions (``torch.preserve_format``). Any number of times."""
+
+
+class Codec(Protocol):
+    """A form."""
+
+    @property
+    def choice(self) -> Choice:
+        """Its name in a policy."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the decoded tensor differs from the original."""
+
+    def encode(
+        self,
+        tensor: Tensor,
+        token_dims: int | tuple[int, ...] = 0,
+        key: int = 0,
+        name: str = "activation",
+    ) -> Held:
+        """Hold a tensor.
+
+        Args:
+            tensor: of any strides; may be freed at once.
+            token_dims: dimensions along which tokens follow each other, the others are channels.
+            key: 64-bit seed of stochastic rounding.
+            name: for messages.
+
+        Raises:
+            ValueError: not a floating-point tensor, or of a dtype or shape that the form has no place for.
+        """
+
+
+# -- keep -----------------------------------------------------------------------------------------
+
+
+class _Raw:
+    """The tensor itself. What is written to it in place is noticed, as autograd does for its own."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor.detach(), tensor._version, name
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.untyped_storage().nbytes()  # of a view: what it keeps alive
+
+    def prefetch(self) -> None:
+        return None
+
+    def decode(self) -> Tensor:
+        _check_version(self._tensor, self._version, self._name)
+        return self._tensor
+
+
+class Keep:
+    """The tensor as it is, on the device, without a copy.
+
+    Decoding raises RuntimeError when the tensor was written to in place since it was encoded; what
+    decoding returns is the tensor itself.
+    """
+
+    choice: ClassVar[Choice] = "keep"
+    lossy: ClassVar[bool] = False
+
+    def encode(
+        self,
+        tensor: Tensor,
+        token_dims: int | tuple[int, ...] = 0,
+        key: int = 0,
+        name: str = "activation",
+    ) -> _Raw:
+        _check_float(tensor, self.choice, name)
+        return _Raw(tensor, name)
+
+
+# -- 8 bits ---------------------------------------------------------------------------------------
+
+
+class HeldBlocks:
+    """A tensor in 8 bits, in blocks of tokens within a channel.
+
+    Attributes:
+        codes: tokens x channels, int8 or float8_e4m3fn; dimensions of the original in their order.
+        scales: blocks x channels, bf16.
+        block_size: tokens of a channel that share a scale.
+    """
+
+    def __init__(
+        self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int | None
+    ) -> None:
+        self.block_size, self._codec = codec.block_size, codec
+        # Shape, dtype and strides of what will come back; no memory.
+        self._template = torch.empty_like(tensor, device="meta", requires_grad=False)
+        self._device = tensor.device
+        self._order = token_dims + tuple(d for d in range(tensor.dim()) if d not in token_dims)
+        self._num_token_dims = len(token_dims)
+        self.codes, self.scales = codec.encode_matrix(self._matrix(tensor.detach()), key)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def prefetch(self) -> None:
+        return None
+
+    def decode(self) -> Tensor:
+        out = torch.empty_like(self._template, device=self._device)
+        matrix = self._matrix(out)
+        self._codec.decode_matrix(self.codes, self.scales, matrix)
+        if matrix.data_ptr() != out.data_ptr():  # tokens and channels are interleaved
+            permuted = out.permute(self._order)
+            permuted.copy_(matrix.view(permuted.shape))
+        return out
+
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        """Tokens x channels: a view where strides allow, else a copy."""
+        permuted = tensor.permute(self._order)
+        tokens = math.prod(permuted.shape[: self._num_token_dims])
+        return permuted.reshape(tokens, math.prod(permuted.shape[self._num_token_dims :]))
+
+
+class _Blocks:
+    """Codecs of 8 bits; they differ in how a tokens x channels matrix is encoded and decoded.
+
+    Args:
+        block_size: tokens of a channel that share a scale.
+        rounding: ``stochastic`` is right on average over keys, ``nearest`` is nearer each time.
+
+    Raises:
+        ValueError: other values.
+    """
+
+    lossy: ClassVar[bool] = True
+    choice: ClassVar[Choice]
+
+    def __init__(self, block_size: int = 256, rounding: Rounding = "stochastic") -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size of {self.choice} is at least 1 token, got {block_size}")
+        if rounding not in get_args(Rounding):
+            raise ValueError(
+                f"rounding of {self.choice} is {rounding!r}; legal: {get_args(Rounding)}"
+            )
+        self.block_size, self.stochastic = block_size, rounding == "stochastic"
+
+    def encode(
+        self,
+        tensor: Tensor,
+        token_dims: int | tuple[int, ...] = 0,
+        key: int = 0,
+        name: str = "activation",
+    ) -> HeldBlocks:
+        _check_float(tensor, self.choice, name)
+        dims = _normalized(token_dims, tensor, name)
+        return HeldBlocks(tensor, dims, self, key if self.stochastic else None)
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Int8(_Blocks):
+    """INT8, see :mod:`hmt_deepspeed.kernels.int8_activation`. fp32, bf16 and fp16."""
+
+    choice: ClassVar[Choice] = "int8"
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        return encode_int8(value, self.block_size, key)
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        decode_int8(codes, scales, self.block_size, out)
+
+
+class Fp8(_Blocks):
+    """FP8 e4m3, see :mod:`hmt_deepspeed.kernels.fp8_activation`. fp32, bf16 and fp16."""
+
+    choice: ClassVar[Choice] = "fp8"
+
+    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+        return encode_fp8(value, self.block_size, key)
+
+    def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        decode_fp8(codes, scales, self.block_size, out)
+
+
+def _normalized(token_dims: int | tuple[int, ...], tensor: Tensor, name: str) -> tuple[int, ...]:
+    """As indices from 0, each once."""
+    given = (token_dims,) if isinstance(token_dims, int) else token_dims
+    dims = tuple(dim + tensor.dim() if dim < 0 else dim for dim in given)
+    if len(set(dims)) != len(dims) or not all(0 <= dim < tensor.dim() for dim in dims):
+        raise ValueError(
+            f"token_dims of {name!r} are {token_dims}; legal: different dimensions of its shape "
+            f"{tuple(tensor.shape)}"
+        )
+    return dims
+
+
+# -- swap -----------------------------------------------------------------------------------------
+
+
+class _Swapped:
+    """A tensor in a store, under a name of its own."""
+
+    nbytes = 0
+
+    def __init__(self, tensor: Tensor, swap: _Swap, entry: str) -> None:
+        self._swap, self._entry = swap, entry
+        # It shares the tensor's version count but not its memory: the copy leaves the device at a time
+        # of its own, so what is written in place after encoding may or may not be in it.
+        self._watch = tensor.detach()
+        self._watch.data = tensor.new_empty(0)
+        self._version = tensor._version
+
+    def prefetch(self) -> None:
+        self._swap.store.prefetch(self._entry)
+
+    def decode(self) -> Tensor:
+        self._swap.sweep()
+        _check_version(self._watch, self._version, self._entry)
+        return self._swap.store.get(self._entry)
+
+
+class _Swap:
+    """Codecs that move a tensor off the device. Encoding starts its way out, decoding waits for it.
+
+    A store's entry is dropped at the first use of the codec after its holder became garbage, or by
+    :meth:`sweep`: garbage may be collected in any thread at any allocation, also inside the store while
+    it holds its locks.
+
+    Args:
+        store: where to. Errors of it name the tensor.
+    """
+
+    choice: ClassVar[Choice]
+    lossy: ClassVar[bool] = False
+    _count = itertools.count()  # of all codecs: two may use one store
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._garbage: SimpleQueue[str] = SimpleQueue()  # its put may interrupt any code
+        self._sweeping = threading.Lock()
+
+    def encode(
+        self,
+        tensor: Tensor,
+        token_dims: int | tuple[int, ...] = 0,
+        key: int = 0,
+        name: str = "activation",
+    ) -> _Swapped:
+        _check_float(tensor, self.choice, name)
+        self.sweep()
+        entry = f"{name} #{next(_Swap._count)}"
+        held = _Swapped(tensor, self, entry)
+        self.store.put(entry, tensor)
+        weakref.finalize(held, self._garbage.put, entry).atexit = False
+        return held
+
+    def sweep(self) -> None:
+        """Drops the entries whose holders are garbage."""
+        with self._sweeping:  # who returns finds the room made
+            while True:
+                try:
+                    entry = self._garbage.get_nowait()
+                except Empty:
+                    return
+                with suppress(KeyError):  # the store was closed meanwhile
+                    self.store.drop(entry)
+
+
+class SwapHost(_Swap):
+    """In pinned host memory, for a :class:`hmt_deepspeed.memory.host.HostStore`."""
+
+    choice: ClassVar[Choice] = "swap_host"
+
+
+class SwapSsd(_Swap):
+    """In host memory while there is room, else in a file, for a tiered store."""
+
+    choice: ClassVar[Choice] = "swap_ssd"
+
+
+# -- all ------------------------------------------------------------------------------------------
+
+
+def build_codec(
+    choice: Choice,
+    *,
+    block_size: int = 256,
+    rounding: Rounding = "stochastic",
+    stores: Mapping[Choice, Store] | None = None,
+) -> Codec:
+    """The codec of a choice that holds something.
+
+    Args:
+        block_size, rounding: of ``int8`` and ``fp8``.
+        stores: of ``swap_host`` and ``swap_ssd``.
+
+    Raises:
+        ValueError: a choice that holds nothing, or a swap without its store.
+    """
+    if choice == "keep":
+        return Keep()
+    if choice == "int8":
+        return Int8(block_size, rounding)
+    if choice == "fp8":
+        return Fp8(block_size, rounding)
+    if choice in ("swap_host", "swap_ssd"):
+        store = (stores or {}).get(choice)
+        if store is None:
+            raise ValueError(f"{choice} needs a store to move tensors to: give stores[{choice!r}]")
+        return SwapHost(store) if choice == "swap_host" else SwapSsd(store)
+    raise ValueError(
+        f"{choice!r} holds no tensor, so there is no codec for it; legal: keep, int8, fp8, "
+        "swap_host, swap_ssd"
+    )
+
+
+def _check_float(tensor: Tensor, choice: Choice, name: str) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{name!r} is {tensor.dtype}; {choice} holds floating-point tensors: leave others alone"
+        )
+
+
+def _check_version(tensor: Tensor, version: int, name: str) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{name!r} was changed by an in-place operation after it was saved for backward "
+            f"(version {tensor._version}, saved at {version}): use the operation that makes a new "
+            "tensor, or hold this component as int8, fp8 or recompute"
+        )

@@ -1,0 +1,82 @@
+"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or swapped around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hmt_deepspeed.activations.codecs import Codec, Fp8, Held, Int8, Keep
+from hmt_deepspeed.activations.linear import EncodedInputs, patch_linear, unpatch_linear
+
+__all__ = ["hold_head_input"]
+
+
+def hold_head_input(
+    head: nn.Module, name: str, codec: Codec, next_key: Callable[[], int]
+) -> Callable[[], None]:
+    """Let a codec hold what the head reads; returns what undoes it.
+
+    Args:
+        name: of the head, for messages.
+        next_key: seed of the stochastic rounding of the next input.
+
+    Raises:
+        ValueError: a codec of 8 bits for a head that is no plain linear.
+    """
+    if isinstance(codec, Keep):
+        return lambda: None
+    if isinstance(codec, (Int8, Fp8)):
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"hmt.activations holds the input of {name} as {codec.choice!r}, but it is a "
+                f'{type(head).__name__}; legal for that is "keep" or a swap. Change "lm_head".'
+            )
+        patch_linear(head, EncodedInputs(codec, next_key), name)
+        return lambda: unpatch_linear(head)
+    around = _Around(name, codec)
+    hooks = (
+        head.register_forward_pre_hook(around.enter),
+        head.register_forward_hook(around.leave, always_call=True),
+    )
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+class _Around:
+    """Saved-tensor hooks for the duration of a forward, which take the module's first argument only."""
+
+    def __init__(self, name: str, codec: Codec) -> None:
+        self._name, self._codec = name, codec
+        self._entered: list[saved_tensors_hooks | None] = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not (torch.is_grad_enabled() and args and isinstance(args[0], Tensor)):
+            self._entered.append(None)
+            return
+        storage = int(args[0].untyped_storage()._cdata)
+
+        def pack(tensor: Tensor) -> Tensor | Held:
+            if int(tensor.untyped_storage()._cdata) != storage:
+                return tensor
+            return self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
+
+        hooks = saved_tensors_hooks(pack, _unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__()
+
+
+def _unpack(packed: Tensor | Held) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.decode()

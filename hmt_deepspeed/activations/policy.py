@@ -1,0 +1,148 @@
+"""A policy resolved on a model: the site of every module, and what holds the input of every layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from hmt_deepspeed.activations.attribution import Layer
+from hmt_deepspeed.activations.codecs import Codec
+from hmt_deepspeed.activations.recording import Site
+from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+
+__all__ = ["LayerSites", "Policy"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSites:
+    """What becomes of a layer's activations.
+
+    Attributes:
+        module: the layer. base: of what it computes itself.
+        modules: sites of modules within it.
+        input_label: component of its input. input_codec: holds it.
+        expected: components that its operations should be found for.
+    """
+
+    module: nn.Module
+    base: Site
+    modules: tuple[tuple[nn.Module, Site], ...]
+    input_label: Component
+    input_codec: Codec
+    expected: frozenset[str]
+
+
+class Policy:
+    """Choice by component, with exceptions by name.
+
+    Args:
+        choices: by component; a component that is left out has the HMT paper's choice.
+        overrides: regular expressions searched in the names of layers and of modules, with choices for what
+            they match; the first match decides.
+        codecs: of every choice that holds something.
+        of_inputs: makes the codec of a layer's input from that of its choice and its position among the
+            layer's activations (ZeRO-R's partitions, for example).
+
+    Raises:
+        ValueError: a choice that is not legal for its component, or one without a codec.
+    """
+
+    def __init__(
+        self,
+        choices: Mapping[Component, Choice],
+        overrides: Mapping[str, Mapping[Component, Choice]],
+        codecs: Mapping[Choice, Codec],
+        of_inputs: Callable[[Codec, int], Codec] | None = None,
+    ) -> None:
+        self._choices = {**PAPER_POLICY, **choices}
+        self._overrides = [(re.compile(p), dict(chosen)) for p, chosen in overrides.items()]
+        self._codecs = dict(codecs)
+        self._of_inputs = of_inputs
+        self._check("policy", self._choices)
+        for pattern, chosen in self._overrides:
+            self._check(f"overrides[{pattern.pattern!r}]", chosen)
+
+    def _check(self, field: str, choices: Mapping[Component, Choice]) -> None:
+        for component, choice in choices.items():
+            legal = LEGAL_CHOICES.get(component, ())
+            if choice not in legal:
+                raise ValueError(
+                    f"hmt.activations.{field}.{component} is {choice!r}, legal: {', '.join(legal)}. "
+                    "Choose one of them."
+                )
+            needed = "keep" if choice == "recompute" else choice
+            if needed not in self._codecs:
+                raise ValueError(
+                    f"hmt.activations.{field}.{component} is {choice!r}, but the backend was given codecs of "
+                    f"{', '.join(self._codecs)} only. Give it one of {needed!r}."
+                )
+
+    def choice(self, component: Component, *names: str) -> Choice:
+        """What becomes of a component in a layer or module of these names."""
+        for pattern, chosen in self._overrides:
+            if component in chosen and any(pattern.search(name) for name in names):
+                return chosen[component]
+        return self._choices[component]
+
+    def input_codec(self, choice: Choice, position: int) -> Codec:
+        """What holds an activation that enters a checkpointed function."""
+        codec = self._codecs[choice]
+        return codec if self._of_inputs is None else self._of_inputs(codec, position)
+
+    def layer(self, layer: Layer, is_first: bool) -> LayerSites:
+        """The sites of a layer."""
+        label: Component = "embedding" if is_first else "residual"
+        choice = self.choice(label, layer.name)
+        # What enters a layer is held in some form, or there is nothing to compute it from again.
+        input_codec = self.input_codec("keep" if choice == "recompute" else choice, 0)
+        found = {
+            name: self._site(layer, name, component)
+            for name, component in layer.components.items()
+            if component != "layernorm"
+        }
+        for name, component in layer.components.items():
+            if component == "attention_output":
+                found |= self._consistent(name, found, input_codec)
+        found |= {name: Site(layer.name, "exit", None) for name in layer.exits}
+        modules = dict(layer.module.named_modules())
+        return LayerSites(
+            layer.module,
+            Site(layer.name, "unattributed", self._codecs["keep"]),
+            tuple((modules[name], site) for name, site in found.items()),
+            label,
+            input_codec,
+            frozenset(layer.components.values()) - {"layernorm"},
+        )
+
+    def _site(self, layer: Layer, name: str, component: Component) -> Site:
+        choice = self.choice(component, layer.name, f"{layer.name}.{name}")
+        codec = None if choice == "recompute" else self._codecs[choice]
+        return Site(layer.name, component, codec, attention=component == "attention_output")
+
+    @staticmethod
+    def _consistent(name: str, sites: Mapping[str, Site], input_codec: Codec) -> dict[str, Site]:
+        """Sites of an attention module and its output projection that agree with its q, k and v.
+
+        Attention's backward reads q, k, v, its output and log-sum-exp. Where q, k or v come back with an
+        error, output and log-sum-exp must be those of the same q, k and v (else the gradient's error
+        doubles): the operation is run again. What is held is then what the output projection reads.
+        """
+        attention = sites[name]
+        inside = {n: site for n, site in sites.items() if n.startswith(f"{name}.")}
+        inexact = any(
+            input_codec.lossy if site.codec is None else site.codec.lossy
+            for site in inside.values()
+            if site.label == "attention_qkv"
+        )
+        if attention.codec is None or not inexact:
+            return {}
+        changed = {name: Site(attention.layer, attention.label, None, attention=True)}
+        for inner, site in inside.items():
+            if site.label == "residual":
+                changed[inner] = Site(
+                    site.layer, site.label, site.codec, input_codec=attention.codec
+                )
+        return changed

@@ -1,0 +1,220 @@
+"""`hmt.activations`: what becomes of each component of the activations between forward and backward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+
+from hmt_deepspeed.config.conflicts import Conflict
+from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
+from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+
+__all__ = ["ActivationsConfig", "activation_conflicts"]
+
+_MIN_HOST_MEMORY = 2**20
+_BLOCK_SIZES = (16, 1024)
+
+# Components of which a module can own the output; `embedding` is the first layer's input, whoever made it.
+OwnedComponent = Literal[
+    "attention_qkv", "attention_output", "mlp_intermediate", "residual", "layernorm", "lm_head"
+]
+
+
+def _in_words(names: tuple[str, ...]) -> str:
+    *first, last = map(json.dumps, names)
+    return f"{', '.join(first)} or {last}"
+
+
+def _choice(component: Component, description: str) -> Any:
+    return Field(
+        default=PAPER_POLICY[component],
+        description=description,
+        json_schema_extra={"legal": _in_words(LEGAL_CHOICES[component])},
+    )
+
+
+def _override(component: Component) -> Any:
+    legal = _in_words(LEGAL_CHOICES[component])
+    return Field(default=None, json_schema_extra={"legal": legal})
+
+
+def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
+    """Refuse what a component cannot be held as."""
+    component: Any = info.field_name
+    if choice is None or choice in LEGAL_CHOICES[component]:
+        return choice
+    if choice == "project":
+        raise ValueError('it comes by itself with "hmt.optimizer.projected_backward"')
+    if choice == "recompute":
+        raise ValueError("the rest is computed again from it")
+    raise ValueError("of a norm only the input is worth holding, which is residual")
+
+
+class Policy(StrictModel):
+    """`hmt.activations.policy`; the defaults are the HMT paper's table."""
+
+    embedding: Choice = _choice("embedding", "What enters the first decoder layer.")
+    attention_qkv: Choice = _choice(
+        "attention_qkv", "Outputs of the query, key and value projections."
+    )
+    attention_output: Choice = _choice(
+        "attention_output",
+        "Output of the attention operation, which enters the output projection.",
+    )
+    mlp_intermediate: Choice = _choice(
+        "mlp_intermediate",
+        "Outputs of the gate and up projections (of fc1), which enter the activation function.",
+    )
+    residual: Choice = _choice(
+        "residual",
+        "What enters each further layer, and what attention adds to it; recompute is of the "
+        "latter, and keeps the former.",
+    )
+    layernorm: Choice = _choice(
+        "layernorm",
+        "Norms. Their internals are computed again from their inputs, of the final norm too; the "
+        "input is residual, so keep and recompute are the same.",
+    )
+    lm_head: Choice = _choice("lm_head", "Input of the language-model head.")
+
+    check_choice = field_validator("*")(_check_choice)
+
+
+class PolicyOverride(StrictModel):
+    """A value of `hmt.activations.overrides`: components left out are as in the policy."""
+
+    embedding: Choice | None = _override("embedding")
+    attention_qkv: Choice | None = _override("attention_qkv")
+    attention_output: Choice | None = _override("attention_output")
+    mlp_intermediate: Choice | None = _override("mlp_intermediate")
+    residual: Choice | None = _override("residual")
+    layernorm: Choice | None = _override("layernorm")
+    lm_head: Choice | None = _override("lm_head")
+
+    check_choice = field_validator("*")(_check_choice)
+
+
+def _power_of_two(size: int) -> int:
+    low, high = _BLOCK_SIZES
+    if not low <= size <= high or size & (size - 1):
+        raise ValueError(f"not a power of two from {low} to {high}")
+    return size
+
+
+class ActivationsConfig(StrictModel):
+    """`hmt.activations`: the activation backend is on where the block has this section."""
+
+    policy: Policy = Field(default_factory=Policy, description="A choice for each component.")
+    overrides: dict[Regex, PolicyOverride] = Field(
+        default={},
+        description="Choices of their own for layers or modules, by regular expression searched in "
+        "the name; the first match decides.",
+        json_schema_extra={"legal": "an object of regular expressions and objects"},
+    )
+    components: dict[Regex, OwnedComponent] = Field(
+        default={},
+        description="Components of modules of model families that are not known, by regular "
+        "expression searched in the name; the first match decides.",
+        json_schema_extra={
+            "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}"
+        },
+    )
+    projected_inputs: Literal["keep", "recompute"] = Field(
+        default="recompute",
+        description="X [Q | P], which projected linears in a layer save of their input: held, or "
+        "computed again, which costs a product of r + k columns.",
+    )
+    rounding: Literal["stochastic", "nearest"] = Field(
+        default="stochastic",
+        description="Rounding of int8 and fp8: stochastic is unbiased.",
+    )
+    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
+        default=256,
+        description="Tokens of one channel that share a scale (int8, fp8).",
+        json_schema_extra={"legal": "a power of two from {} to {}".format(*_BLOCK_SIZES)},
+    )
+    host_memory: Auto | Annotated[int, Field(ge=_MIN_HOST_MEMORY)] = Field(
+        default="auto",
+        description="Bytes of pinned host memory that each rank may swap to; auto takes what a step "
+        "needs, up to half of what is free, shared by the ranks of a machine.",
+    )
+    nvme_path: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Folder on an SSD for swap_ssd.",
+        json_schema_extra={"legal": "null or the path of a folder"},
+    )
+    error_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two measurements of the error that encoding makes; 0: none.",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> ActivationsConfig:
+        given = self.model_dump(exclude_unset=True)
+        conflicts = activation_conflicts(given)
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
+        return self
+
+
+# -- fields that cannot be given together -------------------------------------------------------------
+
+_ENCODED: tuple[Choice, ...] = ("int8", "fp8")
+_SWAPPED: tuple[Choice, ...] = ("swap_host", "swap_ssd")
+
+# field -> the choices that read it
+_READERS: dict[str, tuple[Choice, ...]] = {
+    "rounding": _ENCODED,
+    "block_size": _ENCODED,
+    "error_interval": _ENCODED,
+    "host_memory": _SWAPPED,
+    "nvme_path": ("swap_ssd",),
+}
+
+
+def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
+    """Combinations of explicitly given `hmt.activations` fields that cannot be honoured."""
+    chosen = dict(_chosen(given))
+    written = _object(given.get("policy"))
+    defaults = {choice for component, choice in PAPER_POLICY.items() if component not in written}
+    in_use = defaults | set(chosen.values())
+    conflicts = [
+        Conflict(
+            key,
+            given[key],
+            ("policy", "overrides"),
+            f"No component is {' or '.join(readers)}: remove it or set one.",
+        )
+        for key, readers in _READERS.items()
+        if given.get(key) not in (None, "auto", 0) and not in_use & set(readers)
+    ]
+    if given.get("nvme_path") is None:
+        advice = 'It needs a folder on an SSD: set "nvme_path", or choose "swap_host".'
+        conflicts += [
+            Conflict(key, choice, ("nvme_path",), advice)
+            for key, choice in chosen.items()
+            if choice == "swap_ssd"
+        ]
+    return conflicts + [
+        Conflict(f"overrides[{pattern!r}]", choices, (), "It sets no component: remove it.")
+        for pattern, choices in _object(given.get("overrides")).items()
+        if not any(_object(choices).values())
+    ]
+
+
+def _chosen(given: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """(key, choice) of everything that is written down in `policy` and `overrides`."""
+    for component, choice in _object(given.get("policy")).items():
+        yield f"policy.{component}", choice
+    for pattern, choices in _object(given.get("overrides")).items():
+        for component, choice in _object(choices).items():
+            if choice is not None:
+                yield f"overrides[{pattern!r}].{component}", choice
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

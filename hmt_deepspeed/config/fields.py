@@ -1,0 +1,69 @@
+"""What the models of the block are made of: the strict base and the types that several fields share."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = [
+    "Auto",
+    "NonEmptyRegexList",
+    "PositiveFloat",
+    "PositiveInt",
+    "RankList",
+    "Regex",
+    "RegexList",
+    "StrictModel",
+]
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _list_to_tuple(value: object) -> object:
+    """A JSON array is a list; a frozen model holds a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _strictly_increasing(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    for smaller, larger in pairwise(ranks):
+        if larger <= smaller:
+            raise ValueError(f"{larger} follows {smaller}")
+    return ranks
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
+
+
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
+RegexList = Annotated[tuple[Regex, ...], BeforeValidator(_list_to_tuple)]
+NonEmptyRegexList = Annotated[
+    tuple[Regex, ...], Field(min_length=1), BeforeValidator(_list_to_tuple)
+]
+RankList = Annotated[
+    tuple[PositiveInt, ...],
+    Field(min_length=1),
+    BeforeValidator(_list_to_tuple),
+    AfterValidator(_strictly_increasing),
+]
+
+
+class StrictModel(BaseModel):
+    """Nothing unknown, nothing converted, nothing changed later."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True
+    )
+
+    def __hash__(self) -> int:
+        values = (value for _, value in self)
+        return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))

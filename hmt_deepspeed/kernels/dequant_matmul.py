@@ -1,0 +1,143 @@
+"""A linear's weight gradient from its encoded input, ``dW = D^T X``, without the decoded X.
+
+With c the codes and s_b the scales of block b of tokens (:mod:`hmt_deepspeed.kernels.token_blocks`)::
+
+    dW_mn = sum_b s_bn (sum_{t in b} D_tm c_tn)
+
+Codes are exact in bf16 and in fp16, and so are their products with a 16-bit D in fp32: the tensor cores
+see the codes themselves, and X is never rounded to 16 bits. Sums are fp32.
+
+Shapes: ``delta`` tokens x m, ``codes`` tokens x n, ``scales`` blocks x n, result m x n.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
+from hmt_deepspeed.kernels.fp8_activation import decode_fp8_reference
+from hmt_deepspeed.kernels.int8_activation import decode_int8_reference
+from hmt_deepspeed.kernels.token_blocks import FLOATS, check_blocks
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # platforms without Triton have no CUDA device to run it on
+    triton = None
+
+__all__ = ["dequant_matmul", "dequant_matmul_reference", "dequant_matmul_triton"]
+
+_BLOCK_T, _BLOCK_N, _NUM_WARPS = 32, 64, 8
+_BLOCK_M = {False: 128, True: 64}  # by whether tiles are fp32, which take more registers
+
+
+def dequant_matmul_reference(
+    delta: Tensor, codes: Tensor, scales: Tensor, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Torch twin of the kernel; see :func:`dequant_matmul`. Decodes some blocks at a time."""
+    (tokens, m), n = delta.shape, codes.shape[1]
+    decode = decode_int8_reference if codes.dtype == torch.int8 else decode_fp8_reference
+    out = torch.zeros(m, n, dtype=torch.float32, device=delta.device)
+    blocks = max(1, CHUNK_ELEMENTS // (block_size * max(m, n, 1)))
+    for block in range(0, len(scales), blocks):
+        begin, end = block * block_size, min((block + blocks) * block_size, tokens)
+        x = torch.empty(end - begin, n, dtype=torch.float32, device=codes.device)
+        decode(codes[begin:end], scales[block : block + blocks], block_size, x)
+        out.addmm_(delta[begin:end].float().t(), x)
+    return out.to(dtype)
+
+
+if triton is not None:
+    from hmt_deepspeed.kernels.fp8_activation import half_codes_jit
+    from hmt_deepspeed.kernels.token_blocks import (
+        load_scales_jit,
+        load_tile_jit,
+        patterns,
+        store_rounded_jit,
+    )
+
+    @triton.jit
+    def _dequant_matmul_kernel(  # type: ignore[no-untyped-def]
+        delta_ptr, codes_ptr, scales_ptr, out_ptr, tokens, m, n, block_size,
+        delta_row, delta_column,
+        FP8: tl.constexpr, WIDEN: tl.constexpr, TO_BF16: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ):  # fmt: skip
+        # Programs that share columns of D run side by side, so those are read from L2.
+        tiles = tl.cdiv(n, BLOCK_N)
+        program = tl.program_id(0).to(tl.int64)
+        row = (program // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = (program % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(0, tokens, block_size):
+            end = tl.minimum(begin + block_size, tokens)
+            part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for first in range(begin, end, BLOCK_T):
+                token = first + tl.arange(0, BLOCK_T).to(tl.int64)
+                delta = load_tile_jit(delta_ptr, token, row, end, m, delta_row, delta_column, WIDEN)
+                mask = (token < end)[:, None] & (column < n)[None, :]
+                position = token[:, None] * n + column[None, :]
+                code = tl.load(codes_ptr + position, mask=mask, other=0)
+                if FP8:
+                    code = half_codes_jit(code)  # times 2^-8
+                code = code.to(tl.float32).to(delta.dtype)
+                part = tl.dot(tl.trans(delta), code, part, input_precision="ieee")
+            block = begin // block_size
+            total += part * load_scales_jit(scales_ptr, block, column, column < n, n)[None, :]
+        if FP8:
+            total *= 256.0
+        target = out_ptr + row[:, None] * n + column[None, :]
+        mask = (row < m)[:, None] & (column < n)[None, :]
+        store_rounded_jit(target, total, mask, TO_BF16)
+
+    def dequant_matmul_triton(
+        delta: Tensor, codes: Tensor, scales: Tensor, block_size: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Triton launcher; see :func:`dequant_matmul`."""
+        (tokens, m), n = delta.shape, codes.shape[1]
+        out = torch.empty(m, n, dtype=dtype, device=delta.device)
+        if out.numel() == 0:
+            return out
+        # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
+        widen = delta.dtype == torch.float32 or not delta.is_cuda
+        block_m = _BLOCK_M[widen]
+        _dequant_matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N),)](
+            patterns(delta) if widen else delta, patterns(codes), patterns(scales), patterns(out),
+            tokens, m, n, block_size, *delta.stride(),
+            FP8=codes.dtype != torch.int8, WIDEN=widen, TO_BF16=dtype == torch.bfloat16,
+            BLOCK_T=_BLOCK_T, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+        return out
+
+
+def dequant_matmul(
+    delta: Tensor, codes: Tensor, scales: Tensor, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    """``delta^T X`` with fp32 products and sums, X given by its codes and scales.
+
+    Args:
+        delta: tokens x m, fp32, bf16 or fp16, any strides: the gradient of the linear's output.
+        codes, scales: of X, as :func:`encode_int8` or :func:`encode_fp8` returns them.
+        block_size: tokens of a channel that share a scale.
+        dtype: of the result: fp32, bf16 or fp16.
+
+    Returns:
+        m x n, contiguous.
+
+    Raises:
+        ValueError: for other dtypes or shapes.
+    """
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"codes are int8 or float8_e4m3fn, got {codes.dtype}")
+    check_blocks(codes, scales, block_size)
+    if delta.dtype not in FLOATS or dtype not in FLOATS:
+        raise ValueError(f"delta and dtype must be fp32, bf16 or fp16, got {delta.dtype}, {dtype}")
+    if delta.dim() != 2 or len(delta) != len(codes):
+        raise ValueError(
+            f"multiplies tokens x m by tokens x n, got {tuple(delta.shape)} and "
+            f"{tuple(codes.shape)}"
+        )
+    if delta.is_cuda and triton is not None:
+        return dequant_matmul_triton(delta, codes, scales, block_size, dtype)
+    return dequant_matmul_reference(delta, codes, scales, block_size, dtype)

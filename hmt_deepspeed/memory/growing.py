@@ -1,0 +1,71 @@
+"""Host memory that is taken as it is needed, up to a limit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .errors import PoolFull
+from .host import HostStore
+from .pool import whole_pages
+from .tiered import TieredStore
+from .transfer import TransferEngine
+
+__all__ = ["GrowingHostStore"]
+
+SLAB_BYTES = 2**28
+
+
+class GrowingHostStore(TieredStore):
+    """A :class:`HostStore` whose size nobody has to know: further ones join it until ``max_bytes``.
+
+    What has once been taken is kept, so that a workload that repeats page-locks memory only at first.
+
+    Args:
+        engine: what moves tensors.
+        max_bytes: of all host stores together.
+        limit_name: what sets ``max_bytes``, for messages.
+        slab_bytes: of each, except for larger tensors and what is left of ``max_bytes``.
+
+    Attributes:
+        pinned_bytes: taken so far. peak_bytes: occupied by tensors at most, summed over the host stores.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        max_bytes: int,
+        limit_name: str,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        self.engine, self.max_bytes = engine, max_bytes
+        self._limit_name, self._slab_bytes = limit_name, slab_bytes
+        first = HostStore(engine, min(slab_bytes, max_bytes))
+        super().__init__([first])
+        self._hosts = [first]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(host.pool.nbytes for host in self._hosts)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(host.pool.peak_bytes for host in self._hosts)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """As :meth:`HostStore.put`; PoolFull when ``max_bytes`` leave no room."""
+        try:
+            super().put(name, tensor)
+        except PoolFull:
+            self._grow(name, tensor.nbytes)
+            super().put(name, tensor)
+
+    def _grow(self, name: str, nbytes: int) -> None:
+        left = self.max_bytes - self.pinned_bytes
+        if left < whole_pages(nbytes):
+            raise PoolFull(
+                f"{name!r} needs {nbytes} bytes of host memory, but {self._limit_name} is "
+                f"{self.max_bytes} bytes, of which {left} are not taken yet"
+            )
+        host = HostStore(self.engine, min(max(self._slab_bytes, whole_pages(nbytes)), left))
+        self._hosts.append(host)
+        self.tiers = (*self.tiers, host)

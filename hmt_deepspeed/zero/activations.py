@@ -1,0 +1,234 @@
+"""``hmt.activations`` under DeepSpeed: from the block to an installed backend, its table, its numbers, its end."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from pydantic import BaseModel
+from torch import nn
+
+from hmt_deepspeed.activations.attribution import Attribution, attribute
+from hmt_deepspeed.activations.backend import ActivationBackend
+from hmt_deepspeed.activations.codecs import Codec, build_codec
+from hmt_deepspeed.activations.head import hold_head_input
+from hmt_deepspeed.activations.policy import Policy
+from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.memory.tiered import Store
+from hmt_deepspeed.report.metrics import format_bytes, format_table
+from hmt_deepspeed.sites import COMPONENTS, Choice, Component
+from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
+from hmt_deepspeed.zero.boundary import Boundary
+from hmt_deepspeed.zero.swap import SwapMemory
+
+__all__ = ["Activations"]
+
+# The rounding noise is keyed by checkpointed calls; each step numbers its own, so that a resumed run goes on
+# as the uninterrupted one.
+_CALLS_PER_STEP = 2**14
+
+
+class Activations:
+    """The activation backend of one engine, from construction to :meth:`close`.
+
+    Args:
+        model: of the engine, as it will be called.
+        config: validated ``hmt.activations``.
+        keys: DeepSpeed's ``activation_checkpointing`` section.
+        device: of the activations.
+        mpu: of the engine, or None.
+        aio: DeepSpeed's ``aio`` section as parsed, if the JSON has one.
+        current_step: the engine's count of optimizer steps.
+
+    Raises:
+        ValueError: the model's layers are not found or not known, a pattern matches nothing, or the keys do
+            not go with the policy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ActivationsConfig,
+        keys: ActivationCheckpointing,
+        *,
+        device: torch.device,
+        mpu: Any,
+        aio: dict[str, Any] | None,
+        current_step: Callable[[], int],
+    ) -> None:
+        self.attribution = attribute(model, config.components)
+        self.policy = _choices(config.policy)
+        self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
+        _check_patterns(self.overrides, self.attribution)
+        self._current_step, self._step, self._head_calls = current_step, -1, 0
+        self._has_checked = False
+        with ExitStack() as undo:  # of what was done before something is refused
+            self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
+            undo.callback(self.memory.close)
+            self._codecs = self._build_codecs(config)
+            inputs = LayerInputs(keys, mpu, self._swap_host)
+            self.backend = ActivationBackend(
+                model,
+                self.attribution,
+                self.policy,
+                self._codecs,
+                self.overrides,
+                of_inputs=inputs.codec,
+                holds_products=config.projected_inputs == "keep",
+                around=Boundary(inputs.keys).run,
+                error_interval=config.error_interval,
+            )
+            undo.callback(self.backend.uninstall)
+            self.backend.install()
+            undo.callback(self._hold_head_input(model))
+            first = model.register_forward_pre_hook(self._begin_step, prepend=True)
+            undo.callback(first.remove)
+            undo.callback(Service(model, self.backend).close)
+            self._undo = undo.pop_all()
+
+    def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
+        """Of the choices that occur; raw for whatever has no component."""
+        chosen: set[Choice] = {"keep", *self.policy.values()}
+        chosen.update(*(choices.values() for choices in self.overrides.values()))
+        stores: dict[Choice, Store] = {}
+        if "swap_host" in chosen:
+            stores["swap_host"] = self.memory.host
+        if "swap_ssd" in chosen:
+            stores["swap_ssd"] = self.memory.host_then_files
+        return {
+            choice: build_codec(
+                choice, block_size=config.block_size, rounding=config.rounding, stores=stores
+            )
+            for choice in sorted(chosen - {"recompute"})
+        }
+
+    def _swap_host(self) -> Codec:
+        return self._codecs.get("swap_host") or build_codec(
+            "swap_host", stores={"swap_host": self.memory.host}
+        )
+
+    def _hold_head_input(self, model: nn.Module) -> Callable[[], None]:
+        name = self.attribution.head
+        if name is None:
+            return lambda: None
+        choice = Policy(self.policy, self.overrides, self._codecs).choice("lm_head", name)
+        head = model.get_submodule(name)
+        return hold_head_input(head, name, self._codecs[choice], self._next_head_key)
+
+    def _next_head_key(self) -> int:
+        """Of no checkpointed call: those leave the highest bit alone."""
+        self._head_calls += 1
+        return 1 << 63 | self._step << 32 | self._head_calls
+
+    def _begin_step(self, module: nn.Module, _: Any) -> None:
+        """Before a forward: the report is of the window that it belongs to."""
+        step = self._current_step()
+        if module.training and step != self._step:
+            if self._step >= 0 and not self._has_checked:
+                self._check_missed()
+            self._step = step
+            self._head_calls = 0
+            self.memory.begin_step()
+            self.backend.begin_step()
+            self.backend.calls = step * _CALLS_PER_STEP
+
+    def _check_missed(self) -> None:
+        """After the first step: a policy on operations that a layer does not have does nothing, which is told."""
+        self._has_checked = True
+        missed = _grouped(self.backend.report().missed)
+        if missed:
+            logger.warning(
+                "hmt.activations: no operation was found for %s. Its modules compute in another way than "
+                "attribution expects: see hmt.activations.components.",
+                ", ".join(missed),
+            )
+
+    # -- what people see --------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Numbers of the last optimizer step on this rank; bytes held are those of its fullest moment."""
+        report = self.backend.report()
+        return {
+            "activation_bytes": report.total_bytes,
+            "activation_bytes_per_component": report.bytes_by_label,
+            "activation_bytes_per_layer": report.bytes_by_layer,
+            "activation_rerun_flops": sum(report.rerun_flops.values()),
+            "activation_rerun_flops_per_component": dict(report.rerun_flops),
+            "activation_error_per_component": dict(report.errors),
+            "activation_unread_outputs": sum(report.unread.values()),
+            **self.memory.numbers(),
+        }
+
+    def describe(self) -> str:
+        """The start table: per component its choice and where it holds, what is not attributed, the swap."""
+        layers, found = self.attribution.layers, self._modules()
+        rows = [
+            [component, self.policy[component], found[component], self._exceptions(component)]
+            for component in COMPONENTS
+        ]
+        table = format_table(rows, ["component", "choice", "modules", "but"])
+        lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
+        lines += [table]
+        if self.attribution.unattributed:
+            names = ", ".join(_grouped(self.attribution.unattributed))
+            lines.append(f"no component, held as they are: {names}")
+        if {"swap_host", "swap_ssd"} & self._codecs.keys():
+            ssd = self.memory.nvme_path if "swap_ssd" in self._codecs else None
+            limit = format_bytes(self.memory.limit)
+            lines.append(
+                f"swap: up to {limit} of host memory per rank"
+                + ("" if ssd is None else f", then files in {ssd}")
+            )
+        return "\n".join(lines)
+
+    def _modules(self) -> Counter[str]:
+        """How many modules' outputs, or inputs, belong to a component."""
+        found: Counter[str] = Counter(
+            component
+            for layer in self.attribution.layers
+            for component in layer.components.values()
+        )
+        found["embedding"] = 1
+        found["residual"] += len(self.attribution.layers) - 1
+        found["lm_head"] = int(self.attribution.head is not None)
+        found["layernorm"] += self.attribution.final_norm is not None
+        return found
+
+    def _exceptions(self, component: Component) -> str:
+        found = (f"{p!r}: {c[component]}" for p, c in self.overrides.items() if component in c)
+        return ", ".join(found) or "-"
+
+    def close(self) -> None:
+        """The model computes as before, host memory and files are given back. Idempotent."""
+        self._undo.close()
+
+
+def _choices(model: BaseModel) -> dict[Component, Choice]:
+    """What is set of a policy or an override."""
+    return {component: choice for component in COMPONENTS if (choice := getattr(model, component))}
+
+
+def _check_patterns(overrides: Mapping[str, object], attribution: Attribution) -> None:
+    names = [
+        f"{layer.name}.{name}" if name else layer.name
+        for layer in attribution.layers
+        for name in ("", *layer.components)
+    ]
+    names += [name for name in (attribution.head, attribution.final_norm) if name is not None]
+    for pattern in overrides:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"hmt.activations.overrides: {pattern!r} matches no layer and no module of one; names look "
+                f"like {names[0]}, {names[1]}. Correct or remove the pattern."
+            )
+
+
+def _grouped(names: tuple[str, ...]) -> list[str]:
+    """Names that differ in numbers only, once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names))

@@ -1,0 +1,464 @@
+"""A policy carried out on Hugging Face models: gradients, bytes, what is run again, what moves."""
+
+import copy
+
+import pytest
+import torch
+from backends import (
+    INSIDE,
+    KEEP,
+    PAPER_KEPT,
+    RECOMPUTE,
+    SWAP,
+    assert_equal,
+    gradients,
+    host_store,
+    installed,
+    make_backend,
+    poison,  # noqa: F401
+)
+from families import LENGTH, tiny, tokens
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from hmt_deepspeed.activations import policy as policy_module
+from hmt_deepspeed.sites import held_bytes
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+TOKENS = 2 * LENGTH
+EXACT = {"paper": PAPER_KEPT, "keep": KEEP, "recompute": RECOMPUTE, "swap": SWAP}
+RERUN = {  # of 2 layers
+    "paper": {"attention_qkv": 6},
+    "keep": {},
+    "recompute": {"attention_qkv": 6, "attention_output": 2, "residual": 2, "mlp_intermediate": 4},
+    "swap": {},
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(llama):
+    return gradients(llama)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_policies_change_no_bit_and_run_again_what_they_say(llama, expected, name):
+    store = host_store()
+    with installed(llama, EXACT[name], store=store) as backend:
+        for _ in range(2):
+            backend.begin_step()
+            assert_equal(gradients(llama), expected)
+        report = backend.report()
+        assert report.rerun == RERUN[name]  # down_proj never: its output only leaves the layer
+        assert (report.unread, report.missed) == ({}, ())
+        assert backend.held_bytes == 0
+    assert_equal(gradients(llama), expected)
+
+
+def test_flops_run_again():
+    model = tiny("llama", num_hidden_layers=1)
+    with installed(model, RECOMPUTE) as backend:
+        gradients(model)
+        flops = backend.report().rerun_flops
+    hidden, kv, intermediate, heads, width = 32, 16, 48, 4, 8
+    assert flops == {
+        "attention_qkv": 2 * TOKENS * hidden * (hidden + 2 * kv),
+        "attention_output": 2 * 2 * 2 * heads * LENGTH**2 * width,  # two products, batch of 2
+        "residual": 2 * TOKENS * hidden * hidden,
+        "mlp_intermediate": 2 * 2 * TOKENS * hidden * intermediate,
+    }
+
+
+def test_held_bytes_are_those_of_the_vocabulary(llama):
+    hidden, intermediate, itemsize, block = 32, 48, 4, 16
+    with installed(llama) as backend:
+        gradients(llama)
+        report = backend.report()
+    raw = held_bytes("keep", TOKENS, hidden, itemsize, block)
+    # attention is encoded in heads x width channels of each sequence's tokens; log-sum-exp is fp32
+    attention = held_bytes("int8", TOKENS, hidden, itemsize, block)
+    gate_and_up = held_bytes("int8", TOKENS, 2 * intermediate, itemsize, block)
+    log_sum_exp = 4 * TOKENS * 4
+    of_layer = {"attention_output": attention + log_sum_exp, "mlp_intermediate": gate_and_up}
+    assert report.held_bytes == {
+        "model.layers.0": of_layer | {"embedding": raw, "residual": raw},
+        "model.layers.1": of_layer | {"residual": 2 * raw},
+        "model.norm": {"layernorm": raw},
+    }
+    assert report.total_bytes == sum(report.bytes_by_layer.values())
+
+
+def test_what_is_counted_is_what_is_there():
+    """Storages that live between forward and backward, against the report's sum."""
+    model, batch = tiny("llama"), tokens()
+    before = _float_storages()
+    with installed(model, PAPER_KEPT) as backend:
+        loss = model.model(input_ids=batch).last_hidden_state.sum()
+        added = _float_storages().items() - before.items()
+        held = sum(nbytes for _, nbytes in added)
+        report = backend.report()
+        # rotary's cos and sin, T x head width, and sums
+        outside = 2 * LENGTH * 8 * 4
+        assert 0 <= held - report.total_bytes - outside < 100
+        del loss
+
+
+def _float_storages():
+    import gc
+
+    found = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and value.is_floating_point():
+            storage = value.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+# -- what an encoding loses ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outliers():
+    """A model whose norms blow up two channels thirtyfold, as those of trained ones do."""
+    model = tiny("llama", hidden_size=64, num_attention_heads=4)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "layernorm" in name:
+                param[[3, 40]] *= 30
+    batch = tokens(batch=4, length=64)
+    return model, batch, gradients(model, batch)
+
+
+def _cosines(model, found, expected):
+    """Cosine of the gradients of each layer."""
+    result = []
+    for index in range(len(model.model.layers)):
+        names = [n for n in expected if f"layers.{index}." in n]
+        one, other = (
+            torch.cat([g[n].double().flatten() for n in names]) for g in (found, expected)
+        )
+        result.append(float(torch.cosine_similarity(one, other, dim=0)))
+    return result
+
+
+def test_int8_loses_little_and_nothing_on_average(outliers):
+    model, batch, expected = outliers
+    runs = []
+    with installed(model, error_interval=1) as backend:
+        for _ in range(24):
+            runs.append(gradients(model, batch))
+        errors = backend.report().errors
+    assert min(min(_cosines(model, found, expected)) for found in runs) >= 0.999
+    assert 0 < errors["attention_output"] < 0.02
+    assert errors.keys() == {"attention_output", "mlp_intermediate"}
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.weight"):
+        each = [float((found[name] - expected[name]).norm()) for found in runs]
+        mean = torch.stack([found[name] for found in runs]).mean(0) - expected[name]
+        # 24 independent unbiased errors average to 1/sqrt(24) = 0.20 of one; biased ones to 1
+        assert float(mean.norm()) < 0.3 * sum(each) / len(each)
+
+
+def test_errors_are_measured_at_their_interval(llama):
+    with installed(llama, error_interval=2) as backend:
+        measured = []
+        for _ in range(4):
+            backend.begin_step()
+            gradients(llama)
+            measured.append(bool(backend.report().errors))
+    assert measured == [False, True, False, True]
+
+
+def test_attention_is_run_again_where_its_inputs_come_back_with_an_error(outliers, monkeypatch):
+    """Log-sum-exp and output of forward do not fit q and k recomputed from a layer's encoded input."""
+    model, batch, expected = outliers
+    policy = {"embedding": "fp8", "residual": "fp8", "attention_output": "keep"}
+
+    def error():
+        with installed(model, policy) as backend:
+            found = gradients(model, batch)
+            rerun = backend.report().rerun
+        names = [n for n in expected if "q_proj" in n or "k_proj" in n]
+        lost = sum((found[n] - expected[n]).square().sum() for n in names)
+        return float((lost / sum(expected[n].square().sum() for n in names)).sqrt()), rerun
+
+    consistent, rerun = error()
+    assert rerun == {"attention_qkv": 6, "attention_output": 2}
+    monkeypatch.setattr(policy_module.Policy, "_consistent", staticmethod(lambda *_: {}))
+    inconsistent, rerun = error()
+    assert rerun == {"attention_qkv": 6}
+    assert consistent < inconsistent / 1.3
+
+
+# -- swapping -----------------------------------------------------------------------------------------
+
+
+def test_what_the_output_projection_reads_is_what_is_held():
+    """Not what the attention operation gives when it is run again."""
+    model = tiny("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.zero_()  # no error reaches o_proj from behind
+    batch = tokens()
+    expected = gradients(model, batch)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for choice, is_exact in (("keep", True), ("recompute", False)):
+        with installed(model, {"embedding": "fp8", "attention_output": choice}) as backend:
+            assert torch.equal(gradients(model, batch)[name], expected[name]) is is_exact
+            assert backend.report().rerun["attention_output"] == 1
+
+
+@pytest.mark.parametrize("inputs", ["swap_host", "keep"])
+def test_swapped_layers_come_back_one_ahead(inputs):
+    policy = SWAP | {"embedding": inputs, "residual": inputs}
+    model = tiny("llama", num_hidden_layers=3)
+    expected, store, log = gradients(model), host_store(), []
+    for verb in ("prefetch", "get"):
+        original = getattr(store, verb)
+
+        def logged(name, verb=verb, original=original):
+            layer = name.split("layers.")[1][0]
+            log.append((verb, int(layer), name))
+            return original(name)
+
+        setattr(store, verb, logged)
+    with installed(model, policy, store=store) as backend:
+        assert_equal(gradients(model), expected)
+        report = backend.report()
+    first = {event: index for index, event in reversed(list(enumerate(log)))}
+    fetched = {name: layer for verb, layer, name in log if verb == "get"}
+    assert set(fetched.values()) == {0, 1, 2}
+    for name, layer in fetched.items():
+        assert first["prefetch", layer, name] < first["get", layer, name]
+        if layer < 2:  # while the layer after it, whose backward is before, is being computed
+            last_of_next = max(i for i, (verb, other, _) in enumerate(log) if other == layer + 1)
+            assert first["prefetch", layer, name] < last_of_next
+    if (
+        inputs == "swap_host"
+    ):  # all but attention's log-sum-exp and the norm's input left the device
+        log_sum_exp = 3 * 4 * TOKENS * 4
+        norm = TOKENS * 32 * 4
+        assert report.bytes_by_label == {"attention_output": log_sum_exp, "layernorm": norm}
+
+
+def test_what_is_swapped_is_reported():
+    model, store = tiny("llama"), host_store()
+    with installed(model, SWAP, store=store, transfers=[store.engine.counters]) as backend:
+        gradients(model)
+        backend.begin_step()
+        before = store.engine.counters.bytes_out
+        gradients(model)
+        report = backend.report()
+    # per layer: input, q, k, v, attention, o, gate, up in fp32
+    per_layer = TOKENS * (32 + 32 + 16 + 16 + 32 + 32 + 48 + 48) * 4
+    assert report.swapped_out_bytes == store.engine.counters.bytes_out - before == 2 * per_layer
+    assert report.swapped_in_bytes == report.swapped_out_bytes
+    assert report.seconds_waited > 0
+
+
+# -- kinds of models and calls ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("policy", ["paper", "recompute"])
+def test_dropout_is_that_of_forward(attention, policy):
+    """Dropout in attention makes it two products, of which the second is the component."""
+    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    model = tiny("gpt2", attn_implementation=attention, **dropout)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = gradients(model)
+    after = torch.get_rng_state()
+    model.gradient_checkpointing_disable()
+    with installed(model, EXACT[policy]) as backend:
+        assert_equal(gradients(model), expected)
+        report = backend.report()
+    assert torch.equal(torch.get_rng_state(), after)
+    scores = {"attention_scores": 2}  # T x T, never held
+    gpt2 = {"attention_qkv": 2, "attention_output": 2, "residual": 2, "mlp_intermediate": 2}
+    assert report.rerun == scores | ({"attention_qkv": 2} if policy == "paper" else gpt2)
+    assert (report.missed, report.unread) == ((), {})
+
+
+@pytest.mark.parametrize("family", ["phi", "gpt_neox", "gemma3", "opt", "mixtral"])
+def test_families(family):
+    model = tiny(family)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = gradients(model)
+    model.gradient_checkpointing_disable()
+    for policy in (PAPER_KEPT, RECOMPUTE):
+        with installed(model, policy) as backend:
+            assert_equal(gradients(model), expected)
+            report = backend.report()
+        assert report.unread == {}
+        assert "exit" not in report.rerun
+    if family in (
+        "phi",
+        "gpt_neox",
+    ):  # attention and MLP side by side: nobody reads o_proj's output
+        assert "residual" not in report.rerun
+    if family == "mixtral":
+        assert report.bytes_by_label["unattributed"] > 0
+
+
+def test_padding_and_repeated_key_heads():
+    """A mask makes HF expand and clone the key heads, whose strides are not those of a product."""
+    model = tiny("llama")
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = gradients(model, attention_mask=mask)
+    for policy in EXACT.values():
+        with installed(model, policy, store=host_store()):
+            assert_equal(gradients(model, attention_mask=mask), expected)
+    with installed(model, dict.fromkeys(INSIDE, "int8")):
+        found = gradients(model, attention_mask=mask)
+    assert min(_cosines(model, found, expected)) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = tiny("llama").to(dtype)
+    expected = gradients(model)
+    with installed(model, KEEP):
+        assert_equal(gradients(model), expected)
+    with installed(model):
+        assert min(_cosines(model, gradients(model), expected)) > 0.999
+
+
+def test_autocast(llama):
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(llama)
+    for policy in (PAPER_KEPT, RECOMPUTE):
+        with installed(llama, policy) as backend:
+            model_inputs = tokens()
+            llama.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = llama(input_ids=model_inputs, labels=model_inputs).loss
+            loss.backward()  # outside: the replay restores it
+            found = {n: p.grad.clone() for n, p in llama.named_parameters()}
+            held = backend.report().bytes_by_label
+        for name in expected:  # autocast's cache of weights sums their gradients in another order
+            torch.testing.assert_close(found[name], expected[name], rtol=2**-7, atol=1e-4)
+    assert held["residual"] == TOKENS * 32 * 4
+
+
+def test_gradient_accumulation(llama, expected):
+    with installed(llama, PAPER_KEPT) as backend:
+        llama.zero_grad()
+        losses = [llama(input_ids=tokens(), labels=tokens()).loss for _ in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        del loss, losses
+        assert backend.held_bytes == 0
+        for name, param in llama.named_parameters():
+            torch.testing.assert_close(param.grad, 3 * expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_and_generation_are_left_alone(llama):
+    store = host_store()
+    llama.eval()
+    plain = llama(tokens()).logits
+    text = llama.generate(tokens(), max_new_tokens=3, do_sample=False)
+    with installed(llama, SWAP, store=store) as backend:
+        assert torch.equal(llama(tokens()).logits, plain)
+        assert torch.equal(llama.generate(tokens(), max_new_tokens=3, do_sample=False), text)
+        llama.train()
+        with torch.no_grad():
+            llama(tokens())
+        assert (backend.calls, store.engine.counters.num_out) == (0, 0)
+    llama.train()
+
+
+def test_a_cache_is_not_filled_twice(llama, expected):
+    with installed(llama, PAPER_KEPT):
+        assert_equal(gradients(llama, use_cache=True), expected)
+
+
+# -- installation -------------------------------------------------------------------------------------
+
+
+def test_uninstall_restores_everything():
+    model = tiny("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def state():
+        names = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
+        return [
+            (set(vars(m)), [vars(m).get(name) for name in names], len(m._forward_hooks))
+            for m in model.modules()
+        ]
+
+    before = state()
+    backend = make_backend(model)
+    backend.install()
+    backend.install()  # once more is nothing more
+    assert state() != before
+    with pytest.raises(ValueError, match="another activation backend"):
+        make_backend(model).install()
+    backend.uninstall()
+    assert state() == before
+
+
+def test_gradient_checkpointing_enable_enables_ours(llama, expected):
+    with installed(llama, PAPER_KEPT) as backend:
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_equal(gradients(llama), expected)
+        assert backend.report().rerun == RERUN["paper"]
+        backend.begin_step()
+        llama.gradient_checkpointing_disable()
+        assert_equal(gradients(llama), expected)
+        assert backend.report().hits == {}
+        with pytest.raises(ValueError, match='"residual": "swap_host"'):
+            llama.activation_checkpointing_enable(offload=True)
+    llama.disable_input_require_grads()
+
+
+def test_a_copy_of_the_model_is_its_own(llama, expected):
+    with installed(llama, PAPER_KEPT) as backend:
+        twin = copy.deepcopy(llama)
+        for param in twin.parameters():
+            param.data.mul_(1.0)
+        assert_equal(gradients(twin), expected)
+        calls = backend.calls
+        twin.eval()(tokens())
+        assert backend.calls == calls
+        assert all(
+            p.grad is None or (p.grad == g).all()
+            for p, g in zip(llama.parameters(), expected.values(), strict=True)
+        )
+
+
+def test_overrides(llama):
+    overrides = {
+        r"layers\.0$": {"mlp_intermediate": "recompute"},
+        r"layers\.1\.mlp\.up_proj": {"mlp_intermediate": "keep"},
+    }
+    with installed(llama, overrides=overrides) as backend:
+        gradients(llama)
+        held = backend.report().held_bytes
+        assert backend.report().rerun["mlp_intermediate"] == 2
+    assert "mlp_intermediate" not in held["model.layers.0"]
+    gate = held_bytes("int8", TOKENS, 48, 4, 16)
+    assert held["model.layers.1"]["mlp_intermediate"] == gate + TOKENS * 48 * 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"embedding": "recompute"}, r"policy\.embedding is 'recompute', legal: keep, int8"),
+        ({"residual": "swap_host"}, r"policy\.residual is 'swap_host', but .* codecs of keep"),
+        ({"attention_qkv": "project"}, r"policy\.attention_qkv is 'project', legal"),
+    ],
+)
+def test_choices_that_cannot_be_honoured(llama, policy, message):
+    with pytest.raises(ValueError, match=message):
+        make_backend(llama, policy)
+
+
+def test_torchs_checkpoint_is_not_touched(llama, expected):
+    with installed(llama, PAPER_KEPT) as backend:
+        x = torch.randn(3, 8, requires_grad=True)
+        calls = backend.calls
+        torch_checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
+        assert backend.calls == calls

@@ -1,0 +1,134 @@
+"""The backend and projected backward: X [Q | P] is held, never X, and never computed again."""
+
+import pytest
+import torch
+from backends import INSIDE, KEEP, PAPER_KEPT, RECOMPUTE, SEED, installed, make_backend, poison  # noqa: F401
+from families import tiny, tokens
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.linear import _PATCHED, InputGroup
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+OPTIONS = {"rank": 4, "probes": 2, "update_interval": 3, "scale": 1.0, "lr": 1e-2}
+STEPS = 4
+
+
+def train(policy=None, accumulation=1, **changes):
+    """Weights and the report of the last step of a run; every window of a schedule is met."""
+    model = tiny("llama", num_hidden_layers=2)
+    optimizer = HMT(model, **{**OPTIONS, **changes})
+    backend = None if policy is None else make_backend(model, policy)
+    if backend is not None:
+        backend.install()
+    reports = []
+    for step in range(STEPS):
+        if backend is not None:
+            backend.begin_step()
+        for part in range(accumulation):
+            torch.manual_seed(SEED + step + 100 * part)
+            batch = tokens()
+            model(input_ids=batch, labels=batch).loss.backward()
+        if backend is not None:
+            reports.append(backend.report())
+        _assert_nothing_is_left(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], reports
+
+
+def _assert_nothing_is_left(model):
+    for module in model.modules():
+        if module in _PATCHED:
+            group = _PATCHED[module][0].group
+            assert group._product is None
+            assert group._input is None
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "policy", [PAPER_KEPT, KEEP, RECOMPUTE], ids=["paper", "keep", "recompute"]
+)
+def test_training_is_the_same(policy, accumulation):
+    expected, _ = train(accumulation=accumulation)
+    found, _ = train(policy, accumulation)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"share_basis": True}, {"projection": "left"}, {"method": "apollo"}]
+)
+def test_kinds_of_projection(changes):
+    expected, _ = train(**changes)
+    found, _ = train(PAPER_KEPT, **changes)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "rerun"), [(PAPER_KEPT, ["attention_qkv"]), (RECOMPUTE, INSIDE)]
+)
+def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy, rerun):
+    model = tiny("llama")
+    options = OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30}
+    optimizer = HMT(model, **options)
+    for _ in range(2):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    computed = []
+    compute = InputGroup._compute
+    monkeypatch.setattr(InputGroup, "_compute", lambda *a: (computed.append(1), compute(*a))[1])
+    with installed(model, policy) as backend:
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        report = backend.report()
+    assert len(computed) == 2 * 4  # in forward; a replay does not even gather the columns
+    active = [site for _, (site, _) in sorted_sites(model) if site.active]
+    assert len(active) > 10  # of 14
+    assert report.bytes_by_label["project"] == 16 * (4 + 2) * 4 * len(active)
+    # q, k, v share one product, gate and up one; o and down have their own
+    assert report.hits["model.layers.0"]["project"] == 4
+    # neither a product, nor down_proj, although it saves its product after computing its output
+    assert set(report.rerun) == set(rerun)
+    assert report.unread == {}
+
+
+def test_an_exception_in_the_middle_leaves_the_groups_in_step():
+    model = tiny("llama")
+    optimizer = HMT(model, **OPTIONS)
+    batch = tokens()
+
+    def step():
+        torch.manual_seed(SEED)
+        model(input_ids=batch, labels=batch).loss.backward()
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    with installed(model, PAPER_KEPT):
+        step()
+        expected = [site.take() for _, (site, _) in sorted_sites(model)]
+        norm = model.model.layers[0].post_attention_layernorm
+        handle = norm.register_forward_hook(_fail_in_backward)
+        with pytest.raises(ArithmeticError):
+            step()
+        handle.remove()
+        for _, (site, _) in sorted_sites(model):
+            site.take()
+        model.zero_grad()
+        step()
+        found = [site.take() for _, (site, _) in sorted_sites(model)]
+    assert sum(e is not None for e in expected) > 0
+    for f, e in zip(found, expected, strict=True):
+        assert (f is None) == (e is None)
+        assert f is None or torch.equal(f, e)
+    _assert_nothing_is_left(model)
+
+
+def sorted_sites(model):
+    return [(n, _PATCHED[m]) for n, m in model.named_modules() if m in _PATCHED]
+
+
+def _fail_in_backward(*_):
+    if torch._C._current_graph_task_id() != -1:
+        raise ArithmeticError("in the middle of a backward")
