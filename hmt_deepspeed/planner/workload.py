@@ -7,7 +7,7 @@ made for (``sites.py``), its steps the heavy ops (matrix products and the attent
 
 A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
 again and are not counted. The down projection's output is the next layer's input and is never made again,
-but for Gemma 2 and 3, where a norm reads it (``mlp_output``).
+but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _layer_sites(
             flops.forward["up"],
         ),
     ]
-    if shape.sandwich:  # the norm after the MLP reads the down projection's output
+    if shape.sandwich or shape.post_norm:  # a norm reads the down projection's output
         rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
     depends = dict(_DEPENDS)
     if shape.parallel:
