@@ -62,7 +62,13 @@ def test_full_recompute_runs_again_what_the_sites_say(name):
     assert backward - expected.backward_flops == again > 0
 
 
-CASES = [(n, a, torch.float32) for n in FAMILIES for a in ("eager", "sdpa")]
+# transformers has no fused attention with Gemma 2's capped scores
+CASES = [
+    (n, a, torch.float32)
+    for n in FAMILIES
+    for a in ("eager", "sdpa")
+    if (n, a) != ("gemma2", "sdpa")
+]
 # in bf16 RMSNorm makes fp32 copies; the CPU's LayerNorm differs from CUDA's there, see below
 CASES += [(n, "sdpa", torch.bfloat16) for n in ("llama", "qwen3", "gemma", "gemma3", "phi3")]
 CASES += [("llama", "eager", torch.bfloat16), ("gemma2", "eager", torch.bfloat16)]
@@ -70,8 +76,6 @@ CASES += [("llama", "eager", torch.bfloat16), ("gemma2", "eager", torch.bfloat16
 
 @pytest.mark.parametrize(("name", "attention", "dtype"), CASES)
 def test_saved_bytes_are_those_of_the_storages(name, attention, dtype):
-    if (name, attention) == ("gemma2", "sdpa"):
-        pytest.skip("transformers has no fused attention with soft-capped scores")
     expected = workload(name, attention, dtype)
     real = saved_bytes(model(name, attention, dtype))
     assert real == {
