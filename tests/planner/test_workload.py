@@ -107,6 +107,7 @@ def test_attention_is_made_again_when_its_inputs_are_not_what_they_were(layer, l
     assert recompute_flops(layer, choices) == both
     assert recompute_flops(layer, {**choices, "attention_output": "recompute"}) == both  # not twice
     assert recompute_flops(layer, {**choices, "attention_qkv": "keep"}) == 0
+    assert recompute_flops(layer, {**KEPT, "attention_qkv": lossy}) == flops_of["attention_output"]
     assert (
         recompute_flops(layer, {**choices, "layer_input": "swap_host"}) == flops_of["attention_qkv"]
     )
@@ -123,7 +124,9 @@ def test_dependencies_follow_the_residual_stream(layer):
     depends = {site.name: site.depends for site in layer.sites}
     assert depends["mlp_intermediate"] == ("layer_input", "residual")
     parallel = build_workload(shape_of_config(config("phi")), **SIZES).layers[1]
-    assert {s.name: s.depends for s in parallel.sites}["mlp_intermediate"] == ("layer_input",)
+    depends = {site.name: site.depends for site in parallel.sites}
+    assert depends["mlp_intermediate"] == ("layer_input",)
+    assert "residual" not in depends  # no operation of the layer reads what attention adds
     sandwich = build_workload(shape_of_config(config("gemma3")), **SIZES).layers[1]
     assert sandwich.sites[-1].name == "mlp_output"  # a norm reads it
     for work in (layer, parallel, sandwich):
