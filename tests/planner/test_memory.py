@@ -346,6 +346,8 @@ def test_temporary_bytes_of_several_ranks():
     )  # without embedding, head and final norm: two layers
     assert split.gathered == layer * 2  # one computed, one prefetched
     assert split.buckets == 2 * 1000 * 2
+    in_backward = split.layer + split.weight_gradient + split.buckets
+    assert split.peak == split.gathered + max(split.logits, in_backward)
     low_rank = temporary_bytes(work, OptimizerMode(rank=8))
     assert low_rank.full_gradient == 2 * 64 * 160  # the largest matrix: a 32nd of all is less
     assert alone.peak == max(alone.logits, alone.layer + alone.weight_gradient)

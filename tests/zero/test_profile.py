@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hmt_deepspeed.memory.file_io import PositionalIO
+from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.zero import profile
 from hmt_deepspeed.zero.profile import Probe, measure_interconnect, measure_machine
@@ -83,6 +85,17 @@ def test_files_are_timed_all_the_way(measured):
     assert machine.ssd_capacity > 2 * BUFFER
 
 
+def test_bytes_of_a_call_are_all_that_it_moves(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(profile, "_rate", lambda work, seconds: work())
+    monkeypatch.setattr(profile.os, "fsync", synced.append)
+    with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
+        disk = profile._disk(engine, PositionalIO(), str(tmp_path), BUFFER, 0.0)
+    rates = [disk[key] for key in ("ssd_read", "ssd_write", "ssd_mixed")]
+    assert rates == [BUFFER, BUFFER, 2 * BUFFER]
+    assert len(synced) == 2 + 2  # both files as they are made; the write alone, and beside the read
+
+
 def test_nothing_stays_in_the_folder(measured):
     assert not [path for path in measured.folder.iterdir() if not path.name.startswith(".")]
 
@@ -131,14 +144,19 @@ def test_median_call_withstands_a_stall():
 
 
 def test_both_ways_move_both(monkeypatch):
-    from hmt_deepspeed.memory.transfer import TransferEngine
+    moved = []
 
-    engine = TransferEngine("cpu", 4 * BUFFER)
-    profile._link_rates(engine, BUFFER, 0.01, lambda: None)
-    counters = engine.counters
-    engine.close()
-    assert counters.bytes_in >= 6 * BUFFER
-    assert counters.bytes_out >= 6 * BUFFER
+    def once(work, seconds):
+        before = engine.counters.bytes_out, engine.counters.bytes_in
+        units = work()
+        moved.append((engine.counters.bytes_out - before[0], engine.counters.bytes_in - before[1]))
+        return units
+
+    monkeypatch.setattr(profile, "_rate", once)
+    with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
+        rates = profile._link_rates(engine, BUFFER, 0.0, lambda: None)
+    assert rates == (BUFFER, BUFFER, 2 * BUFFER)
+    assert moved == [(BUFFER, 0), (0, BUFFER), (BUFFER, BUFFER)]
 
 
 def test_known_devices_have_their_datasheet_peak():
