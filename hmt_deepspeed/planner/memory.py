@@ -8,7 +8,6 @@ held by both. The numbers are those of the rank that holds most.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -16,10 +15,9 @@ from typing import Literal, get_args
 from hmt_deepspeed.planner.flops import Projected
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.shapes import (
-    Linear,
     ModelShape,
     Parameter,
-    layer_linears,
+    is_selected,
     num_parameters,
     parameters,
 )
@@ -47,9 +45,7 @@ Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 
 FP32 = 4
-STATE_BLOCK = (
-    256  # elements of an int8 state, or of a row of an int8 weight, that share an fp32 scale
-)
+STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
 LEAST_INT8 = 4096  # smaller states stay in fp32
 
 
@@ -116,6 +112,7 @@ class OptimizerMode:
         rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
         target_modules, exclude_modules: regular expressions searched in a parameter's name.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
+        share_basis: one basis for the linears that read one input.
     """
 
     method: Method = "lowrank_adamw"
@@ -150,10 +147,7 @@ class OptimizerMode:
         """Whether a parameter has a matrix rule."""
         if self.method == "adamw" or parameter.kind in ("vector", "embedding"):
             return False
-        if any(re.search(pattern, parameter.name) for pattern in self.exclude_modules):
-            return False
-        targets = self.target_modules
-        return targets is None or any(re.search(pattern, parameter.name) for pattern in targets)
+        return is_selected(parameter.name, self.target_modules, self.exclude_modules)
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
@@ -162,14 +156,17 @@ class OptimizerMode:
         return takes and patched and self.is_low_rank(parameter)
 
     def backward(self) -> Projected | None:
-        """What projected backward does to the layers' linears, None without it.
-
-        ``auto`` projects the smaller side, matrix by matrix; the workload counts it as ``right``.
-        """
+        """What projected backward does to the layers' linears, None without it."""
         if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
             return None
-        side: Literal["right", "left"] = "left" if self.projection == "left" else "right"
-        return Projected(self.rank, self.probes_at(self.rank), side, self.share_basis)
+        return Projected(
+            self.rank,
+            self.probes_at(self.rank),
+            side="right" if self.projection == "two_sided" else self.projection,
+            shared=self.share_basis,
+            target_modules=self.target_modules,
+            exclude_modules=self.exclude_modules,
+        )
 
     def probes_at(self, rank: int) -> int:
         """k at a rank: a quarter of it and at least 8, when not given."""
@@ -238,10 +235,15 @@ def model_states(
             "hmt.optimizer.weight_dtype is 'int8' at ZeRO stage 3; legal: stages 0, 1 and 2, since every "
             "rank holds all codes. Lower the stage, or use 'auto'."
         )
+    names = shape.names
+    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
+    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
     sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
     each = gradient_itemsize or itemsize
     for parameter in parameters(shape):
-        for kind, nbytes in _states_of(parameter, mode, sharding, itemsize, each).items():
+        borrows = parameter.name in borrowers
+        found = _states_of(parameter, mode, sharding, itemsize, each, borrows)
+        for kind, nbytes in found.items():
             sizes[kind] += parameter.count * nbytes
     return ModelStates(**sizes)
 
@@ -252,6 +254,7 @@ def _states_of(
     sharding: Sharding,
     itemsize: int,
     gradient_itemsize: int,
+    borrows: bool,
 ) -> dict[str, int]:
     """Bytes by kind of one parameter."""
     encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
@@ -264,7 +267,9 @@ def _states_of(
         rows, columns = parameter.shape
         sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
     if mode.is_low_rank(parameter):
-        return sizes | _matrix_states(parameter, mode, sharding, itemsize, gradient_itemsize)
+        return sizes | _matrix_states(
+            parameter, mode, sharding, itemsize, gradient_itemsize, borrows
+        )
     dtype = mode.state_dtype if parameter.numel >= LEAST_INT8 else "fp32"
     return sizes | {
         "gradients": _part(parameter.numel, sharding.ranks(2)) * gradient_itemsize,
@@ -299,8 +304,13 @@ def _matrix_states(
     sharding: Sharding,
     itemsize: int,
     gradient_itemsize: int,
+    borrows: bool,
 ) -> dict[str, int]:
-    """Gradients, moments, bases and probes of one matrix; m x n as its rule sees it."""
+    """Gradients, moments, bases and probes of one matrix, m x n as its rule sees it.
+
+    Args:
+        borrows: it projects on the basis of another.
+    """
     m, n = parameter.shape
     apollo = mode.method in ("apollo", "apollo_mini")
     transposed = m < n if apollo or mode.projection == "auto" else mode.projection == "left"
@@ -317,12 +327,12 @@ def _matrix_states(
     rank, two_sided = min(mode.rank, m, n), mode.projection == "two_sided"
     full = (
         rank == n and not two_sided
-    )  # plain AdamW takes the place of a basis that spans everything
+    )  # a basis that would span everything gives way to plain AdamW
     probes = 0 if full or mode.residual == "full" else min(mode.probes_at(rank), n - rank)
     width = n if full or mode.residual == "full" else rank + probes
     core = rank * rank if two_sided else rows * rank
     evidence = (rank * rank if two_sided else rank) * FP32
-    held = 0 if full or mode.redrawn else n
+    held = 0 if full or mode.redrawn or borrows else n
     if sharding.stage == 3 and mode.is_projected(parameter) and not transposed:
         held = _part(held, sharding.world_size)
     left = rows if two_sided else 0
@@ -455,24 +465,16 @@ def temporary_bytes(
         bucket_elements: DeepSpeed's ``reduce_bucket_size``; two buckets are on their way at most.
     """
     layer = max(workload.layers, key=lambda group: group.parameters)
-    itemsize, linears = workload.itemsize, layer_linears(workload.shape)
+    itemsize = workload.itemsize
     reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
         max(group.working_bytes for group in workload.layers),
-        max(_gradient_size(linear, workload.projected) for linear in linears) * itemsize,
+        max(group.weight_gradient_bytes for group in workload.layers),
         2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
         reduced * itemsize,
         _full_gradient_bytes(parameters(workload.shape), mode, itemsize),
     )
-
-
-def _gradient_size(linear: Linear, projected: Projected | None) -> int:
-    """Elements of one linear's weight gradient, projected or whole."""
-    if projected is None:
-        return linear.inputs * linear.outputs
-    kept = linear.outputs if projected.side == "right" else linear.inputs
-    return kept * projected.width(linear)
 
 
 def _full_gradient_bytes(of_model: Sequence[Parameter], mode: OptimizerMode, itemsize: int) -> int:

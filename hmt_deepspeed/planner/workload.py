@@ -24,7 +24,6 @@ __all__ = ["OUTSIDE", "Head", "Layer", "Site", "Workload", "build_workload", "re
 
 OUTSIDE = -1  # number of the layer of a site that is in none
 
-
 _LOSSY: tuple[Choice, ...] = ("int8", "fp8")
 
 
@@ -92,6 +91,7 @@ class Layer:
         backward_flops: without any recompute.
         parameters: elements of its weights.
         projected_bytes: products ``X [Q | P]`` held for projected backward with every choice.
+        weight_gradient_bytes: of the linear with the largest, whole or projected.
         saved_bytes: activations that autograd would save with no checkpointing at all.
         working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
             its input were held.
@@ -104,6 +104,7 @@ class Layer:
     backward_flops: int
     parameters: int
     projected_bytes: int
+    weight_gradient_bytes: int
     saved_bytes: int
     working_bytes: int
 
@@ -262,7 +263,7 @@ def build_workload(
     windows = shape.windows or (0,) * shape.layers
     groups: dict[
         tuple[bool, int], list[int]
-    ] = {}  # the first layer's input is a component of its own
+    ] = {}  # what enters the first layer is another component
     for number, window in enumerate(windows):
         groups.setdefault((number == 0, window), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
@@ -294,8 +295,7 @@ def _layer(
 ) -> Layer:
     tokens, fused = micro_batch * seq_length, attention == "fused"
     flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
-    right = projected is not None and projected.side == "right"
-    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, projected=right)
+    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, freed=flops.freed)
     projected_bytes = flops.projection_columns * tokens * itemsize
     saved_bytes = sum(saved.values()) + projected_bytes
     return Layer(
@@ -306,6 +306,7 @@ def _layer(
         backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
         parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
         projected_bytes=projected_bytes,
+        weight_gradient_bytes=flops.largest_gradient * itemsize,
         saved_bytes=saved_bytes,
         working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize),
     )

@@ -88,6 +88,20 @@ def test_states_are_those_that_the_optimizer_reports(name, mode):
     assert planned.optimizer == reported
 
 
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_shared_bases_are_held_once(name):
+    """Who shares shows in the first forward: q, k and v; gate and up, but not Phi's fc1 after its dense."""
+    network = fresh(name, torch.bfloat16).train()
+    optimizer = HMT(network, lr=1e-3, rank=8, share_basis=True, max_full_gradient_bytes=2**30)
+    for _ in range(2):
+        run(network).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    mode = OptimizerMode(rank=8, share_basis=True)
+    assert model_states(shape_of_config(config(name)), mode).optimizer == reported
+
+
 def test_int8_weights_are_those_that_the_optimizer_holds():
     network = fresh("llama", torch.bfloat16)
     optimizer = HMT(network, lr=1e-3, rank=16, weight_dtype="int8")

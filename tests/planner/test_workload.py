@@ -139,7 +139,9 @@ MODES = {
     "right": {"rank": 8},
     "left": {"rank": 8, "projection": "left"},
     "two_sided": {"rank": 8, "projection": "two_sided"},
+    "smaller side": {"rank": 8, "projection": "auto"},
     "shared": {"rank": 8, "share_basis": True},
+    "targets": {"rank": 8, "target_modules": ("mlp", "q_proj"), "exclude_modules": ("up_proj",)},
     "no probes": {"rank": 8, "residual": "none", "probes": 0},
 }
 
