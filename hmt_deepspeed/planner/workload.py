@@ -261,9 +261,8 @@ def build_workload(
     if shape.conv1d:
         projected = None
     windows = shape.windows or (0,) * shape.layers
-    groups: dict[
-        tuple[bool, int], list[int]
-    ] = {}  # what enters the first layer is another component
+    # alike but for the first, whose input is a component of its own
+    groups: dict[tuple[bool, int], list[int]] = {}
     for number, window in enumerate(windows):
         groups.setdefault((number == 0, window), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
