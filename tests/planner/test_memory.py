@@ -168,6 +168,21 @@ def test_each_stage_divides_what_it_says():
     assert at[3].weights == at[0].weights / 4
     assert at[3].bases == at[0].bases / 4
     assert at[3].probes == at[0].probes / 4
+    left = OptimizerMode(
+        rank=16, projection="left"
+    )  # backward itself reads its bases: whole everywhere
+    whole = model_states(shape, left).bases
+    assert model_states(shape, left, Sharding(3, 4)).bases == whole
+
+
+@pytest.mark.parametrize("method", ["lowrank_adamw", "apollo"])
+def test_a_rank_above_a_matrix_smaller_side_is_lowered(method):
+    shape = shape_of_config(config("llama"))
+    high, low = (
+        model_states(shape, OptimizerMode(method=method, rank=rank, target_modules=("k_proj",)))
+        for rank in (4096, 32)
+    )
+    assert high == low
 
 
 def test_gradients_of_low_rank_matrices_are_projected():

@@ -159,6 +159,13 @@ def test_both_ways_move_both(monkeypatch):
     assert moved == [(BUFFER, 0), (0, BUFFER), (BUFFER, BUFFER)]
 
 
+def test_both_ways_are_never_faster_than_their_sum(monkeypatch):
+    """Noise must not make a machine that is refused."""
+    monkeypatch.setattr(profile, "_link_rates", lambda *_: profile._LinkRates(10.0, 20.0, 31.0))
+    probe = Probe(products=((1, 1, 1),), seconds=0.01, adam_parameters=1, adam=SlowAdam)
+    assert measure_machine(ACCELERATOR, "cpu", probe).both_directions == 30.0
+
+
 def test_known_devices_have_their_datasheet_peak():
     assert profile._peak_flops("NVIDIA H200") == named_machine("h200").peak_flops
     assert profile._peak_flops("NVIDIA GeForce RTX 4090") == named_machine("rtx4090").peak_flops
