@@ -119,7 +119,7 @@ class Head:
     """Final norm, language-model head and loss; with them what few FLOPs precede the layers.
 
     Attributes:
-        sites: ``final_norm`` (its input) and ``lm_head`` (its input).
+        sites: ``final_norm`` (its input, where there is one) and ``lm_head`` (its input).
         logits_bytes: alive at once at the loss: logits, their fp32 log-softmax and the gradient of both.
         saved_bytes: activations that autograd saves from the final norm to the loss.
     """
@@ -371,10 +371,9 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
     product = 2 * tokens * width * shape.vocab
     if width != shape.hidden:  # project_in and project_out
         product += 4 * tokens * width * shape.hidden
-    inputs: list[tuple[str, Component, int, tuple[str, ...]]] = [
-        ("final_norm", "layernorm", shape.hidden, ()),
-        ("lm_head", "lm_head", width, ("final_norm",)),
-    ]
+    inputs: list[tuple[str, Component, int]] = [("lm_head", "lm_head", width)]
+    if shape.names.final_norm:
+        inputs.insert(0, ("final_norm", "layernorm", shape.hidden))
     logits = tokens * shape.vocab
     return Head(
         sites=tuple(
@@ -387,11 +386,11 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
                 itemsize=itemsize,
                 flops=0,
                 raw_bytes=0,
-                depends=depends,
+                depends=(),
                 # a norm's input is held whatever becomes of its internals
                 legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
             )
-            for name, component, channels, depends in inputs
+            for name, component, channels in inputs
         ),
         forward_flops=product,
         backward_flops=2 * product,
