@@ -8,8 +8,9 @@ import pytest
 import torch
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, model, run
 
+from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.memory import choices_of
+from hmt_deepspeed.planner.memory import OptimizerMode, choices_of
 from hmt_deepspeed.planner.workload import build_workload, recompute_flops
 from hmt_deepspeed.sites import PAPER_POLICY
 
@@ -67,6 +68,28 @@ def test_bytes_held_are_those_that_the_backend_counts(name, policy):
     with installed(model(name, "sdpa", torch.bfloat16), POLICIES[policy]) as report:
         counted = report.bytes_by_label
     assert counted == {component: size for component, size in planned.items() if size}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_projections_held_are_those_that_the_backend_counts(shared):
+    from transformers import AutoModelForCausalLM
+
+    made, fields = config("llama"), {"rank": 8, "share_basis": shared}
+    network = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).train()
+    optimizer = HMT(network, lr=1e-4, max_full_gradient_bytes=2**30, **fields)
+    for _ in range(2):  # all bases are found in the first step, the second projects
+        run(network).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    work = build_workload(
+        shape_of_config(made),
+        micro_batch=MICRO_BATCH,
+        seq_length=SEQ_LENGTH,
+        projected=OptimizerMode(**fields).backward(),
+    )
+    planned = sum(layer.count * layer.projected_bytes for layer in work.layers)
+    with installed(network, PAPER_POLICY) as report:
+        assert report.bytes_by_label["project"] == planned > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

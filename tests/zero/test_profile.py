@@ -133,14 +133,37 @@ def test_matmul_rate_is_flops_over_time(monkeypatch):
     assert rate <= 2 * 2 * 8 * 16 * 32 / 0.02  # both products, 10 ms each
 
 
-def test_median_call_withstands_a_stall():
-    calls = iter([0, 0, 0.2, 0, 0, 0, 0])  # the first is not timed, the third stalls
+@pytest.fixture
+def clock(monkeypatch):
+    """The profile's clock: only what is added to ``now`` passes."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(profile, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_the_median_call_withstands_a_stall(clock):
+    calls = iter(
+        [5.0, 0.01, 0.01, 0.2]
+    )  # the first, whatever it compiles, is not timed; one stalls
 
     def work():
-        time.sleep(0.01 + next(calls, 0))
+        clock.now += next(calls, 0.01)
         return 1
 
-    assert profile._rate(work, 0.3) > 50  # the mean of what fits would be below 40
+    assert profile._rate(work, 0.3) == pytest.approx(100)
+    assert clock.now == pytest.approx(5.0 + 0.3, abs=0.02)  # and ends when its time is up
+
+
+def test_a_slow_call_is_made_three_times_and_no_more(clock):
+    calls = []
+
+    def work():
+        calls.append(1)
+        clock.now += 10.0
+        return 1
+
+    assert profile._rate(work, 0.3) == pytest.approx(0.1)
+    assert len(calls) == 1 + 3
 
 
 def test_both_ways_move_both(monkeypatch):
