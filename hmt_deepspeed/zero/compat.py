@@ -11,13 +11,17 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("DeepSpeedEngine", "initialize"),
     "deepspeed.accelerator": ("get_accelerator",),
     "deepspeed.comm": (
+        "ReduceOp",
         "all_gather_into_tensor",
         "all_reduce",
         "broadcast",
         "get_global_rank",
+        "get_world_size",
+        "is_initialized",
         "reduce",
         "reduce_scatter_tensor",
     ),
+    "deepspeed.ops.adam": ("DeepSpeedCPUAdam",),
     "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         "CONTIGUOUS_CHECKPOINTING",

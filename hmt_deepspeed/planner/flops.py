@@ -1,0 +1,156 @@
+"""FLOPs of one decoder layer: two per multiply-add, as ``torch.utils.flop_counter`` counts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hmt_deepspeed.planner.shapes import (
+    ROLES,
+    Linear,
+    ModelShape,
+    Names,
+    Role,
+    is_selected,
+    layer_linears,
+)
+
+__all__ = ["Attention", "LayerFlops", "Projected", "attention_flops", "layer_flops"]
+
+# How attention is computed:
+#   fused  one op (flash): only the pairs that the mask and the window leave; backward computes the scores
+#          again; output and log-sum-exp are kept
+#   eager  two products over all pairs of tokens, the probabilities kept
+Attention = Literal["fused", "eager"]
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
+
+    Attributes:
+        rank, probes: r and k of every projected linear, lowered to what a smaller matrix has.
+        side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
+            GaLore's rule, the smaller side of each matrix, the right one of a square.
+        shared: linears that read one input share one basis.
+        target_modules, exclude_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
+    """
+
+    rank: int
+    probes: int
+    side: Literal["right", "left", "auto"] = "right"
+    shared: bool = False
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a rank or a number of probes that no matrix can have."""
+        for field, least in (("rank", 1), ("probes", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"Projected: {field} is {value!r}; legal: an integer >= {least}. Give that."
+                )
+
+    def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
+        """Which side of one linear is projected, None for neither."""
+        path = f"{names.layer}.{linear.name}.weight"
+        if not is_selected(path, self.target_modules, self.exclude_modules):
+            return None
+        if self.side == "auto":
+            return "left" if linear.outputs < linear.inputs else "right"
+        return self.side
+
+    def width(self, linear: Linear, side: Literal["right", "left"]) -> int:
+        """Columns r + k of one linear."""
+        rank = min(self.rank, linear.inputs, linear.outputs)
+        return rank + min(
+            self.probes, (linear.inputs if side == "right" else linear.outputs) - rank
+        )
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of one layer.
+
+    Attributes:
+        forward: of the linears of each role. attention, attention_backward: of the attention op.
+        input_gradients: of all linears. weight_gradients: likewise, projected or not.
+        projections: of ``X [Q | P]``, in forward. projection_columns: of all such products of the layer.
+        freed: roles whose input no linear needs for its weight gradient.
+        largest_gradient: elements of the largest weight gradient.
+    """
+
+    forward: dict[Role, int]
+    attention: int
+    attention_backward: int
+    input_gradients: int
+    weight_gradients: int
+    projections: int
+    projection_columns: int
+    freed: frozenset[Role]
+    largest_gradient: int
+
+
+def attention_flops(
+    shape: ModelShape, micro_batch: int, seq_length: int, attention: Attention, window: int = 0
+) -> tuple[int, int]:
+    """FLOPs of one layer's attention op, forward and backward.
+
+    Args:
+        window: tokens that a query sees, itself included; 0 for all before it.
+    """
+    pairs = seq_length * seq_length
+    if attention == "fused":
+        reach = min(window, seq_length) if window else seq_length
+        pairs = reach * (reach + 1) // 2 + (seq_length - reach) * reach
+    product = 2 * micro_batch * shape.heads * shape.head_dim * pairs  # Q K^T, and as much P V
+    return 2 * product, (5 if attention == "fused" else 4) * product
+
+
+def layer_flops(
+    shape: ModelShape,
+    micro_batch: int,
+    seq_length: int,
+    attention: Attention,
+    window: int,
+    projected: Projected | None,
+) -> LayerFlops:
+    """FLOPs of one layer; see :func:`attention_flops` for ``window``.
+
+    A weight gradient is ``D^T X``; projected from the right ``X [Q | P]`` in forward and
+    ``D^T (X [Q | P])`` in backward; from the left ``D B`` and ``(D B)^T X``, both in backward.
+    """
+    tokens = micro_batch * seq_length
+    forward: dict[Role, int] = dict.fromkeys(ROLES, 0)
+    freed, sharing = set(ROLES), set()
+    weight_gradients = projections = columns = largest = 0
+    for linear in layer_linears(shape):
+        forward[linear.role] += 2 * tokens * linear.inputs * linear.outputs
+        side = None if projected is None else projected.side_of(linear, shape.names)
+        if side != "right":
+            freed.discard(linear.role)
+        if projected is None or side is None:
+            weight_gradients += 2 * tokens * linear.inputs * linear.outputs
+            largest = max(largest, linear.inputs * linear.outputs)
+            continue
+        width = projected.width(linear, side)
+        if side == "left":
+            weight_gradients += 2 * tokens * width * (linear.inputs + linear.outputs)
+            largest = max(largest, linear.inputs * width)
+            continue
+        weight_gradients += 2 * tokens * linear.outputs * width
+        largest = max(largest, linear.outputs * width)
+        if not (projected.shared and linear.role in sharing):
+            projections += 2 * tokens * linear.inputs * width
+            columns += width
+        sharing.add(linear.role)
+    return LayerFlops(
+        forward,
+        *attention_flops(shape, micro_batch, seq_length, attention, window),
+        input_gradients=sum(forward.values()),
+        weight_gradients=weight_gradients,
+        projections=projections,
+        projection_columns=columns,
+        freed=frozenset(freed),
+        largest_gradient=largest,
+    )

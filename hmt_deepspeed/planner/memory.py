@@ -1,0 +1,203 @@
+"""Bytes that a run occupies on one rank, by kind: activations and what is alive for a moment.
+
+What is there between two steps is in ``states.py``, whose names are here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.shapes import Parameter, parameters
+from hmt_deepspeed.planner.states import (
+    REPLICATED,
+    Method,
+    ModelStates,
+    OptimizerMode,
+    Sharding,
+    StateDtype,
+    communication_volume,
+    model_states,
+)
+from hmt_deepspeed.planner.workload import Site, Workload
+from hmt_deepspeed.sites import Choice, Component
+
+__all__ = [
+    "ActivationBytes",
+    "MemoryBudget",
+    "Method",
+    "ModelStates",
+    "OptimizerMode",
+    "Sharding",
+    "StateDtype",
+    "TemporaryBytes",
+    "activation_bytes",
+    "choices_of",
+    "communication_volume",
+    "model_states",
+    "temporary_bytes",
+]
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes that a plan may use on one rank: device memory, its part of host memory and of the SSDs."""
+
+    gpu: int
+    host: int
+    ssd: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits that nothing fits in: field, value, legal range, what to do."""
+        for field, least in (("gpu", 1), ("host", 0), ("ssd", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"memory limit {field} is {value!r}; legal: an integer of bytes >= {least}. Raise it, "
+                    "or leave it to the machine."
+                )
+
+    @classmethod
+    def of(cls, machine: Machine, reserve: int = 2 * 2**30) -> MemoryBudget:
+        """All that a machine has for one of its ranks.
+
+        Args:
+            reserve: device bytes left to the CUDA context, kernels' workspaces and fragmentation (the
+                playbook: 1 to 2 GB).
+        """
+        ranks = machine.num_gpus
+        return cls(
+            machine.gpu_memory - reserve, machine.host_memory // ranks, machine.ssd_memory // ranks
+        )
+
+
+# -- activations --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Activations held until backward, by where they are.
+
+    Attributes:
+        device: held on the device. host, ssd: swapped out, as computed.
+    """
+
+    device: int
+    host: int
+    ssd: int
+
+
+def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
+    """Choice of every site under one policy by component.
+
+    ``residual: recompute`` is of what attention adds, ``layernorm: recompute`` of a norm's internals: what
+    enters a layer or the final norm is then kept (``sites.py``).
+
+    Raises:
+        ValueError: a component without a choice.
+    """
+    missing = {site.component for site in workload.sites} - set(policy)
+    if missing:
+        raise ValueError(
+            f"the policy has no choice for {sorted(missing)}; legal: one for every component of the model. "
+            "Add them."
+        )
+    return {
+        site: "keep"
+        if policy[site.component] == "recompute" and "recompute" not in site.legal
+        else policy[site.component]
+        for site in workload.sites
+    }
+
+
+def activation_bytes(
+    workload: Workload,
+    choices: Mapping[Site, Choice] | None,
+    *,
+    block_size: int = 256,
+    partition: int = 1,
+) -> ActivationBytes:
+    """Bytes held between forward and backward of one micro-batch.
+
+    Args:
+        choices: of every site; None for no checkpointing at all.
+        partition: ranks over which what enters each layer is divided (ZeRO-R's P_a).
+
+    Raises:
+        ValueError: a choice that is not legal for its site, or a partition without ranks.
+    """
+    if not isinstance(partition, int) or partition < 1:
+        raise ValueError(
+            f"partition is {partition!r}; legal: an integer >= 1. Give the number of ranks."
+        )
+    if choices is None:
+        return ActivationBytes(workload.saved_bytes, 0, 0)
+    sizes = {"device": workload.shared_bytes, "host": 0, "ssd": 0}
+    for site, choice in choices.items():
+        parts = partition if site.name == "layer_input" else 1
+        sizes["device"] += site.count * -(-site.device_bytes(choice, block_size) // parts)
+        if choice in ("swap_host", "swap_ssd"):
+            sizes[choice.removeprefix("swap_")] += site.count * -(-site.nbytes // parts)
+    sizes["device"] += sum(layer.count * layer.projected_bytes for layer in workload.layers)
+    return ActivationBytes(**sizes)
+
+
+@dataclass(frozen=True)
+class TemporaryBytes:
+    """Device bytes alive for a moment; the peak has the largest of the moments, not their sum.
+
+    Attributes:
+        logits: at the loss. layer: one layer's backward, its recomputed activations and their gradients.
+        weight_gradient: of one linear, before it is added to what has accumulated.
+        gathered: weights of the layer computed and of the one prefetched, at stage 3 on several ranks.
+        buckets: gradients on their way between ranks.
+        full_gradient: of the matrices that refresh their basis together.
+    """
+
+    logits: int
+    layer: int
+    weight_gradient: int
+    gathered: int
+    buckets: int
+    full_gradient: int
+
+    @property
+    def peak(self) -> int:
+        """At the loss nothing else is alive but gathered weights; in a layer's backward all but the logits."""
+        backward = self.layer + self.weight_gradient + self.buckets + self.full_gradient
+        return self.gathered + max(self.logits, backward)
+
+
+def temporary_bytes(
+    workload: Workload,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    bucket_elements: int = 500_000_000,
+) -> TemporaryBytes:
+    """Device bytes alive for a moment.
+
+    Args:
+        bucket_elements: DeepSpeed's ``reduce_bucket_size``; two buckets are on their way at most.
+    """
+    layer = max(workload.layers, key=lambda group: group.parameters)
+    itemsize = workload.itemsize
+    reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
+    return TemporaryBytes(
+        workload.head.logits_bytes,
+        max(group.working_bytes for group in workload.layers),
+        max(group.weight_gradient_bytes for group in workload.layers),
+        2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
+        reduced * itemsize,
+        _full_gradient_bytes(parameters(workload.shape), mode, itemsize),
+    )
+
+
+def _full_gradient_bytes(of_model: Sequence[Parameter], mode: OptimizerMode, itemsize: int) -> int:
+    """``max_full_gradient_bytes: auto``: a 32nd of all low-rank gradients, at least the largest matrix."""
+    if mode.redrawn or mode.method != "lowrank_adamw" or not mode.projected_backward:
+        return 0
+    sizes = [(p.numel * itemsize, p.count) for p in of_model if mode.is_projected(p)]
+    largest = max((size for size, _ in sizes), default=0)
+    return max(largest, -(-sum(size * count for size, count in sizes) // 32))

@@ -1,0 +1,426 @@
+"""What one micro-batch asks of a rank: FLOPs, bytes held for backward and what recomputes from what.
+
+The unit is a decoder layer under the activation backend. Its *sites* are the tensors that a choice is
+made for (``sites.py``), its steps the heavy ops (matrix products and the attention op)::
+
+    layer_input -> [attention_qkv] -> [attention_output] -> [residual] -> [mlp_intermediate] -> [down]
+
+A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
+again and are not counted. The down projection's output is the next layer's input and is never made again,
+but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hmt_deepspeed.planner.flops import Attention, LayerFlops, Projected, layer_flops
+from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved, shared_saved
+from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, parameters
+from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
+
+__all__ = ["OUTSIDE", "Head", "Layer", "Site", "Workload", "build_workload", "recompute_flops"]
+
+OUTSIDE = -1  # number of the layer of a site that is in none
+
+_LOSSY: tuple[Choice, ...] = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor that backward needs, in ``count`` equal layers.
+
+    Attributes:
+        name: unique within a layer: ``layer_input``, ``attention_qkv``, ``attention_output``, ``residual``,
+            ``mlp_intermediate``, ``mlp_output``; outside the layers ``final_norm``, ``lm_head``.
+        component: whose choice it follows; the first layer's input is ``embedding``.
+        layers: numbers of the layers it stands for, (OUTSIDE,) outside them.
+        tokens, channels, itemsize: of the tensor, as computed.
+        flops: of making it from ``depends``; 0 where nothing heavy makes it.
+        raw_bytes: held beside it as they are with every choice but ``recompute`` (log-sum-exp).
+        depends: names of the sites of the same layer that making it again reads.
+        legal: choices open to it.
+    """
+
+    name: str
+    component: Component
+    layers: tuple[int, ...]
+    tokens: int
+    channels: int
+    itemsize: int
+    flops: int
+    raw_bytes: int
+    depends: tuple[str, ...]
+    legal: tuple[Choice, ...]
+
+    @property
+    def count(self) -> int:
+        """Layers that it stands for."""
+        return len(self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one such tensor as computed: what a swap moves."""
+        return self.tokens * self.channels * self.itemsize
+
+    def device_bytes(self, choice: Choice, block_size: int = 256) -> int:
+        """Device bytes that one such tensor holds until backward.
+
+        Raises:
+            ValueError: a choice that is not legal here.
+        """
+        if choice not in self.legal:
+            raise ValueError(
+                f"{self.name} ({self.component}): choice is {choice!r}; legal: {self.legal}. Choose one "
+                "of them."
+            )
+        raw = 0 if choice == "recompute" else self.raw_bytes
+        return raw + held_bytes(choice, self.tokens, self.channels, self.itemsize, block_size)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Equal decoder layers; every number is of one of them and one micro-batch.
+
+    Attributes:
+        layers: their numbers.
+        sites: in forward order; the layer's input first.
+        forward_flops: of everything heavy in the model itself.
+        projection_flops: of the products ``X [Q | P]``, in forward; never made again.
+        backward_flops: without any recompute.
+        parameters: elements of its weights.
+        projected_bytes: products ``X [Q | P]`` held for projected backward with every choice.
+        weight_gradient_bytes: of the linear with the largest, whole or projected.
+        saved_bytes: activations that autograd would save with no checkpointing at all.
+        working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
+            its input were held.
+    """
+
+    layers: tuple[int, ...]
+    sites: tuple[Site, ...]
+    forward_flops: int
+    projection_flops: int
+    backward_flops: int
+    parameters: int
+    projected_bytes: int
+    weight_gradient_bytes: int
+    saved_bytes: int
+    working_bytes: int
+
+    @property
+    def count(self) -> int:
+        """How many equal layers."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Final norm, language-model head and loss; with them what few FLOPs precede the layers.
+
+    Attributes:
+        sites: ``final_norm`` (its input, where there is one) and ``lm_head`` (its input).
+        logits_bytes: alive at once at the loss: logits, their fp32 log-softmax and the gradient of both.
+        saved_bytes: activations that autograd saves from the final norm to the loss.
+    """
+
+    sites: tuple[Site, ...]
+    forward_flops: int
+    backward_flops: int
+    logits_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch of a model on one rank.
+
+    Attributes:
+        shape: the model. micro_batch, seq_length: of this rank. itemsize: bytes of a computed element.
+        layers: groups of equal layers. head: what follows them.
+        shared_bytes: saved outside both: rotary tables, the embedding's dropout mask.
+    """
+
+    shape: ModelShape
+    micro_batch: int
+    seq_length: int
+    itemsize: int
+    attention: Attention
+    projected: Projected | None
+    layers: tuple[Layer, ...]
+    head: Head
+    shared_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.micro_batch * self.seq_length
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site: equal layers are one with a count; those of the head come last."""
+        return tuple(s for layer in self.layers for s in layer.sites) + self.head.sites
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model's parameters, tied ones once."""
+        return num_parameters(self.shape)
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of forward and backward of the model itself, twice the forward for backward: MFU's count."""
+        forward = sum(layer.count * layer.forward_flops for layer in self.layers)
+        return 3 * (forward + self.head.forward_flops)
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of a forward, projections included."""
+        layers = sum(x.count * (x.forward_flops + x.projection_flops) for x in self.layers)
+        return self.head.forward_flops + layers
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of a backward without recompute."""
+        return self.head.backward_flops + sum(x.count * x.backward_flops for x in self.layers)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Activations saved by a forward with no checkpointing; of the logits their fp32 log-softmax."""
+        layers = sum(layer.count * layer.saved_bytes for layer in self.layers)
+        return self.shared_bytes + layers + self.head.saved_bytes
+
+
+# -- recompute --------------------------------------------------------------------------------------
+
+
+def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
+    """FLOPs that backward of one layer spends on making again what is not held.
+
+    Backward reads every site, so each that is not held is made again, and what it depends on is there. One
+    that is held is made again all the same where its pair is not what forward had: attention's output and
+    log-sum-exp belong to the queries, keys and values they came from, and those that come back with an error,
+    from their own codec or from their lossily held input, are others (``reference/activations.md``: 1.7 to 2.1
+    times the gradient error).
+
+    Args:
+        choices: by name of the layer's sites.
+
+    Raises:
+        ValueError: a site without a choice, or one that is not legal for it.
+    """
+    again: set[str] = set()
+    for site in layer.sites:
+        choice = choices.get(site.name)
+        if choice not in site.legal:
+            raise ValueError(
+                f"{site.name} of layers {layer.layers[0]}..{layer.layers[-1]}: choice is {choice!r}; "
+                f"legal: {site.legal}. Give every site of the layer one of its choices."
+            )
+        if choice == "recompute":
+            again.add(site.name)
+    qkv = choices["attention_qkv"]
+    if (choices["layer_input"] if qkv == "recompute" else qkv) in _LOSSY:
+        again.add("attention_output")
+    return sum(site.flops for site in layer.sites if site.name in again)
+
+
+# -- building ---------------------------------------------------------------------------------------
+
+# What each site of a layer is made from.
+_DEPENDS: dict[str, tuple[str, ...]] = {
+    "layer_input": (),
+    "attention_qkv": ("layer_input",),
+    "attention_output": ("attention_qkv",),
+    "residual": ("attention_output",),
+    "mlp_intermediate": ("layer_input", "residual"),
+    "mlp_output": ("mlp_intermediate",),
+}
+
+
+def build_workload(
+    shape: ModelShape,
+    *,
+    micro_batch: int,
+    seq_length: int,
+    itemsize: int = 2,
+    attention: Attention = "fused",
+    projected: Projected | None = None,
+) -> Workload:
+    """The work of one micro-batch.
+
+    Args:
+        itemsize: 2 for bf16 and fp16, 4 for fp32.
+        attention: how it is computed; a model whose scores are capped has ``eager``.
+        projected: of projected backward; linears that it cannot patch (GPT-2's ``Conv1D``) stay as they are.
+
+    Raises:
+        ValueError: a size below 1, a sequence longer than the learned positions, or fused attention asked of
+            a model that has none.
+    """
+    _check(shape, micro_batch, seq_length, itemsize, attention)
+    if shape.conv1d:
+        projected = None
+    windows = shape.windows or (0,) * shape.layers
+    # alike but for the first, whose input is a component of its own
+    groups: dict[tuple[bool, int], list[int]] = {}
+    for number, window in enumerate(windows):
+        groups.setdefault((number == 0, window), []).append(number)
+    sizes = (micro_batch, seq_length, itemsize)
+    return Workload(
+        shape=shape,
+        micro_batch=micro_batch,
+        seq_length=seq_length,
+        itemsize=itemsize,
+        attention=attention,
+        projected=projected,
+        layers=tuple(
+            _layer(shape, tuple(numbers), *sizes, attention, window, projected)
+            for (_, window), numbers in groups.items()
+        ),
+        head=_head(shape, micro_batch * seq_length, itemsize),
+        shared_bytes=sum(shared_saved(shape, *sizes).values()),
+    )
+
+
+def _layer(
+    shape: ModelShape,
+    numbers: tuple[int, ...],
+    micro_batch: int,
+    seq_length: int,
+    itemsize: int,
+    attention: Attention,
+    window: int,
+    projected: Projected | None,
+) -> Layer:
+    tokens, fused = micro_batch * seq_length, attention == "fused"
+    flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
+    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, freed=flops.freed)
+    projected_bytes = flops.projection_columns * tokens * itemsize
+    saved_bytes = sum(saved.values()) + projected_bytes
+    return Layer(
+        layers=numbers,
+        sites=_layer_sites(shape, numbers, tokens, itemsize, fused, flops),
+        forward_flops=sum(flops.forward.values()) + flops.attention,
+        projection_flops=flops.projections,
+        backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
+        parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
+        projected_bytes=projected_bytes,
+        weight_gradient_bytes=flops.largest_gradient * itemsize,
+        saved_bytes=saved_bytes,
+        working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize),
+    )
+
+
+def _layer_sites(
+    shape: ModelShape,
+    numbers: tuple[int, ...],
+    tokens: int,
+    itemsize: int,
+    fused: bool,
+    flops: LayerFlops,
+) -> tuple[Site, ...]:
+    """The sites of a group of equal layers, in forward order."""
+    entering: Component = "embedding" if numbers == (0,) else "residual"
+    rows: list[tuple[str, Component, int, int]] = [  # name, component, channels, FLOPs
+        ("layer_input", entering, shape.hidden, 0),
+        (
+            "attention_qkv",
+            "attention_qkv",
+            shape.query_width + 2 * shape.kv_width,
+            flops.forward["qkv"],
+        ),
+        ("attention_output", "attention_output", shape.query_width, flops.attention),
+        (
+            "mlp_intermediate",
+            "mlp_intermediate",
+            shape.num_up * shape.intermediate,
+            flops.forward["up"],
+        ),
+    ]
+    if not shape.parallel:  # there nothing reads what attention adds
+        rows.insert(3, ("residual", "residual", shape.hidden, flops.forward["out"]))
+    if shape.sandwich or shape.post_norm:  # a norm reads the down projection's output
+        rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
+    depends = dict(_DEPENDS)
+    if shape.parallel:
+        depends["mlp_intermediate"] = ("layer_input",)
+    return tuple(
+        Site(
+            name=name,
+            component=component,
+            layers=numbers,
+            tokens=tokens,
+            channels=channels,
+            itemsize=itemsize,
+            flops=made,
+            raw_bytes=tokens * shape.heads * 4 if fused and name == "attention_output" else 0,
+            depends=depends[name],
+            # nothing within the layer could make its input again
+            legal=tuple(
+                choice
+                for choice in LEGAL_CHOICES[component]
+                if (name, choice) != ("layer_input", "recompute")
+            ),
+        )
+        for name, component, channels, made in rows
+    )
+
+
+def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
+    width = shape.embedding_size or shape.hidden
+    product = 2 * tokens * width * shape.vocab
+    if width != shape.hidden:  # project_in and project_out
+        product += 4 * tokens * width * shape.hidden
+    inputs: list[tuple[str, Component, int]] = [("lm_head", "lm_head", width)]
+    if shape.names.final_norm:
+        inputs.insert(0, ("final_norm", "layernorm", shape.hidden))
+    logits = tokens * shape.vocab
+    return Head(
+        sites=tuple(
+            Site(
+                name=name,
+                component=component,
+                layers=(OUTSIDE,),
+                tokens=tokens,
+                channels=channels,
+                itemsize=itemsize,
+                flops=0,
+                raw_bytes=0,
+                depends=(),
+                # a norm's input is held whatever becomes of its internals
+                legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
+            )
+            for name, component, channels in inputs
+        ),
+        forward_flops=product,
+        backward_flops=2 * product,
+        # the logits, and in fp32 their log-softmax, its gradient and theirs
+        logits_bytes=logits * (itemsize + 3 * 4),
+        saved_bytes=sum(head_saved(shape, tokens, itemsize).values()),
+    )
+
+
+def _check(
+    shape: ModelShape, micro_batch: int, seq_length: int, itemsize: int, attention: Attention
+) -> None:
+    for field, value in (("micro_batch", micro_batch), ("seq_length", seq_length)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{field} is {value!r}; legal: an integer >= 1. Give that.")
+    if itemsize not in (2, 4):
+        raise ValueError(
+            f"itemsize is {itemsize!r}; legal: 2 (bf16, fp16) or 4 (fp32). Give one of them."
+        )
+    if shape.positions and seq_length > shape.max_length:
+        raise ValueError(
+            f"seq_length is {seq_length}; legal for {shape.family}: at most {shape.max_length}, its learned "
+            "positions. Shorten the sequences or take a model with more positions."
+        )
+    if attention not in ("fused", "eager"):
+        raise ValueError(
+            f"attention is {attention!r}; legal: 'fused' or 'eager'. Give one of them."
+        )
+    if shape.soft_cap and attention == "fused":
+        raise ValueError(
+            f"attention is 'fused', but {shape.family} caps its scores, which only 'eager' does here; "
+            "legal: 'eager'. Give that."
+        )
