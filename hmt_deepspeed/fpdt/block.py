@@ -1,0 +1,230 @@
+"""A decoder layer in chunks: forward and backward of everything between its input and its output.
+
+Only the layer's input survives forward. Backward runs forward again chunk by chunk, takes each chunk's
+output gradient through MLP and output projection as it goes, then runs attention backward with chunks of
+keys outside, and takes dQ, dK, dV of each chunk through the projections as they become final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hmt_deepspeed.fpdt import families
+from hmt_deepspeed.fpdt.attention import OnlineAttention
+from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory
+from hmt_deepspeed.fpdt.families import Family, Rotary
+from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
+
+__all__ = ["ChunkedLayer"]
+
+
+@dataclass(frozen=True)
+class ChunkedLayer:
+    """One decoder layer and how it is cut.
+
+    Attributes:
+        layer, family: what it is.
+        chunk_size: tokens of a chunk in attention.
+        piece_size: tokens that projections and MLP take at once.
+        memory: where chunks are between their uses.
+    """
+
+    layer: nn.Module
+    family: Family
+    chunk_size: int
+    piece_size: int
+    memory: ChunkMemory
+
+    def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
+        """The layer's output.
+
+        Args:
+            x: [B, S, n].
+            rotary: cos and sin, [1 or B, S, D], where the family rotates.
+        """
+        cos, sin = rotary or (None, None)
+        return _Layer.apply(x, cos, sin, self, visibility, *trained_parameters(self.layer))
+
+    def forward(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
+        """Without grad."""
+        out = torch.empty_like(x)
+        with self.memory.open(x.device, self._shape(x), self.chunk_size, backward=False) as chunks:
+            attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
+            for index, span in enumerate(attention.spans):
+                attended, _ = attention.forward(index, self._projector(x, rotary, span))
+                attended = _as_tokens(attended)
+                for part in self._pieces(span):
+                    out[:, part[0] : part[1]] = families.finish(
+                        self.layer, self.family, _tokens(x, part), _tokens(attended, part, span)
+                    )
+        return out
+
+    def backward(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        visibility: Visibility,
+        rotary: Rotary | None,
+        wants_x: bool,
+        sums: ParameterGradients,
+    ) -> Tensor | None:
+        """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
+        dx = torch.empty_like(x) if wants_x else None
+        with self.memory.open(x.device, self._shape(x), self.chunk_size, backward=True) as chunks:
+            attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
+            for index, span in enumerate(attention.spans):
+                attended, log_sum_exp = attention.forward(
+                    index, self._projector(x, rotary, span), for_backward=True
+                )
+                d_attended = self._finish_backward(x, attended, grad, dx, span, sums)
+                attention.keep_gradient(index, attended, log_sum_exp, d_attended)
+                del attended, log_sum_exp, d_attended
+
+            def project_backward(chunk: int, *grads: Tensor) -> None:
+                self._project_backward(x, rotary, grads, dx, attention.spans[chunk], sums)
+
+            attention.backward(project_backward)
+        return dx
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _projector(
+        self, x: Tensor, rotary: Rotary | None, span: Span
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Makes Q, K and V of a chunk, without grad."""
+
+        def project() -> tuple[Tensor, Tensor, Tensor]:
+            pieces = [
+                families.project(
+                    self.layer, self.family, _tokens(x, part), _rotary_of(rotary, part)
+                )
+                for part in self._pieces(span)
+            ]
+            if len(pieces) == 1:
+                q, k, v = map(families.owned, pieces[0])
+            else:
+                q, k, v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+            return q, k, v
+
+        return project
+
+    def _finish_backward(
+        self,
+        x: Tensor,
+        attended: Tensor,
+        grad: Tensor,
+        dx: Tensor | None,
+        span: Span,
+        sums: ParameterGradients,
+    ) -> Tensor:
+        """dO [B, Hq, T, D] of a chunk; the residual's share of dX is written."""
+        tokens = _as_tokens(attended)
+        d_tokens = torch.empty_like(tokens)
+        for part in self._pieces(span):
+            inputs = [
+                _tokens(x, part).detach().requires_grad_(dx is not None),
+                _tokens(tokens, part, span).detach().requires_grad_(),
+            ]
+            with torch.enable_grad():
+                out = families.finish(self.layer, self.family, *inputs)
+            d_x, d_part = sums.differentiate([out], [_tokens(grad, part)], inputs)
+            assert d_part is not None
+            d_tokens[:, part[0] - span[0] : part[1] - span[0]] = d_part
+            if dx is not None and d_x is not None:
+                dx[:, part[0] : part[1]] = d_x
+        return d_tokens.unflatten(-1, (attended.shape[1], -1)).transpose(1, 2)
+
+    def _project_backward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        grads: tuple[Tensor, ...],
+        dx: Tensor | None,
+        span: Span,
+        sums: ParameterGradients,
+    ) -> None:
+        for part in self._pieces(span):
+            x_part = _tokens(x, part).detach().requires_grad_(dx is not None)
+            with torch.enable_grad():
+                outs = families.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
+            begin, end = part[0] - span[0], part[1] - span[0]
+            d_outs = [d[:, :, begin:end].to(out.dtype) for d, out in zip(grads, outs, strict=True)]
+            (d_x,) = sums.differentiate(outs, d_outs, [x_part])
+            if dx is not None and d_x is not None:
+                dx[:, part[0] : part[1]] += d_x
+
+    def _pieces(self, span: Span) -> list[Span]:
+        return [
+            (span[0] + begin, span[0] + end)
+            for begin, end in spans_of(span[1] - span[0], self.piece_size)
+        ]
+
+    @property
+    def _scale(self) -> float:
+        return families.scale_of(self.layer, self.family)
+
+    def _shape(self, x: Tensor) -> AttentionShape:
+        query_heads, key_heads, head_size = families.heads_of(self.layer, self.family)
+        return AttentionShape(
+            x.shape[0], x.shape[1], query_heads, key_heads, head_size, x.element_size()
+        )
+
+
+def _tokens(tensor: Tensor, part: Span, span: Span = (0, 0)) -> Tensor:
+    """Tokens of [B, T, ...] that begins at ``span``, contiguous as modules expect them."""
+    return tensor[:, part[0] - span[0] : part[1] - span[0]].contiguous()
+
+
+def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
+    if rotary is None:
+        return None
+    cos, sin = (t[:, part[0] : part[1]] for t in rotary)
+    return cos, sin
+
+
+def _as_tokens(attended: Tensor) -> Tensor:
+    """[B, H, T, D] as [B, T, H D]."""
+    return attended.transpose(1, 2).flatten(2)
+
+
+class _Layer(torch.autograd.Function):
+    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        layer: ChunkedLayer,
+        visibility: Visibility,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)  # type: ignore[arg-type]
+        ctx.layer, ctx.visibility = layer, visibility  # type: ignore[attr-defined]
+        ctx.parameters = parameters  # type: ignore[attr-defined]
+        ctx.autocast = autocast_of(x.device)  # type: ignore[attr-defined]
+        with autocast_of(x.device):
+            return layer.forward(x, visibility, None if cos is None or sin is None else (cos, sin))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        with ctx.autocast:  # type: ignore[attr-defined]
+            dx = ctx.layer.backward(  # type: ignore[attr-defined]
+                x,
+                grad,
+                ctx.visibility,  # type: ignore[attr-defined]
+                None if cos is None else (cos, sin),
+                ctx.needs_input_grad[0],  # type: ignore[attr-defined]
+                sums,
+            )
+        return dx, None, None, None, None, *sums.take()

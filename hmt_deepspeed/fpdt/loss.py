@@ -1,0 +1,109 @@
+"""The language-model loss in chunks of tokens: logits of one chunk at a time, in forward and in backward.
+
+Backward computes them again with the gradient that arrives, so the loss may be scaled after it was
+computed, and a projected or quantised head works as it does anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.visibility import spans_of
+
+__all__ = ["IGNORED", "chunked_cross_entropy", "loss_chunk_size", "shifted"]
+
+IGNORED = -100  # the label that does not count
+LOGITS = 2**27  # of one chunk: 512 MiB in fp32
+
+
+def loss_chunk_size(vocabulary: int, chunk_size: int) -> int:
+    """Tokens whose logits are there at once: a chunk's, or fewer where the vocabulary is large."""
+    return max(1, min(chunk_size, LOGITS // vocabulary))
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The next token's label at each token: [B, S], the last column ignored."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        targets: Tensor,
+        count: Tensor,
+        project: Callable[[Tensor], Tensor],
+        chunk_size: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, targets, count)
+        ctx.project, ctx.parameters = project, parameters  # type: ignore[attr-defined]
+        ctx.chunk_size = chunk_size  # type: ignore[attr-defined]
+        ctx.autocast = autocast_of(hidden.device)  # type: ignore[attr-defined]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with autocast_of(hidden.device):
+            for begin, end in spans_of(hidden.shape[0], chunk_size):
+                total += _sum_of_losses(project(hidden[begin:end]), targets[begin:end])
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
+        wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        each = grad / count
+        for begin, end in spans_of(hidden.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
+            part = hidden[begin:end].detach().requires_grad_(wants_hidden)
+            with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
+                loss = _sum_of_losses(ctx.project(part), targets[begin:end])  # type: ignore[attr-defined]
+            (d_part,) = sums.differentiate([loss], [each], [part])
+            if d_hidden is not None and d_part is not None:
+                d_hidden[begin:end] = d_part
+        return d_hidden, None, None, None, None, *sums.take()
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Module,
+    project: Callable[[Tensor], Tensor],
+    chunk_size: int,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """Cross entropy of ``project(hidden)`` against ``targets``, in fp32.
+
+    Args:
+        hidden: [B, S, n]. targets: [B, S], int64, ``IGNORED`` where none; already shifted.
+        head: whose parameters ``project`` uses.
+        project: [T, n] -> [T, vocabulary].
+        num_items: what the sum is divided by; None: the targets that count, at least 1.
+
+    Returns:
+        A scalar. Without a target that counts it is 0, where HF's mean is not a number.
+    """
+    targets = targets.reshape(-1)
+    if num_items is None:
+        count = (targets != IGNORED).sum().clamp(min=1)
+    else:
+        count = torch.as_tensor(num_items, device=hidden.device)
+    return _ChunkedCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets,
+        count,
+        project,
+        chunk_size,
+        *trained_parameters(head),
+    )
