@@ -37,6 +37,10 @@ class ParameterGradients:
         A projected linear returns no gradient for its weight; neither does this.
         """
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        if not pairs:  # all is frozen
+            return (None,) * len(inputs)
+        outputs, grads = zip(*pairs, strict=True)
         with torch.autocast(outputs[0].device.type, enabled=False):  # as in any backward
             found = torch.autograd.grad(
                 outputs, [*wanted, *self.parameters], grads, allow_unused=True
