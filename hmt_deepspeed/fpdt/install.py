@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -34,24 +35,45 @@ class Installation:
 
     def __init__(self, memory: ChunkMemory) -> None:
         self.memory = memory
-        self._undo: list[Callable[[], object]] = []
+        self._changes: list[tuple[Callable[[], object], Callable[[], object]]] = []
 
-    def replace_forward(self, module: Any, forward: Callable[..., Any]) -> None:
-        """Gives one module another forward until :meth:`remove`."""
-        assert "forward" not in vars(module)
-        module.forward = MethodType(forward, module)
-        self._undo.append(lambda: vars(module).pop("forward"))
+    def replace_method(self, module: Any, name: str, method: Callable[..., Any]) -> None:
+        """Gives one module another method until :meth:`remove`."""
+        before = vars(module).get(name)
+        bound = MethodType(method, module)
+
+        def undo() -> None:
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+
+        self._change(lambda: setattr(module, name, bound), undo)
 
     def set_config(self, config: Any, name: str, value: object) -> None:
         """Sets an attribute until :meth:`remove`."""
         before = getattr(config, name)
-        setattr(config, name, value)
-        self._undo.append(lambda: setattr(config, name, before))
+        self._change(lambda: setattr(config, name, value), lambda: setattr(config, name, before))
+
+    def _change(self, do: Callable[[], object], undo: Callable[[], object]) -> None:
+        do()
+        self._changes.append((do, undo))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model is its own for a while: caches and all."""
+        for _, undo in reversed(self._changes):
+            undo()
+        try:
+            yield
+        finally:
+            for do, _ in self._changes:
+                do()
 
     def remove(self) -> None:
         """Restores the model and frees the host memory. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
+        while self._changes:
+            self._changes.pop()[1]()
         self.memory.close()
 
 
@@ -90,14 +112,17 @@ def install(
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
         chunked = ChunkedLayer(layer, family, chunk_size, piece_size, installation.memory)
-        installation.replace_forward(layer, _layer_forward(type(layer).forward, chunked))
+        forward = _layer_forward(type(layer).forward, chunked)
+        installation.replace_method(layer, "forward", forward)
     norm = resolve(base, family.final_norm)
     if norm is not None:
-        installation.replace_forward(norm, _tokenwise_forward(type(norm).forward, piece_size))
+        forward = _tokenwise_forward(norm.forward, piece_size)
+        installation.replace_method(norm, "forward", forward)
     head = model.get_output_embeddings()
     size = loss_chunk_size(model.config.vocab_size, chunk_size)
-    installation.replace_forward(head, _head_forward(type(head).forward, size))
-    installation.replace_forward(model, _model_forward(type(model).forward))
+    installation.replace_method(head, "forward", _head_forward(head.forward, size))
+    installation.replace_method(model, "forward", _model_forward(type(model).forward))
+    installation.replace_method(model, "generate", _generate(type(model).generate, installation))
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
     installation.set_config(model.config, "use_cache", False)
     return installation
@@ -150,11 +175,13 @@ def _layer_forward(original: Callable[..., Any], chunked: ChunkedLayer) -> Calla
 
 
 def _tokenwise_forward(
-    original: Callable[..., Any], piece_size: int
+    original: Callable[[Tensor], Tensor], piece_size: int
 ) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Chunks go through the forward itself, so that the module's own hooks fire once for all of them."""
+
     @wraps(original)
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        return chunked_tokenwise(self, lambda part: original(self, part), hidden_states, piece_size)
+        return chunked_tokenwise(self, original, hidden_states, piece_size)
 
     return forward
 
@@ -170,10 +197,8 @@ def _head_forward(original: Callable[..., Any], size: int) -> Callable[..., Tens
         num_items: Tensor | float | None = None,
     ) -> Tensor:
         if targets is None:
-            return original(self, hidden_states)
-        return chunked_cross_entropy(
-            hidden_states, targets, self, lambda part: original(self, part), size, num_items
-        )
+            return original(hidden_states)
+        return chunked_cross_entropy(hidden_states, targets, self, original, size, num_items)
 
     return forward
 
@@ -202,6 +227,15 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     signature = inspect.signature(original)
     return forward
+
+
+def _generate(original: Callable[..., Any], installation: Installation) -> Callable[..., Any]:
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with installation.paused():
+            return original(self, *args, **kwargs)
+
+    return generate
 
 
 # -- refusals -------------------------------------------------------------------------------------------
@@ -237,8 +271,8 @@ def _family_of(model: Any) -> Family:
 
 
 _MUST_BE_ABSENT = {
-    "past_key_values": "a cache: pass use_cache=False, or remove FPDT to generate",
-    "layer_past": "a cache: pass use_cache=False, or remove FPDT to generate",
+    "past_key_values": "a cache: pass use_cache=False (generate() pauses FPDT)",
+    "layer_past": "a cache: pass use_cache=False (generate() pauses FPDT)",
     "encoder_hidden_states": "cross attention: leave hmt.fpdt out",
     "output_attentions": "attention weights, which are never formed: do not ask for them",
     "dropout": "attention dropout: set it to 0 in the model's config",

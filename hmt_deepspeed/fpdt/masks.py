@@ -49,7 +49,7 @@ def visibility_of_mask(
     if q_length != kv_length or q_offset or kv_offset:
         raise ValueError(
             f"FPDT attends from all tokens to all tokens, got {q_length} queries at {q_offset} and "
-            f"{kv_length} keys at {kv_offset}: pass use_cache=False, or remove FPDT to generate"
+            f"{kv_length} keys at {kv_offset}: pass use_cache=False (generate() pauses FPDT)"
         )
     if mask_function is None or use_vmap:
         raise ValueError(

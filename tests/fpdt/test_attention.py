@@ -77,7 +77,11 @@ def test_output_and_gradients_in_fp32(name, heads, monkeypatch):
 def test_bf16_is_as_good_as_torch(name):
     visibility = CASES[name]
     q, k, v, grad = tensors(visibility, dtype=torch.bfloat16)
-    exact = gradients(whole(visibility, 0.3), *(t.detach().double().requires_grad_() for t in (q, k, v)), grad.double())
+    exact = gradients(
+        whole(visibility, 0.3),
+        *(t.detach().double().requires_grad_() for t in (q, k, v)),
+        grad.double(),
+    )
     theirs = relative(gradients(whole(visibility, 0.3), q, k, v, grad), exact)
     ours = relative(
         gradients(lambda q, k, v: chunked_attention(q, k, v, visibility, 8, 0.3), q, k, v, grad),
@@ -117,8 +121,6 @@ def test_trap_a_fully_masked_query_would_return_a_log_sum_exp_of_0():
     bias = torch.tensor([[0.0, 0.0], [float("-inf")] * 2])
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, attn_mask=bias)
     assert lse[0, 0, 1] == 0
-
-
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -180,13 +182,15 @@ def test_host_memory_is_what_the_formula_says(chunk_size):
 def test_an_error_in_the_middle_leaves_the_store_empty():
     memory = ChunkMemory(offload=True)
     shape = AttentionShape(1, 16, 1, 1, 8, 4)
-    for _ in range(2):  # the second would find the names taken
-        with (
-            pytest.raises(RuntimeError, match="stop"),
-            memory.open(torch.device("cpu"), shape, 8, backward=True) as chunks,
-        ):
+
+    def fail():
+        with memory.open(torch.device("cpu"), shape, 8, backward=True) as chunks:
             chunks.put("k", 0, torch.zeros(1, 1, 8, 8))
             raise RuntimeError("stop")
+
+    for _ in range(2):  # the second would find the names taken
+        with pytest.raises(RuntimeError, match="stop"):
+            fail()
     memory.close()
 
 

@@ -138,7 +138,9 @@ def test_tokens_that_see_each_other_both_ways():
     model = tiny()
     blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1, -1]])
     with fpdt(model), pytest.raises(ValueError, match="sees token"):
-        create_causal_mask(model.config, torch.zeros(1, 9, 32), None, None, block_sequence_ids=blocks)
+        create_causal_mask(
+            model.config, torch.zeros(1, 9, 32), None, None, block_sequence_ids=blocks
+        )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,12 @@ def test_attention_alone_refuses_a_soft_cap_and_sinks():
     register_attention()
     attention = AttentionInterface()[ATTENTION]
     q = torch.randn(1, 2, 4, 8)
-    for name, value in (("softcap", 50.0), ("s_aux", torch.zeros(2)), ("dropout", 0.1), ("is_causal", False)):
+    for name, value in (
+        ("softcap", 50.0),
+        ("s_aux", torch.zeros(2)),
+        ("dropout", 0.1),
+        ("is_causal", False),
+    ):
         with pytest.raises(ValueError, match=name):
             attention(None, q, q, q, Visibility.causal(4), **{name: value})
 
@@ -218,3 +225,15 @@ def test_a_loss_of_the_users_own():
 def test_sizes_below_one(sizes):
     with pytest.raises(ValueError, match="at least 1"):
         install(tiny(), *sizes)
+
+
+def test_generate_uses_the_models_own_layers_and_cache():
+    model, inputs = tiny(), batch(rows=1)
+    prompt = inputs["input_ids"][:, :9]
+    asked = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(prompt, **asked)
+    with fpdt(model):
+        before = step(model, inputs)[0]
+        assert torch.equal(model.generate(prompt, **asked), expected)
+        assert torch.equal(step(model, inputs)[0], before), "FPDT is back"
+        assert model.config._attn_implementation == ATTENTION

@@ -53,14 +53,20 @@ def test_submodules_are_called_as_modules():
     for name, module in model.model.layers.named_modules():
         if not list(module.children()):
             module.register_forward_hook(
-                lambda m, a, out, name=name: calls.setdefault(name, []).append(torch.is_grad_enabled())
+                lambda m, a, out, name=name: calls.setdefault(name, []).append(
+                    torch.is_grad_enabled()
+                )
             )
     with fpdt(model, chunk_size=20, piece_size=20):
         model(**inputs).loss.backward()
     before = [False] * 2 + [False] * 2 + [True] * 2  # forward, again in backward, then with grad
     after = [False] * 2 + [True] * 2
     for name, found in calls.items():
-        expected = before if name.split(".")[-1] in ("input_layernorm", "q_proj", "k_proj", "v_proj") else after
+        expected = (
+            before
+            if name.split(".")[-1] in ("input_layernorm", "q_proj", "k_proj", "v_proj")
+            else after
+        )
         assert found == expected, name
 
 
@@ -78,7 +84,9 @@ def test_a_projected_linear_adds_up_its_products_over_chunks():
     shared.lay_out()
     fired = []
     for name, linear in linears.items():
-        linear.weight.register_post_accumulate_grad_hook(lambda p, name=name: fired.append((name, p.grad)))
+        linear.weight.register_post_accumulate_grad_hook(
+            lambda p, name=name: fired.append((name, p.grad))
+        )
     with fpdt(model, chunk_size=8, piece_size=3):
         _, found = step(model, inputs)
     products = {name: site.take() for name, site in sites.items()}

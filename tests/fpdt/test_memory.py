@@ -1,10 +1,12 @@
 """Device bytes, counted: storages that computation makes, the host's pools aside."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from benchmarks.live_bytes import LiveBytes
 from tiny import batch, fpdt, tiny
 
+from benchmarks.live_bytes import LiveBytes
 from hmt_deepspeed.fpdt.attention import OnlineAttention
 from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy
@@ -18,7 +20,10 @@ def attention_peak(num_chunks, offload=True, window=None):
     length = CHUNK * num_chunks
     shape = AttentionShape(1, length, HEADS, HEADS, SIZE, 4)
     memory = ChunkMemory(offload)
-    with memory.open(torch.device("cpu"), shape, CHUNK, backward=True) as chunks, LiveBytes() as live:
+    with (
+        memory.open(torch.device("cpu"), shape, CHUNK, backward=True) as chunks,
+        LiveBytes() as live,
+    ):
         visibility = Visibility.causal(length, window=window)
         attention = OnlineAttention(visibility, CHUNK, 0.3, chunks)
 
@@ -70,13 +75,15 @@ def layer_workspace(chunk_size, length=1024):
         run()  # makes the host's pool
         with LiveBytes() as live:
             run()
-    weights = 2 * sum(p.nbytes for p in layer.parameters())  # gradients, and one piece's beside the sums
+    weights = 2 * sum(
+        p.nbytes for p in layer.parameters()
+    )  # gradients, and one piece's beside the sums
     return live.peak - 2 * x.nbytes - weights
 
 
 def test_a_layers_device_bytes_fall_as_one_over_chunks():
     peaks = [layer_workspace(chunk_size) for chunk_size in (512, 256, 128, 64)]
-    for larger, smaller in zip(peaks, peaks[1:], strict=False):
+    for larger, smaller in pairwise(peaks):
         assert 1.7 <= larger / smaller <= 2.3
 
 

@@ -48,7 +48,9 @@ def test_resident_chunks_compute_the_same():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["llama, 4 heads on 2", "gemma", "gpt2", "gpt_neox, parallel residual", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama, 4 heads on 2", "gemma", "gpt2", "gpt_neox, parallel residual", "opt"]
+)
 def test_bf16_is_within_twice_the_error_of_hf(name):
     """Both against fp32 of the same (bf16) weights."""
     inputs = batch()
@@ -57,7 +59,9 @@ def test_bf16_is_within_twice_the_error_of_hf(name):
     loss, theirs = step(model, inputs)
     with fpdt(model, chunk_size=5, piece_size=2):
         found_loss, ours = step(model, inputs)
-    assert abs(found_loss - exact_loss) <= 2 * abs(loss - exact_loss) + 4e-3 * exact_loss  # one rounding
+    assert (
+        abs(found_loss - exact_loss) <= 2 * abs(loss - exact_loss) + 4e-3 * exact_loss
+    )  # one rounding
     assert error(ours, exact) <= 2 * error(theirs, exact)
 
 
@@ -110,7 +114,9 @@ def test_documents_do_not_see_each_other():
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][0, :10] = 1
     with fpdt(model), torch.no_grad():
-        first, second = (model.model(**{**i, "labels": None}).last_hidden_state for i in (inputs, other))
+        first, second = (
+            model.model(**{**i, "labels": None}).last_hidden_state for i in (inputs, other)
+        )
     torch.testing.assert_close(first[0, 10:], second[0, 10:], rtol=0, atol=0)
     assert not torch.equal(first[0, :10], second[0, :10])
 

@@ -1,8 +1,17 @@
 """The order of chunks: what has to hold whatever is computed."""
 
+from itertools import pairwise
+
 import pytest
 
-from hmt_deepspeed.fpdt.schedule import Step, Unit, backward_steps, forward_steps, most_resident, seen_by
+from hmt_deepspeed.fpdt.schedule import (
+    Step,
+    Unit,
+    backward_steps,
+    forward_steps,
+    most_resident,
+    seen_by,
+)
 
 VISIBLE = {
     "causal": lambda i, j: True,
@@ -42,7 +51,7 @@ def test_all_three_gradients_of_a_chunk_are_final_after_its_last_step(name):
 def test_a_fetch_starts_one_pair_before_it_is_needed():
     first, steps = backward_steps(seen_by(5, VISIBLE["causal"]))
     there = set(first)
-    for now, after in zip(steps, steps[1:], strict=False):
+    for now, after in pairwise(steps):
         there |= set(now.fetch)
         assert set(after.needs) <= there
         there -= set(now.release)

@@ -65,7 +65,9 @@ def tiny(name="llama, 4 heads on 2", dtype=torch.float32, **special):
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.3}
     common["use_cache"] = False  # with a cache HF makes no mask for packed documents
     common |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model(kind, **{**common, **SIZES.get(kind, LLAMA_LIKE), **more, **special})
+    config = AutoConfig.for_model(
+        kind, **{**common, **SIZES.get(kind, LLAMA_LIKE), **more, **special}
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
 
