@@ -7,6 +7,7 @@ every problem by its full key. `read_json_config` reads the file the block came 
 from hmt_deepspeed.config.json_file import read_json_config
 from hmt_deepspeed.config.models import (
     BLOCK_NAME,
+    FpdtConfig,
     HMTConfig,
     ModuleRule,
     OptimizerConfig,
@@ -15,6 +16,7 @@ from hmt_deepspeed.config.models import (
 
 __all__ = [
     "BLOCK_NAME",
+    "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
     "OptimizerConfig",

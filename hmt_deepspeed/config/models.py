@@ -20,7 +20,14 @@ from pydantic import (
 from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
-__all__ = ["BLOCK_NAME", "HMTConfig", "ModuleRule", "OptimizerConfig", "describe_fields"]
+__all__ = [
+    "BLOCK_NAME",
+    "FpdtConfig",
+    "HMTConfig",
+    "ModuleRule",
+    "OptimizerConfig",
+    "describe_fields",
+]
 
 BLOCK_NAME = "hmt"
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
@@ -243,12 +250,32 @@ class OptimizerConfig(_StrictModel):
         return self
 
 
+class FpdtConfig(_StrictModel):
+    """`hmt.fpdt`: decoder layers in chunks of tokens."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
+        "a layer keeps its input only.",
+    )
+    chunk_size: PositiveInt = Field(
+        default=65536,
+        description="Tokens of a chunk in attention; projections and MLP take a quarter at once.",
+    )
+    offload_kv: bool = Field(
+        default=True,
+        description="Keep a layer's chunks (keys, values and what backward needs) in pinned host memory "
+        "between their uses.",
+    )
+
+
 class HMTConfig(_StrictModel):
     """The whole "hmt" block."""
 
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its projected backward."
     )
+    fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
 
     @classmethod
     def from_block(cls, block: object) -> HMTConfig:

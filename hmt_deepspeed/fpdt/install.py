@@ -20,7 +20,7 @@ from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
 from hmt_deepspeed.fpdt.visibility import Visibility
 
-__all__ = ["ATTENTION", "Installation", "install", "register_attention"]
+__all__ = ["ATTENTION", "Installation", "decoder_layers", "install", "register_attention"]
 
 ATTENTION = "hmt_fpdt"
 CHUNK_SIZE = 65536  # tokens; the paper's
@@ -102,11 +102,8 @@ def install(
         raise ValueError(
             f"fpdt.chunk_size and piece_size are tokens, at least 1; got {chunk_size}, {piece_size}"
         )
-    family = _family_of(model)
+    layers, family = decoder_layers(model), _family_of(model)
     base = getattr(model, model.base_model_prefix)
-    layers = resolve(base, family.layers)
-    for layer in layers:
-        check_layer(layer, family)
     register_attention()
     installation = Installation(ChunkMemory(offload_kv))
     piece_size = piece_size or max(1, chunk_size // 4)
@@ -126,6 +123,15 @@ def install(
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
     installation.set_config(model.config, "use_cache", False)
     return installation
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The layers that :func:`install` would replace; ValueError when it would refuse."""
+    family = _family_of(model)
+    layers: nn.ModuleList = resolve(getattr(model, model.base_model_prefix), family.layers)
+    for layer in layers:
+        check_layer(layer, family)
+    return layers
 
 
 def register_attention(chunk_size: int = CHUNK_SIZE) -> None:

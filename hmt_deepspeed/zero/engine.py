@@ -17,6 +17,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.entries import ZeroSettings
+from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
@@ -87,9 +88,20 @@ class HMTEngine(DeepSpeedEngine):
                 "optimizer"
             ].close()  # the engine's optimizer patches and encodes the linears itself
         release(model)
+        fpdt = HMTConfig.from_block(
+            (self._hmt_options is not None and config.get("hmt")) or {}
+        ).fpdt
+        prepare_for_fpdt(model, fpdt)
         super().__init__(args, model, *positional, **keyword)
+        self.hmt_fpdt = install_fpdt(self.module, fpdt)
         if self._hmt_options is not None and self.global_rank == 0:
             print(self.optimizer.describe(), flush=True)
+
+    def destroy(self) -> None:
+        """As in DeepSpeed; the model's layers are its own again."""
+        if self.hmt_fpdt is not None:
+            self.hmt_fpdt.remove()
+        super().destroy()
 
     @property
     def hmt_enabled(self) -> bool:
