@@ -16,7 +16,8 @@ def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
     """Before DeepSpeed's engine takes the model. Raises ValueError for a model that FPDT cannot run.
 
     A decoder layer becomes one leaf of ZeRO-3: its parameters are gathered once before its forward and
-    once before its backward, not once for every chunk that goes through its submodules.
+    once before its backward, and stay for all of it. By its submodules they would be gathered for every
+    chunk, and partitioned again before the chunk's gradients are.
     """
     if config.enabled:
         layers = decoder_layers(model)

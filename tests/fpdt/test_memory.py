@@ -51,6 +51,24 @@ def test_a_fixed_number_of_chunks_is_on_the_device(window, tensors):
     assert peaks[0] <= tensors * CHUNK * HEADS * SIZE * 4
 
 
+def test_forward_holds_two_chunks_of_keys_and_values():
+    """The chunk at hand and the one on its way, or its own; before each fetch the last one is gone."""
+    shape = AttentionShape(1, 8 * CHUNK, HEADS, HEADS, SIZE, 4)
+    memory = ChunkMemory(offload=True)
+    with memory.open(torch.device("cpu"), shape, CHUNK, backward=False) as chunks:
+        attention = OnlineAttention(Visibility.causal(8 * CHUNK), CHUNK, 0.3, chunks)
+        make = lambda: tuple(torch.ones(1, HEADS, CHUNK, SIZE) for _ in range(3))  # noqa: E731
+        for index in range(7):
+            attention.forward(index, make)
+        memory.engine.streams.drain()
+        with LiveBytes() as live:
+            attention.forward(7, make)
+    memory.close()
+    tensor = CHUNK * HEADS * SIZE * 4
+    # Q, two pairs of K and V, the sum in fp32, this pair's output and its weighted sum, log-sum-exps
+    assert live.peak <= 8 * tensor + 6 * tensor // SIZE
+
+
 def test_resident_chunks_grow_with_the_sequence():
     """What the count would show if nothing left the device."""
     small, large = (attention_peak(n, offload=False) for n in (8, 16))

@@ -28,7 +28,7 @@ def config_with(stage: int, fpdt: dict[str, Any] | None, **changes: Any) -> dict
 
 
 def runs(stage: int, gas: int, offload_param: bool) -> dict[str, Any]:
-    """Six steps, with refreshes and steps without, under the plain model and under FPDT."""
+    """Five steps, with refreshes and steps without, under the plain model and under FPDT."""
     changes: dict[str, Any] = {}
     if offload_param:
         changes["zero_optimization"] = {"offload_param": {"device": "cpu"}}
@@ -37,7 +37,7 @@ def runs(stage: int, gas: int, offload_param: bool) -> dict[str, Any]:
         engine = make_engine(
             config_with(stage, fpdt, gas=gas, **changes), tiny_llama(use_cache=False)
         )
-        found[name] = result(engine, train(engine, 6))
+        found[name] = result(engine, train(engine, 5))
         engine.destroy()
         assert "forward" not in vars(engine.module.model.layers[0])
     return found
@@ -45,7 +45,7 @@ def runs(stage: int, gas: int, offload_param: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("world", "stage", "gas", "offload_param"),
-    [(1, 0, 1, False), (1, 2, 2, False), (2, 2, 1, False), (2, 3, 2, False), (2, 3, 1, True)],
+    [(1, 0, 1, False), (2, 2, 2, False), (2, 3, 1, True)],
 )
 def test_the_same_run(ranks: Ranks, world: int, stage: int, gas: int, offload_param: bool) -> None:
     for found in ranks.run(runs, world, stage, gas, offload_param):
