@@ -7,7 +7,7 @@ keys outside, and takes dQ, dK, dV of each chunk through the projections as they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hmt_deepspeed.fpdt import families
 from hmt_deepspeed.fpdt.attention import OnlineAttention
-from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory
+from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory, Chunks
 from hmt_deepspeed.fpdt.families import Family, Rotary
 from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 
 __all__ = ["ChunkedLayer"]
@@ -33,6 +34,7 @@ class ChunkedLayer:
         chunk_size: tokens of a chunk in attention.
         piece_size: tokens that projections and MLP take at once.
         memory: where chunks are between their uses.
+        sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
     """
 
     layer: nn.Module
@@ -40,13 +42,15 @@ class ChunkedLayer:
     chunk_size: int
     piece_size: int
     memory: ChunkMemory
+    sequence: SequenceParallel
 
     def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
         """The layer's output.
 
         Args:
-            x: [B, S, n].
-            rotary: cos and sin, [1 or B, S, D], where the family rotates.
+            x: [B, T, n], this rank's tokens of the sequence: all, unless several share it.
+            visibility: of the whole sequence.
+            rotary: cos and sin, [1 or B, T, D], where the family rotates.
         """
         cos, sin = rotary or (None, None)
         return _Layer.apply(x, cos, sin, self, visibility, *trained_parameters(self.layer))
@@ -54,11 +58,13 @@ class ChunkedLayer:
     def forward(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
         """Without grad."""
         out = torch.empty_like(x)
-        with self.memory.open(x.device, self._shape(x), self.chunk_size, backward=False) as chunks:
+        deal = self._deal(x, visibility)
+        with self._open(x, visibility, backward=False) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
-            for index, span in enumerate(attention.spans):
-                attended, _ = attention.forward(index, self._projector(x, rotary, span))
-                attended = _as_tokens(attended)
+            for index, span in enumerate(deal.local_spans(self.sequence.rank)):
+                parts = deal.parts[index]
+                shard, _ = attention.forward(index, self._projector(x, rotary, span, parts))
+                attended = self._own_tokens(shard, parts)
                 for part in self._pieces(span):
                     out[:, part[0] : part[1]] = families.finish(
                         self.layer, self.family, _tokens(x, part), _tokens(attended, part, span)
@@ -76,18 +82,23 @@ class ChunkedLayer:
     ) -> Tensor | None:
         """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
         dx = torch.empty_like(x) if wants_x else None
-        with self.memory.open(x.device, self._shape(x), self.chunk_size, backward=True) as chunks:
+        deal = self._deal(x, visibility)
+        spans = deal.local_spans(self.sequence.rank)
+        with self._open(x, visibility, backward=True) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
-            for index, span in enumerate(attention.spans):
-                attended, log_sum_exp = attention.forward(
-                    index, self._projector(x, rotary, span), for_backward=True
+            for index, span in enumerate(spans):
+                parts = deal.parts[index]
+                shard, log_sum_exp = attention.forward(
+                    index, self._projector(x, rotary, span, parts), for_backward=True
                 )
+                attended = self._own_tokens(shard, parts)
                 d_attended = self._finish_backward(x, attended, grad, dx, span, sums)
-                attention.keep_gradient(index, attended, log_sum_exp, d_attended)
-                del attended, log_sum_exp, d_attended
+                d_shard = self.sequence.to_heads(d_attended, parts)
+                attention.keep_gradient(index, shard, log_sum_exp, d_shard)
+                del shard, log_sum_exp, attended, d_attended, d_shard
 
             def project_backward(chunk: int, *grads: Tensor) -> None:
-                self._project_backward(x, rotary, grads, dx, attention.spans[chunk], sums)
+                self._project_backward(x, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums)
 
             attention.backward(project_backward)
         return dx
@@ -95,9 +106,9 @@ class ChunkedLayer:
     # -- steps ----------------------------------------------------------------------------------------
 
     def _projector(
-        self, x: Tensor, rotary: Rotary | None, span: Span
+        self, x: Tensor, rotary: Rotary | None, span: Span, parts: Sequence[int]
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        """Makes Q, K and V of a chunk, without grad."""
+        """Makes Q, K and V of a chunk for this rank's heads, without grad."""
 
         def project() -> tuple[Tensor, Tensor, Tensor]:
             pieces = [
@@ -109,8 +120,9 @@ class ChunkedLayer:
             if len(pieces) == 1:
                 q, k, v = map(families.owned, pieces[0])
             else:
-                q, k, v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
-            return q, k, v
+                q, k, v = (torch.cat(tensors, dim=2) for tensors in zip(*pieces, strict=True))
+            to_heads = self.sequence.to_heads
+            return to_heads(q, parts), to_heads(k, parts), to_heads(v, parts)
 
         return project
 
@@ -123,22 +135,21 @@ class ChunkedLayer:
         span: Span,
         sums: ParameterGradients,
     ) -> Tensor:
-        """dO [B, Hq, T, D] of a chunk; the residual's share of dX is written."""
-        tokens = _as_tokens(attended)
-        d_tokens = torch.empty_like(tokens)
+        """dO [B, Hq, T, D] of ``attended`` [B, T, Hq D]; the residual's share of dX is written."""
+        d_attended = torch.empty_like(attended)
         for part in self._pieces(span):
             inputs = [
                 _tokens(x, part).detach().requires_grad_(dx is not None),
-                _tokens(tokens, part, span).detach().requires_grad_(),
+                _tokens(attended, part, span).detach().requires_grad_(),
             ]
             with torch.enable_grad():
                 out = families.finish(self.layer, self.family, *inputs)
             d_x, d_part = sums.differentiate([out], [_tokens(grad, part)], inputs)
             assert d_part is not None
-            d_tokens[:, part[0] - span[0] : part[1] - span[0]] = d_part
+            d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
             if dx is not None and d_x is not None:
                 dx[:, part[0] : part[1]] = d_x
-        return d_tokens.unflatten(-1, (attended.shape[1], -1)).transpose(1, 2)
+        return d_attended.unflatten(-1, (self._heads[0], -1)).transpose(1, 2)
 
     def _project_backward(
         self,
@@ -147,8 +158,15 @@ class ChunkedLayer:
         grads: tuple[Tensor, ...],
         dx: Tensor | None,
         span: Span,
+        parts: Sequence[int],
         sums: ParameterGradients,
     ) -> None:
+        """Takes dQ, dK, dV of this rank's heads through the projections of its tokens."""
+        query_heads, key_heads, _ = self._heads
+        heads = query_heads, key_heads, key_heads
+        grads = tuple(
+            self.sequence.to_tokens(d, parts, n) for d, n in zip(grads, heads, strict=True)
+        )
         for part in self._pieces(span):
             x_part = _tokens(x, part).detach().requires_grad_(dx is not None)
             with torch.enable_grad():
@@ -169,11 +187,36 @@ class ChunkedLayer:
     def _scale(self) -> float:
         return families.scale_of(self.layer, self.family)
 
-    def _shape(self, x: Tensor) -> AttentionShape:
-        query_heads, key_heads, head_size = families.heads_of(self.layer, self.family)
-        return AttentionShape(
-            x.shape[0], x.shape[1], query_heads, key_heads, head_size, x.element_size()
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return families.heads_of(self.layer, self.family)
+
+    def _own_tokens(self, shard: Tensor, parts: Sequence[int]) -> Tensor:
+        """Attention's output for this rank's heads as [B, T, Hq D] of its tokens."""
+        local = self.sequence.to_tokens(shard, parts, self._heads[0])
+        return local.transpose(1, 2).flatten(2)
+
+    def _deal(self, x: Tensor, visibility: Visibility) -> Deal:
+        deal = Deal(visibility.length, self.chunk_size, self.sequence.size)
+        expected = sum(part[self.sequence.rank] for part in deal.parts)
+        if x.shape[1] != expected:
+            raise ValueError(
+                f"of {visibility.length} tokens rank {self.sequence.rank} of {self.sequence.size} holds "
+                f"{expected}, the layer got {x.shape[1]}: call the whole model, which takes its part"
+            )
+        return deal
+
+    def _open(self, x: Tensor, visibility: Visibility, backward: bool) -> Chunks:
+        query_heads, key_heads, head_size = self._heads
+        shape = AttentionShape(
+            x.shape[0],
+            visibility.length,
+            query_heads // self.sequence.size,
+            max(1, key_heads // self.sequence.size),
+            head_size,
+            x.element_size(),
         )
+        return self.memory.open(x.device, shape, self.chunk_size, backward)
 
 
 def _tokens(tensor: Tensor, part: Span, span: Span = (0, 0)) -> Tensor:
@@ -186,11 +229,6 @@ def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
         return None
     cos, sin = (t[:, part[0] : part[1]] for t in rotary)
     return cos, sin
-
-
-def _as_tokens(attended: Tensor) -> Tensor:
-    """[B, H, T, D] as [B, T, H D]."""
-    return attended.transpose(1, 2).flatten(2)
 
 
 class _Layer(torch.autograd.Function):

@@ -43,6 +43,8 @@ class Family:
         head_norms: norms of each head of Q and K.
         mlp: modules that follow one another.
         scaled_query: queries are scaled before attention, which then does not scale.
+        mask_positions: positions are counted from the padding mask, and the attention mask is made without
+            them: documents see each other.
         dropouts: names in the config of probabilities that must be 0.
         forbidden: further names in the config that must be false or null.
     """
@@ -59,6 +61,7 @@ class Family:
     mlp: tuple[str, ...] = ("mlp",)
     rotary: bool = True
     scaled_query: bool = False
+    mask_positions: bool = False
     dropouts: tuple[str, ...] = ("attention_dropout",)
     forbidden: tuple[str, ...] = ()
 
@@ -101,6 +104,7 @@ FAMILIES: dict[str, Family] = {
         mlp=("fc1", "activation_fn", "fc2"),
         rotary=False,
         scaled_query=True,
+        mask_positions=True,
         dropouts=("attention_dropout", "dropout"),
     ),
 }

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
-from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, resolve
-from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, loss_chunk_size, shifted
+from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, heads_of, resolve
+from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
+from hmt_deepspeed.fpdt.part import SequencePart
+from hmt_deepspeed.fpdt.sequence import Group, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Visibility
 
 __all__ = ["ATTENTION", "Installation", "decoder_layers", "install", "register_attention"]
@@ -82,6 +84,7 @@ def install(
     chunk_size: int = CHUNK_SIZE,
     piece_size: int | None = None,
     offload_kv: bool = True,
+    group: Group | None = None,
 ) -> Installation:
     """Replaces the forward of a causal language model's decoder layers, last norm and loss.
 
@@ -94,6 +97,9 @@ def install(
         piece_size: tokens that projections and MLP take at once; default a quarter of a chunk, since the
             MLP is several times as wide as the rest.
         offload_kv: keep chunks in pinned host memory between their uses.
+        group: ranks that share each sequence. They call the model with the same whole rows, with labels;
+            each computes its part, returns the loss of all, and has gradients whose mean over the ranks is
+            the loss's.
 
     Raises:
         ValueError: another family, or a setting that would change the result.
@@ -104,11 +110,13 @@ def install(
         )
     layers, family = decoder_layers(model), _family_of(model)
     base = getattr(model, model.base_model_prefix)
+    sequence = SequenceParallel(group)
+    sequence.check_heads(*heads_of(layers[0], family)[:2])
     register_attention()
     installation = Installation(ChunkMemory(offload_kv))
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
-        chunked = ChunkedLayer(layer, family, chunk_size, piece_size, installation.memory)
+        chunked = ChunkedLayer(layer, family, chunk_size, piece_size, installation.memory, sequence)
         forward = _layer_forward(type(layer).forward, chunked)
         installation.replace_method(layer, "forward", forward)
     norm = resolve(base, family.final_norm)
@@ -117,8 +125,9 @@ def install(
         installation.replace_method(norm, "forward", forward)
     head = model.get_output_embeddings()
     size = loss_chunk_size(model.config.vocab_size, chunk_size)
+    part = SequencePart(family, sequence, chunk_size)
     installation.replace_method(head, "forward", _head_forward(head.forward, size))
-    installation.replace_method(model, "forward", _model_forward(type(model).forward))
+    installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
     installation.replace_method(model, "generate", _generate(type(model).generate, installation))
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
     installation.set_config(model.config, "use_cache", False)
@@ -200,18 +209,20 @@ def _head_forward(original: Callable[..., Any], size: int) -> Callable[..., Tens
         self: nn.Module,
         hidden_states: Tensor,
         targets: Tensor | None = None,
-        num_items: Tensor | float | None = None,
+        count: Tensor | None = None,
     ) -> Tensor:
-        if targets is None:
+        if targets is None or count is None:
             return original(hidden_states)
-        return chunked_cross_entropy(hidden_states, targets, self, original, size, num_items)
+        return chunked_cross_entropy(hidden_states, targets, count, self, original, size)
 
     return forward
 
 
-def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _model_forward(original: Callable[..., Any], part: SequencePart) -> Callable[..., Any]:
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
+
+    signature = inspect.signature(original)
 
     @wraps(original)
     @can_return_tuple
@@ -222,16 +233,19 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse(**given)
         labels, targets = given.pop("labels", None), given.pop("shift_labels", None)
         if labels is None and targets is None:
+            part.check_alone()
             return original(self, **given)
         _refuse_loss(self, given.pop("logits_to_keep", 0))
-        num_items = given.pop("num_items_in_batch", None)
-        outputs = getattr(self, self.base_model_prefix)(**given)
         targets = shifted(labels) if targets is None else targets
-        head = self.get_output_embeddings()
-        loss = head(outputs.last_hidden_state, targets=targets, num_items=num_items)
-        return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        count = count_of(targets, given.pop("num_items_in_batch", None))
+        with part.of(given, targets) as (given, targets):
+            outputs = getattr(self, self.base_model_prefix)(**given)
+            head = self.get_output_embeddings()
+            loss = head(outputs.last_hidden_state, targets=targets, count=part.share(count))
+        return CausalLMOutputWithPast(
+            loss=part.loss_of_all(loss), hidden_states=outputs.hidden_states
+        )
 
-    signature = inspect.signature(original)
     return forward
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
 from hmt_deepspeed.fpdt.visibility import spans_of
 
-__all__ = ["IGNORED", "chunked_cross_entropy", "loss_chunk_size", "shifted"]
+__all__ = ["IGNORED", "chunked_cross_entropy", "count_of", "loss_chunk_size", "shifted"]
 
 IGNORED = -100  # the label that does not count
 LOGITS = 2**27  # of one chunk: 512 MiB in fp32
@@ -75,33 +75,38 @@ def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
+def count_of(targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+    """What the sum of losses is divided by: ``num_items``, or the targets that count, at least 1.
+
+    Without a target that counts the loss is 0, where HF's mean is not a number.
+    """
+    if num_items is not None:
+        return torch.as_tensor(num_items, device=targets.device)
+    return (targets != IGNORED).sum().clamp(min=1)
+
+
 def chunked_cross_entropy(
     hidden: Tensor,
     targets: Tensor,
+    count: Tensor,
     head: nn.Module,
     project: Callable[[Tensor], Tensor],
     chunk_size: int,
-    num_items: Tensor | float | None = None,
 ) -> Tensor:
     """Cross entropy of ``project(hidden)`` against ``targets``, in fp32.
 
     Args:
         hidden: [B, S, n]. targets: [B, S], int64, ``IGNORED`` where none; already shifted.
+        count: what the sum is divided by, see :func:`count_of`.
         head: whose parameters ``project`` uses.
         project: [T, n] -> [T, vocabulary].
-        num_items: what the sum is divided by; None: the targets that count, at least 1.
 
     Returns:
-        A scalar. Without a target that counts it is 0, where HF's mean is not a number.
+        A scalar.
     """
-    targets = targets.reshape(-1)
-    if num_items is None:
-        count = (targets != IGNORED).sum().clamp(min=1)
-    else:
-        count = torch.as_tensor(num_items, device=hidden.device)
     return _ChunkedCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]),
-        targets,
+        targets.reshape(-1),
         count,
         project,
         chunk_size,

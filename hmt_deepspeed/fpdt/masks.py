@@ -6,7 +6,10 @@ What its rule shows beyond these is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +17,47 @@ from torch import Tensor
 
 from hmt_deepspeed.fpdt.visibility import Visibility
 
-__all__ = ["visibility_of_mask"]
+__all__ = ["shared_sequence", "visibility_of_batch", "visibility_of_mask"]
 
 PROBES = 64  # positions at which HF's rule is compared with ours
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# Of the whole sequence, while a rank computes its part of it: what HF sees then is not contiguous.
+_shared: ContextVar[Visibility | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def shared_sequence(visibility: Visibility) -> Iterator[None]:
+    """Masks made inside are those of this sequence, each with its own window."""
+    token = _shared.set(visibility)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def visibility_of_batch(
+    position_ids: Tensor, attention_mask: Tensor | None, documents: bool
+) -> Visibility:
+    """Of whole sequences, by transformers' rules. Reads document borders back from the device.
+
+    Args:
+        position_ids: [B, S]; where they do not go on by one, a document begins.
+        attention_mask: [B, S]; with one, transformers looks for no documents.
+        documents: whether the family keeps them apart.
+
+    Raises:
+        ValueError: padding that is not on the right.
+    """
+    batch, length = position_ids.shape
+    starts: list[list[int]] = [[0] for _ in range(batch)]
+    if documents and attention_mask is None:
+        for row, token in (position_ids.diff(dim=1) != 1).nonzero().tolist():
+            starts[row].append(token + 1)
+    lengths = _valid_lengths(attention_mask, batch, length)
+    return Visibility(length, tuple(map(tuple, starts)), lengths)
 
 
 def visibility_of_mask(
@@ -56,6 +95,9 @@ def visibility_of_mask(
             "FPDT takes causal attention with documents and a sliding window, got a mask of the model's "
             "own: leave hmt.fpdt out for this model"
         )
+    whole = _shared.get()
+    if whole is not None:
+        return replace(whole, window=local_size)
     visibility = Visibility(
         length=q_length,
         documents=_documents(mask_function, batch_size, q_length, device),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import LENGTH, MODELS, batch, error, fpdt, step, tiny
 
-# The bound. Sums in another order differ by 1e-6 to 5e-6 in these models, whose weights are large.
+# The bound.
 FP32 = 1e-5
 
 

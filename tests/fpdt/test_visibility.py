@@ -36,6 +36,8 @@ def test_tiles_cover_each_visible_pair_once(seed):
     found = []
     for queries, keys in itertools.product(spans, spans):
         for whole in visibility.tiles(queries, keys):
+            near = whole.keys[0], whole.queries[0]
+            assert seen_by_tile(whole, near[1], near[0]), "nobody sees its first key"
             for tile in bands(whole, 4) if whole.shape == "band" else [whole]:
                 rows = range(*tile.batch)
                 pairs = list(itertools.product(rows, range(*tile.queries), range(*tile.keys)))
