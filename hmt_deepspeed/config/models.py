@@ -267,6 +267,11 @@ class FpdtConfig(_StrictModel):
         description="Keep a layer's chunks (keys, values and what backward needs) in pinned host memory "
         "between their uses.",
     )
+    sequence_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Consecutive ranks that share each sequence; they get the same rows, each computes its "
+        "part of every chunk.",
+    )
 
 
 class HMTConfig(_StrictModel):

@@ -149,7 +149,8 @@ class ChunkedLayer:
             d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
             if dx is not None and d_x is not None:
                 dx[:, part[0] : part[1]] = d_x
-        return d_attended.unflatten(-1, (self._heads[0], -1)).transpose(1, 2)
+        query_heads, _, head_size = self._heads
+        return d_attended.unflatten(-1, (query_heads, head_size)).transpose(1, 2)
 
     def _project_backward(
         self,
@@ -178,10 +179,11 @@ class ChunkedLayer:
                 dx[:, part[0] : part[1]] += d_x
 
     def _pieces(self, span: Span) -> list[Span]:
-        return [
+        pieces = [
             (span[0] + begin, span[0] + end)
             for begin, end in spans_of(span[1] - span[0], self.piece_size)
         ]
+        return pieces or [span]  # a rank without tokens of the chunk still has heads
 
     @property
     def _scale(self) -> float:

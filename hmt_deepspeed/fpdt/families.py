@@ -142,16 +142,16 @@ def project(
     """
     attention = resolve(layer, family.attention)
     h = resolve(layer, family.norms[0])(x) if _norm_first(layer) else x
-    heads = (*x.shape[:-1], -1, _head_size(attention))
+    size = _head_size(attention)
     parts = [getattr(attention, name)(h) for name in family.qkv]
-    if family.fused == "thirds":
-        parts = list(parts[0].chunk(3, dim=-1))
-    elif family.fused == "per_head":
-        per_head = parts[0].view(*x.shape[:-1], -1, 3 * heads[-1])
-        parts = list(per_head.chunk(3, dim=-1))
-    elif family.scaled_query:
-        parts[0] = parts[0] * attention.scaling
-    parts = [part.view(heads) if family.fused != "per_head" else part for part in parts]
+    if family.fused == "per_head":
+        parts = list(_heads(parts[0], 3 * size).chunk(3, dim=-1))
+    else:
+        if family.fused == "thirds":
+            parts = list(parts[0].chunk(3, dim=-1))
+        if family.scaled_query:
+            parts[0] = parts[0] * attention.scaling
+        parts = [_heads(part, size) for part in parts]
     if family.head_norms is not None:
         for index, name in enumerate(family.head_norms):
             parts[index] = getattr(attention, name)(parts[index])
@@ -212,6 +212,11 @@ def _mlp(layer: nn.Module, family: Family, h: Tensor) -> Tensor:
 
 def _norm_first(layer: nn.Module) -> bool:
     return bool(getattr(layer, "do_layer_norm_before", True))
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    """[B, T, H size] as [B, T, H, size], also without tokens."""
+    return x.unflatten(-1, (x.shape[-1] // size, size))
 
 
 def _head_size(attention: Any) -> int:

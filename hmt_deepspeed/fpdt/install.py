@@ -33,10 +33,11 @@ class Installation:
 
     Attributes:
         memory: the chunks' store, with its transfer counters.
+        sequence: the ranks that share each sequence.
     """
 
-    def __init__(self, memory: ChunkMemory) -> None:
-        self.memory = memory
+    def __init__(self, memory: ChunkMemory, sequence: SequenceParallel) -> None:
+        self.memory, self.sequence = memory, sequence
         self._changes: list[tuple[Callable[[], object], Callable[[], object]]] = []
 
     def replace_method(self, module: Any, name: str, method: Callable[..., Any]) -> None:
@@ -113,7 +114,7 @@ def install(
     sequence = SequenceParallel(group)
     sequence.check_heads(*heads_of(layers[0], family)[:2])
     register_attention()
-    installation = Installation(ChunkMemory(offload_kv))
+    installation = Installation(ChunkMemory(offload_kv), sequence)
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
         chunked = ChunkedLayer(layer, family, chunk_size, piece_size, installation.memory, sequence)

@@ -104,6 +104,11 @@ class HMTEngine(DeepSpeedEngine):
         super().destroy()
 
     @property
+    def ranks_per_sequence(self) -> int:
+        """Consecutive ranks that have to be given the same rows (``hmt.fpdt.sequence_parallel_size``)."""
+        return 1 if self.hmt_fpdt is None else self.hmt_fpdt.sequence.size
+
+    @property
     def hmt_enabled(self) -> bool:
         """Whether this engine runs HMT's optimizer."""
         return self._hmt_options is not None

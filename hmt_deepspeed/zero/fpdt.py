@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 
 from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
+from hmt_deepspeed.fpdt.sequence import TorchGroup
 
 __all__ = ["install_fpdt", "prepare_for_fpdt"]
 
@@ -28,4 +30,30 @@ def install_fpdt(model: Any, config: FpdtConfig) -> Installation | None:
     """After the engine and its optimizer have placed and patched the model."""
     if not config.enabled:
         return None
-    return install(model, chunk_size=config.chunk_size, offload_kv=config.offload_kv)
+    return install(
+        model,
+        chunk_size=config.chunk_size,
+        offload_kv=config.offload_kv,
+        group=_sequence_group(config.sequence_parallel_size),
+    )
+
+
+def _sequence_group(size: int) -> TorchGroup | None:
+    """This rank's group of ``size`` consecutive ranks.
+
+    ZeRO goes on to reduce over all ranks: the mean of gradients over those that share a sequence is the
+    gradient of its loss.
+    """
+    world = dist.get_world_size()
+    if world % size:
+        raise ValueError(
+            f"hmt.fpdt.sequence_parallel_size is {size}, but there are {world} ranks: it must divide them"
+        )
+    if size == 1:
+        return None
+    mine = None
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)  # every rank makes every group
+        mine = group if dist.get_rank() in ranks else mine
+    return TorchGroup(mine)

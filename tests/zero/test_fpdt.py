@@ -52,6 +52,49 @@ def test_the_same_run(ranks: Ranks, world: int, stage: int, gas: int, offload_pa
         assert_same(found["plain"], found["fpdt"])
 
 
+def shared_sequences(stage: int, sharing: int) -> dict[str, Any]:
+    """All ranks, in groups that share sequences; batches of the same global size whoever shares."""
+    from training import dist, global_batch, mean_over_ranks
+
+    config = config_with(stage, CHUNKS | {"sequence_parallel_size": sharing})
+    groups = dist.get_world_size() // sharing
+    rows = 12 // groups
+    config |= {"train_micro_batch_size_per_gpu": rows, "train_batch_size": rows * groups * sharing}
+    engine = make_engine(config, tiny_llama(use_cache=False))
+    assert engine.ranks_per_sequence == sharing
+    losses = []
+    for number in range(4):
+        tokens = global_batch(number).split(rows)[dist.get_rank() // sharing]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean_over_ranks(loss.item()))
+    found = result(engine, losses)
+    engine.destroy()
+    return found
+
+
+def test_ranks_that_share_sequences_train_as_ranks_that_do_not(ranks: Ranks) -> None:
+    alone = ranks.run(shared_sequences, 1, 2, 1)[0]
+    for world, stage, sharing in ((2, 3, 2), (4, 2, 2)):
+        for found in ranks.run(shared_sequences, world, stage, sharing):
+            assert_same(alone, found)
+
+
+def refused_sharing() -> str:
+    try:
+        make_engine(
+            config_with(2, CHUNKS | {"sequence_parallel_size": 2}), tiny_llama(use_cache=False)
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_cannot_be_grouped(ranks: Ranks) -> None:
+    assert "it must divide them" in ranks.run(refused_sharing, 1)[0]
+
+
 def gathered_elements(fpdt: dict[str, Any] | None) -> int:
     """Elements that ZeRO-3 gathers in one step."""
     from deepspeed.runtime.zero import partition_parameters
