@@ -18,7 +18,12 @@ from hmt_deepspeed.fpdt import families
 from hmt_deepspeed.fpdt.attention import OnlineAttention
 from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory, Chunks
 from hmt_deepspeed.fpdt.families import Family, Rotary
-from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.gradients import (
+    Around,
+    ParameterGradients,
+    autocast_of,
+    trained_parameters,
+)
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 
@@ -35,6 +40,7 @@ class ChunkedLayer:
         piece_size: tokens that projections and MLP take at once.
         memory: where chunks are between their uses.
         sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
+        around_backward: entered for the time of a backward.
     """
 
     layer: nn.Module
@@ -43,6 +49,7 @@ class ChunkedLayer:
     piece_size: int
     memory: ChunkMemory
     sequence: SequenceParallel
+    around_backward: Around
 
     def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
         """The layer's output.
@@ -117,7 +124,9 @@ class ChunkedLayer:
                 )
                 for part in self._pieces(span)
             ]
-            if len(pieces) == 1:
+            if not pieces:
+                q, k, v = self._no_tokens(x)
+            elif len(pieces) == 1:
                 q, k, v = map(families.owned, pieces[0])
             else:
                 q, k, v = (torch.cat(tensors, dim=2) for tensors in zip(*pieces, strict=True))
@@ -179,11 +188,25 @@ class ChunkedLayer:
                 dx[:, part[0] : part[1]] += d_x
 
     def _pieces(self, span: Span) -> list[Span]:
-        pieces = [
+        return [
             (span[0] + begin, span[0] + end)
             for begin, end in spans_of(span[1] - span[0], self.piece_size)
         ]
-        return pieces or [span]  # a rank without tokens of the chunk still has heads
+
+    def _no_tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of a rank that has no token of a short last chunk.
+
+        Its submodules are not called: tensors without elements all have the same address, by which
+        projected linears tell who shares an input.
+        """
+        query_heads, key_heads, head_size = self._heads
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        q, k, v = (
+            x.new_empty(x.shape[0], heads, 0, head_size, dtype=dtype)
+            for heads in (query_heads, key_heads, key_heads)
+        )
+        return q, k, v
 
     @property
     def _scale(self) -> float:
@@ -258,7 +281,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
-        with ctx.autocast:  # type: ignore[attr-defined]
+        with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]
                 x,
                 grad,

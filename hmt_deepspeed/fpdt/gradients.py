@@ -5,13 +5,16 @@ A gradient hook must see each parameter once per backward, not once per chunk, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ParameterGradients", "autocast_of", "trained_parameters"]
+__all__ = ["Around", "ParameterGradients", "autocast_of", "trained_parameters"]
+
+
+Around = Callable[[], AbstractContextManager[object]]
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -15,6 +15,7 @@ from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
 from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, heads_of, resolve
+from hmt_deepspeed.fpdt.gradients import Around
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
@@ -86,6 +87,7 @@ def install(
     piece_size: int | None = None,
     offload_kv: bool = True,
     group: Group | None = None,
+    around_backward: Around = nullcontext,
 ) -> Installation:
     """Replaces the forward of a causal language model's decoder layers, last norm and loss.
 
@@ -101,6 +103,7 @@ def install(
         group: ranks that share each sequence. They call the model with the same whole rows, with labels;
             each computes its part, returns the loss of all, and has gradients whose mean over the ranks is
             the loss's.
+        around_backward: entered for the time of each layer's backward, and of the head's.
 
     Raises:
         ValueError: another family, or a setting that would change the result.
@@ -113,11 +116,23 @@ def install(
     base = getattr(model, model.base_model_prefix)
     sequence = SequenceParallel(group)
     sequence.check_heads(*heads_of(layers[0], family)[:2])
+    if chunk_size < sequence.size:
+        raise ValueError(
+            f"fpdt.chunk_size is {chunk_size}, fewer tokens than the {sequence.size} ranks that share it"
+        )
     register_attention()
     installation = Installation(ChunkMemory(offload_kv), sequence)
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
-        chunked = ChunkedLayer(layer, family, chunk_size, piece_size, installation.memory, sequence)
+        chunked = ChunkedLayer(
+            layer,
+            family,
+            chunk_size,
+            piece_size,
+            installation.memory,
+            sequence,
+            around_backward,
+        )
         forward = _layer_forward(type(layer).forward, chunked)
         installation.replace_method(layer, "forward", forward)
     norm = resolve(base, family.final_norm)
@@ -127,7 +142,7 @@ def install(
     head = model.get_output_embeddings()
     size = loss_chunk_size(model.config.vocab_size, chunk_size)
     part = SequencePart(family, sequence, chunk_size)
-    installation.replace_method(head, "forward", _head_forward(head.forward, size))
+    installation.replace_method(head, "forward", _head_forward(head.forward, size, around_backward))
     installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
     installation.replace_method(model, "generate", _generate(type(model).generate, installation))
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
@@ -202,7 +217,9 @@ def _tokenwise_forward(
     return forward
 
 
-def _head_forward(original: Callable[..., Any], size: int) -> Callable[..., Tensor]:
+def _head_forward(
+    original: Callable[..., Any], size: int, around_backward: Around
+) -> Callable[..., Tensor]:
     """With targets the head returns the loss: its own hooks, ZeRO-3's gather, fire once for all chunks."""
 
     @wraps(original)
@@ -214,7 +231,9 @@ def _head_forward(original: Callable[..., Any], size: int) -> Callable[..., Tens
     ) -> Tensor:
         if targets is None or count is None:
             return original(hidden_states)
-        return chunked_cross_entropy(hidden_states, targets, count, self, original, size)
+        return chunked_cross_entropy(
+            hidden_states, targets, count, self, original, size, around_backward
+        )
 
     return forward
 

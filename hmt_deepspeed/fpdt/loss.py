@@ -7,13 +7,19 @@ computed, and a projected or quantised head works as it does anywhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.gradients import (
+    Around,
+    ParameterGradients,
+    autocast_of,
+    trained_parameters,
+)
 from hmt_deepspeed.fpdt.visibility import spans_of
 
 __all__ = ["IGNORED", "chunked_cross_entropy", "count_of", "loss_chunk_size", "shifted"]
@@ -41,8 +47,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         count: Tensor,
         project: Callable[[Tensor], Tensor],
         chunk_size: int,
+        around_backward: Around,
         *parameters: Tensor,
     ) -> Tensor:
+        ctx.around_backward = around_backward  # type: ignore[attr-defined]
         ctx.save_for_backward(hidden, targets, count)
         ctx.project, ctx.parameters = project, parameters  # type: ignore[attr-defined]
         ctx.chunk_size = chunk_size  # type: ignore[attr-defined]
@@ -61,14 +69,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         each = grad / count
-        for begin, end in spans_of(hidden.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
-            part = hidden[begin:end].detach().requires_grad_(wants_hidden)
-            with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
-                loss = _sum_of_losses(ctx.project(part), targets[begin:end])  # type: ignore[attr-defined]
-            (d_part,) = sums.differentiate([loss], [each], [part])
-            if d_hidden is not None and d_part is not None:
-                d_hidden[begin:end] = d_part
-        return d_hidden, None, None, None, None, *sums.take()
+        with ctx.around_backward():  # type: ignore[attr-defined]
+            for begin, end in spans_of(hidden.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
+                part = hidden[begin:end].detach().requires_grad_(wants_hidden)
+                with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
+                    logits = ctx.project(part)  # type: ignore[attr-defined]
+                    loss = _sum_of_losses(logits, targets[begin:end])
+                del logits
+                (d_part,) = sums.differentiate([loss], [each], [part])
+                if d_hidden is not None and d_part is not None:
+                    d_hidden[begin:end] = d_part
+        return d_hidden, None, None, None, None, None, *sums.take()
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -92,6 +103,7 @@ def chunked_cross_entropy(
     head: nn.Module,
     project: Callable[[Tensor], Tensor],
     chunk_size: int,
+    around_backward: Around = nullcontext,
 ) -> Tensor:
     """Cross entropy of ``project(hidden)`` against ``targets``, in fp32.
 
@@ -100,6 +112,7 @@ def chunked_cross_entropy(
         count: what the sum is divided by, see :func:`count_of`.
         head: whose parameters ``project`` uses.
         project: [T, n] -> [T, vocabulary].
+        around_backward: entered for the time of the backward.
 
     Returns:
         A scalar.
@@ -110,5 +123,6 @@ def chunked_cross_entropy(
         count,
         project,
         chunk_size,
+        around_backward,
         *trained_parameters(head),
     )

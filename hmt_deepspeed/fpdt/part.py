@@ -49,6 +49,10 @@ class SequencePart:
         ids = given.get("input_ids")
         if ids is None:
             raise ValueError("ranks that share a sequence take input_ids, got inputs_embeds")
+        if ids.shape[1] < self.sequence.size:
+            raise ValueError(
+                f"{self.sequence.size} ranks cannot share a sequence of {ids.shape[1]} tokens: pad it"
+            )
         self.sequence.check_same(ids)
         mask, positions = given.get("attention_mask"), self._positions(given)
         visibility = visibility_of_batch(positions, mask, not self.family.mask_positions)

@@ -93,7 +93,7 @@ class HMTEngine(DeepSpeedEngine):
         ).fpdt
         prepare_for_fpdt(model, fpdt)
         super().__init__(args, model, *positional, **keyword)
-        self.hmt_fpdt = install_fpdt(self.module, fpdt)
+        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer)
         if self._hmt_options is not None and self.global_rank == 0:
             print(self.optimizer.describe(), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
@@ -10,6 +11,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
+from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
 __all__ = ["install_fpdt", "prepare_for_fpdt"]
 
@@ -26,8 +28,14 @@ def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
         set_z3_leaf_modules(model, [type(layers[0])])
 
 
-def install_fpdt(model: Any, config: FpdtConfig) -> Installation | None:
-    """After the engine and its optimizer have placed and patched the model."""
+def install_fpdt(
+    model: Any, config: FpdtConfig, optimizer: HMTZeroOptimizer | None
+) -> Installation | None:
+    """After the engine and its optimizer have placed and patched the model.
+
+    Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
+    whatever linear is called: once per layer, then, not once per chunk.
+    """
     if not config.enabled:
         return None
     return install(
@@ -35,6 +43,7 @@ def install_fpdt(model: Any, config: FpdtConfig) -> Installation | None:
         chunk_size=config.chunk_size,
         offload_kv=config.offload_kv,
         group=_sequence_group(config.sequence_parallel_size),
+        around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
     )
 
 
