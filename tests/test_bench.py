@@ -138,6 +138,14 @@ def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
     check_fields(toy_case(name, tmp_path, "activations"))
 
 
+def test_fpdt(tmp_path: Path) -> None:
+    case = toy_case("layer_memory", tmp_path, "fpdt")
+    check_fields(case)
+    assert value(case, "at 512 tokens") <= 1.2
+    by_chunks = case["samples"]["bytes_by_chunks"]
+    assert by_chunks["2"] > 4 * by_chunks["32"]
+
+
 def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     toy_case("projected_backward", folder)  # runs again: replaces its entry
     done = run_bench("table", "--output", str(folder))

@@ -661,11 +661,15 @@ def test_a_bad_choice_does_not_also_make_a_conflict(section):
 # --- describe_fields --------------------------------------------------------------------------
 
 
+FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
+
+
 def test_every_field_is_described_once():
     rows = describe_fields()
     fields = [f"hmt.optimizer.{key}" for key in DEFAULTS]
     fields += [f"hmt.activations.policy.{key}" for key in POLICY]
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
+    fields += [f"hmt.fpdt.{key}" for key in FPDT]
     assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
@@ -679,6 +683,20 @@ def test_described_defaults_are_the_defaults():
             section = section.setdefault(part, {})
         section[name] = json.loads(default)
     assert HMTConfig.from_block(block) == HMTConfig()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunk_size": 0},
+        {"chunk_size": "auto"},
+        {"enabled": 1},
+        {"chunk": 8},
+        {"sequence_parallel_size": 0},
+    ],
+)
+def test_bad_fields_of_fpdt_are_named(fields):
+    assert set(problems_of({"fpdt": fields})) == {f"hmt.fpdt.{next(iter(fields))}"}
 
 
 @pytest.mark.parametrize(

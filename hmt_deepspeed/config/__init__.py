@@ -8,6 +8,7 @@ from hmt_deepspeed.config.activations import ActivationsConfig
 from hmt_deepspeed.config.json_file import read_json_config
 from hmt_deepspeed.config.models import (
     BLOCK_NAME,
+    FpdtConfig,
     HMTConfig,
     ModuleRule,
     OptimizerConfig,
@@ -17,6 +18,7 @@ from hmt_deepspeed.config.models import (
 __all__ = [
     "BLOCK_NAME",
     "ActivationsConfig",
+    "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
     "OptimizerConfig",

@@ -21,7 +21,14 @@ from hmt_deepspeed.config.fields import (
 )
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
-__all__ = ["BLOCK_NAME", "HMTConfig", "ModuleRule", "OptimizerConfig", "describe_fields"]
+__all__ = [
+    "BLOCK_NAME",
+    "FpdtConfig",
+    "HMTConfig",
+    "ModuleRule",
+    "OptimizerConfig",
+    "describe_fields",
+]
 
 BLOCK_NAME = "hmt"
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
@@ -195,6 +202,30 @@ class OptimizerConfig(StrictModel):
         return self
 
 
+class FpdtConfig(StrictModel):
+    """`hmt.fpdt`: decoder layers in chunks of tokens."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
+        "a layer keeps its input only.",
+    )
+    chunk_size: PositiveInt = Field(
+        default=65536,
+        description="Tokens of a chunk in attention; projections and MLP take a quarter at once.",
+    )
+    offload_kv: bool = Field(
+        default=True,
+        description="Keep a layer's chunks (keys, values and what backward needs) in pinned host memory "
+        "between their uses.",
+    )
+    sequence_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Consecutive ranks that share each sequence; they get the same rows, each computes its "
+        "part of every chunk.",
+    )
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -205,6 +236,7 @@ class HMTConfig(StrictModel):
         default_factory=ActivationsConfig,
         description="What becomes of activations; the backend is on where this is given.",
     )
+    fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
 
     def gives(self, section: str) -> bool:
         """Whether the block has the section, if only as {}."""

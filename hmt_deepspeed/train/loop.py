@@ -86,9 +86,11 @@ class TrainingLoop:
         self.progress = Progress()
         self.order = GlobalOrder(data.train.num_rows, options.seed)
         self.group = engine.data_parallel_group
-        self.num_ranks = dist.get_world_size(self.group)
-        self.group_rank = dist.get_rank(self.group)
-        self.global_batch = int(engine.train_batch_size())
+        # Ranks that share their sequences count as one, and get the same rows.
+        self.sharing = int(getattr(engine, "ranks_per_sequence", 1))
+        self.num_ranks = dist.get_world_size(self.group) // self.sharing
+        self.group_rank = dist.get_rank(self.group) // self.sharing
+        self.global_batch = int(engine.train_batch_size()) // self.sharing
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
@@ -174,7 +176,7 @@ class TrainingLoop:
             engine.backward(loss * weight)
             engine.step()
         dist.all_reduce(total, group=self.group)
-        return float(total) / num_labels
+        return float(total) / self.sharing / num_labels
 
     def _inputs(self, rows: PackedRows, indices: np.ndarray) -> dict[str, Any]:
         batch: dict[str, Any] = {
@@ -207,11 +209,11 @@ class TrainingLoop:
                 total += loss.double() * held_out.count_labels(indices)
         self.engine.train()
         dist.all_reduce(total, group=self.group)
-        return float(total) / held_out.count_labels(chosen)
+        return float(total) / self.sharing / held_out.count_labels(chosen)
 
     @torch.no_grad()
     def _keeps_documents_apart(self) -> bool:
-        """Ask the model: may a change in a row's first document reach the second one's logits?"""
+        """Ask the model: may a change in a row's first document reach the second one's loss?"""
         size = min(_PROBE_TOKENS, self.data.train.seq_length)
         half = size // 2
         ids = torch.arange(size, device=self.engine.device)[None] % len(self.data.tokenizer)
@@ -219,10 +221,13 @@ class TrainingLoop:
         other[:, :half] = ids[:, :half].flip(1)
         positions = torch.cat([torch.arange(half), torch.arange(size - half)])[None]
         positions = positions.to(self.engine.device)
+        labels = ids.masked_fill(torch.arange(size, device=self.engine.device) <= half, -100)
         self.engine.eval()
         try:
             first, second = (
-                self.engine(input_ids=x, position_ids=positions, use_cache=False).logits[:, half:]
+                self.engine(
+                    input_ids=x, position_ids=positions, labels=labels, use_cache=False
+                ).loss
                 for x in (ids, other)
             )
         except TypeError:  # a forward without position_ids

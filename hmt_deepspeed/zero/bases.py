@@ -30,9 +30,27 @@ class ShardedBases:
     def __init__(self, collectives: Collectives, stage: int) -> None:
         self.collectives = collectives
         self.active = stage == 3 and collectives.world > 1
+        self._kept: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    @contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """What is gathered inside is kept until the end: a linear that is called for one chunk after the
+        other communicates once, however many chunks this rank has and the others have."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def gather(self, local: Tensor) -> Tensor:
         """Rows of all ranks, (world rows) x width; the last ones are padding."""
+        if self._kept is None:
+            return self._gather(local)
+        if id(local) not in self._kept:
+            self._kept[id(local)] = local, self._gather(local)
+        return self._kept[id(local)][1]
+
+    def _gather(self, local: Tensor) -> Tensor:
         packed = torch.empty(
             self.collectives.world * local.shape[0],
             local.shape[1],

@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.entries import ZeroSettings
+from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
@@ -96,22 +97,23 @@ class HMTEngine(DeepSpeedEngine):
                 "optimizer"
             ].close()  # the engine's optimizer patches and encodes the linears itself
         release(model)
+        block = config.get("hmt") if isinstance(config, dict) else None
+        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
+        if hmt.gives("activations"):
+            check_activations(config, hmt, self._hmt_options)
+        prepare_for_fpdt(model, hmt.fpdt)
         super().__init__(args, model, *positional, **keyword)
-        if isinstance(config, dict):
-            self._configure_activations(config)
+        if hmt.gives("activations"):
+            self._configure_activations(config, hmt)
+        self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
             for part in parts:
                 print(part.describe(), flush=True)
 
-    def _configure_activations(self, config: dict[str, Any]) -> None:
+    def _configure_activations(self, config: dict[str, Any], hmt: HMTConfig) -> None:
         """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
-        block = config.get("hmt")
-        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
-        if not hmt.gives("activations"):
-            return
-        check_activations(config, hmt.activations, self._hmt_options)
         this = weakref.ref(self)  # the model must not keep its engine alive
         self.hmt_activations = Activations(
             self.module,
@@ -127,7 +129,14 @@ class HMTEngine(DeepSpeedEngine):
         """As in DeepSpeed; the model is an ordinary one again."""
         if self.hmt_activations is not None:
             self.hmt_activations.close()
+        if self.hmt_fpdt is not None:
+            self.hmt_fpdt.remove()
         super().destroy()
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Consecutive ranks that have to be given the same rows (``hmt.fpdt.sequence_parallel_size``)."""
+        return 1 if self.hmt_fpdt is None else self.hmt_fpdt.sequence.size
 
     @property
     def hmt_enabled(self) -> bool:

@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
-from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.config import HMTConfig
 
 __all__ = ["check_activations", "check_engine", "check_supported"]
 
@@ -39,7 +39,7 @@ def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]
 
 
 def check_activations(
-    config: dict[str, Any], activations: ActivationsConfig, options: dict[str, Any] | None
+    config: dict[str, Any], hmt: HMTConfig, options: dict[str, Any] | None
 ) -> None:
     """Refuse what an activation backend cannot see, and what it would ignore.
 
@@ -47,9 +47,15 @@ def check_activations(
         options: fields of ``hmt.optimizer``; None under another optimizer.
 
     Raises:
-        ValueError: DeepCompile, whose graphs bypass the modules; what becomes of projected inputs, where
-            there are none.
+        ValueError: DeepCompile, whose graphs bypass the modules; FPDT, whose layers keep nothing but their
+            input; what becomes of projected inputs, where there are none.
     """
+    activations = hmt.activations
+    if hmt.fpdt.enabled:
+        raise ValueError(
+            "hmt.fpdt.enabled is true, which hmt.activations does not go with: legal is one of the two. A "
+            "layer in chunks keeps only its input, so there is nothing to choose: remove hmt.activations."
+        )
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(
             "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "

@@ -1,0 +1,293 @@
+"""A decoder layer in chunks: forward and backward of everything between its input and its output.
+
+Only the layer's input survives forward. Backward runs forward again chunk by chunk, takes each chunk's
+output gradient through MLP and output projection as it goes, then runs attention backward with chunks of
+keys outside, and takes dQ, dK, dV of each chunk through the projections as they become final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hmt_deepspeed.fpdt import families
+from hmt_deepspeed.fpdt.attention import OnlineAttention
+from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory, Chunks
+from hmt_deepspeed.fpdt.families import Family, Rotary
+from hmt_deepspeed.fpdt.gradients import (
+    Around,
+    ParameterGradients,
+    autocast_of,
+    trained_parameters,
+)
+from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
+from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
+
+__all__ = ["ChunkedLayer"]
+
+
+@dataclass(frozen=True)
+class ChunkedLayer:
+    """One decoder layer and how it is cut.
+
+    Attributes:
+        layer, family: what it is.
+        chunk_size: tokens of a chunk in attention.
+        piece_size: tokens that projections and MLP take at once.
+        memory: where chunks are between their uses.
+        sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
+        around_backward: entered for the time of a backward.
+    """
+
+    layer: nn.Module
+    family: Family
+    chunk_size: int
+    piece_size: int
+    memory: ChunkMemory
+    sequence: SequenceParallel
+    around_backward: Around
+
+    def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
+        """The layer's output.
+
+        Args:
+            x: [B, T, n], this rank's tokens of the sequence: all, unless several share it.
+            visibility: of the whole sequence.
+            rotary: cos and sin, [1 or B, T, D], where the family rotates.
+        """
+        cos, sin = rotary or (None, None)
+        return _Layer.apply(x, cos, sin, self, visibility, *trained_parameters(self.layer))
+
+    def forward(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
+        """Without grad."""
+        out = torch.empty_like(x)
+        deal = self._deal(x, visibility)
+        with self._open(x, visibility, backward=False) as chunks:
+            attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
+            for index, span in enumerate(deal.local_spans(self.sequence.rank)):
+                parts = deal.parts[index]
+                shard, _ = attention.forward(index, self._projector(x, rotary, span, parts))
+                attended = self._own_tokens(shard, parts)
+                for part in self._pieces(span):
+                    out[:, part[0] : part[1]] = families.finish(
+                        self.layer, self.family, _tokens(x, part), _tokens(attended, part, span)
+                    )
+        return out
+
+    def backward(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        visibility: Visibility,
+        rotary: Rotary | None,
+        wants_x: bool,
+        sums: ParameterGradients,
+    ) -> Tensor | None:
+        """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
+        dx = torch.empty_like(x) if wants_x else None
+        deal = self._deal(x, visibility)
+        spans = deal.local_spans(self.sequence.rank)
+        with self._open(x, visibility, backward=True) as chunks:
+            attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
+            for index, span in enumerate(spans):
+                parts = deal.parts[index]
+                shard, log_sum_exp = attention.forward(
+                    index, self._projector(x, rotary, span, parts), for_backward=True
+                )
+                attended = self._own_tokens(shard, parts)
+                d_attended = self._finish_backward(x, attended, grad, dx, span, sums)
+                d_shard = self.sequence.to_heads(d_attended, parts)
+                attention.keep_gradient(index, shard, log_sum_exp, d_shard)
+                del shard, log_sum_exp, attended, d_attended, d_shard
+
+            def project_backward(chunk: int, *grads: Tensor) -> None:
+                self._project_backward(x, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums)
+
+            attention.backward(project_backward)
+        return dx
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _projector(
+        self, x: Tensor, rotary: Rotary | None, span: Span, parts: Sequence[int]
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Makes Q, K and V of a chunk for this rank's heads, without grad."""
+
+        def project() -> tuple[Tensor, Tensor, Tensor]:
+            pieces = [
+                families.project(
+                    self.layer, self.family, _tokens(x, part), _rotary_of(rotary, part)
+                )
+                for part in self._pieces(span)
+            ]
+            if not pieces:
+                q, k, v = self._no_tokens(x)
+            elif len(pieces) == 1:
+                q, k, v = map(families.owned, pieces[0])
+            else:
+                q, k, v = (torch.cat(tensors, dim=2) for tensors in zip(*pieces, strict=True))
+            to_heads = self.sequence.to_heads
+            return to_heads(q, parts), to_heads(k, parts), to_heads(v, parts)
+
+        return project
+
+    def _finish_backward(
+        self,
+        x: Tensor,
+        attended: Tensor,
+        grad: Tensor,
+        dx: Tensor | None,
+        span: Span,
+        sums: ParameterGradients,
+    ) -> Tensor:
+        """dO [B, Hq, T, D] of ``attended`` [B, T, Hq D]; the residual's share of dX is written."""
+        d_attended = torch.empty_like(attended)
+        for part in self._pieces(span):
+            inputs = [
+                _tokens(x, part).detach().requires_grad_(dx is not None),
+                _tokens(attended, part, span).detach().requires_grad_(),
+            ]
+            with torch.enable_grad():
+                out = families.finish(self.layer, self.family, *inputs)
+            d_x, d_part = sums.differentiate([out], [_tokens(grad, part)], inputs)
+            assert d_part is not None
+            d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
+            if dx is not None and d_x is not None:
+                dx[:, part[0] : part[1]] = d_x
+        query_heads, _, head_size = self._heads
+        return d_attended.unflatten(-1, (query_heads, head_size)).transpose(1, 2)
+
+    def _project_backward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        grads: tuple[Tensor, ...],
+        dx: Tensor | None,
+        span: Span,
+        parts: Sequence[int],
+        sums: ParameterGradients,
+    ) -> None:
+        """Takes dQ, dK, dV of this rank's heads through the projections of its tokens."""
+        query_heads, key_heads, _ = self._heads
+        heads = query_heads, key_heads, key_heads
+        grads = tuple(
+            self.sequence.to_tokens(d, parts, n) for d, n in zip(grads, heads, strict=True)
+        )
+        for part in self._pieces(span):
+            x_part = _tokens(x, part).detach().requires_grad_(dx is not None)
+            with torch.enable_grad():
+                outs = families.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
+            begin, end = part[0] - span[0], part[1] - span[0]
+            d_outs = [d[:, :, begin:end].to(out.dtype) for d, out in zip(grads, outs, strict=True)]
+            (d_x,) = sums.differentiate(outs, d_outs, [x_part])
+            if dx is not None and d_x is not None:
+                dx[:, part[0] : part[1]] += d_x
+
+    def _pieces(self, span: Span) -> list[Span]:
+        return [
+            (span[0] + begin, span[0] + end)
+            for begin, end in spans_of(span[1] - span[0], self.piece_size)
+        ]
+
+    def _no_tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of a rank that has no token of a short last chunk.
+
+        Its submodules are not called: tensors without elements all have the same address, by which
+        projected linears tell who shares an input.
+        """
+        query_heads, key_heads, head_size = self._heads
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        q, k, v = (
+            x.new_empty(x.shape[0], heads, 0, head_size, dtype=dtype)
+            for heads in (query_heads, key_heads, key_heads)
+        )
+        return q, k, v
+
+    @property
+    def _scale(self) -> float:
+        return families.scale_of(self.layer, self.family)
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return families.heads_of(self.layer, self.family)
+
+    def _own_tokens(self, shard: Tensor, parts: Sequence[int]) -> Tensor:
+        """Attention's output for this rank's heads as [B, T, Hq D] of its tokens."""
+        local = self.sequence.to_tokens(shard, parts, self._heads[0])
+        return local.transpose(1, 2).flatten(2)
+
+    def _deal(self, x: Tensor, visibility: Visibility) -> Deal:
+        deal = Deal(visibility.length, self.chunk_size, self.sequence.size)
+        expected = sum(part[self.sequence.rank] for part in deal.parts)
+        if x.shape[1] != expected:
+            raise ValueError(
+                f"of {visibility.length} tokens rank {self.sequence.rank} of {self.sequence.size} holds "
+                f"{expected}, the layer got {x.shape[1]}: call the whole model, which takes its part"
+            )
+        return deal
+
+    def _open(self, x: Tensor, visibility: Visibility, backward: bool) -> Chunks:
+        query_heads, key_heads, head_size = self._heads
+        shape = AttentionShape(
+            x.shape[0],
+            visibility.length,
+            query_heads // self.sequence.size,
+            max(1, key_heads // self.sequence.size),
+            head_size,
+            x.element_size(),
+        )
+        return self.memory.open(x.device, shape, self.chunk_size, backward)
+
+
+def _tokens(tensor: Tensor, part: Span, span: Span = (0, 0)) -> Tensor:
+    """Tokens of [B, T, ...] that begins at ``span``, contiguous as modules expect them."""
+    return tensor[:, part[0] - span[0] : part[1] - span[0]].contiguous()
+
+
+def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
+    if rotary is None:
+        return None
+    cos, sin = (t[:, part[0] : part[1]] for t in rotary)
+    return cos, sin
+
+
+class _Layer(torch.autograd.Function):
+    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        layer: ChunkedLayer,
+        visibility: Visibility,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)  # type: ignore[arg-type]
+        ctx.layer, ctx.visibility = layer, visibility  # type: ignore[attr-defined]
+        ctx.parameters = parameters  # type: ignore[attr-defined]
+        ctx.autocast = autocast_of(x.device)  # type: ignore[attr-defined]
+        with autocast_of(x.device):
+            return layer.forward(x, visibility, None if cos is None or sin is None else (cos, sin))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
+            dx = ctx.layer.backward(  # type: ignore[attr-defined]
+                x,
+                grad,
+                ctx.visibility,  # type: ignore[attr-defined]
+                None if cos is None else (cos, sin),
+                ctx.needs_input_grad[0],  # type: ignore[attr-defined]
+                sums,
+            )
+        return dx, None, None, None, None, *sums.take()

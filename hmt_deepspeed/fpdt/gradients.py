@@ -1,0 +1,86 @@
+"""Sums of parameter gradients over chunks, handed to autograd once.
+
+A gradient hook must see each parameter once per backward, not once per chunk, or ZeRO would reduce parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Around", "ParameterGradients", "autocast_of", "trained_parameters"]
+
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that want a gradient, each once."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+class ParameterGradients:
+    """Adds up the gradients of some parameters: in their dtype for one chunk, in fp32 for several."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
+
+    def differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of ``inputs`` (those that want one); those of the parameters are added up.
+
+        A projected linear returns no gradient for its weight; neither does this.
+        """
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        if not pairs:  # all is frozen
+            return (None,) * len(inputs)
+        outputs, grads = zip(*pairs, strict=True)
+        with torch.autocast(outputs[0].device.type, enabled=False):  # as in any backward
+            found = torch.autograd.grad(
+                outputs, [*wanted, *self.parameters], grads, allow_unused=True
+            )
+        for index, grad in enumerate(found[len(wanted) :]):
+            self._add(index, grad)
+        of_inputs = iter(found[: len(wanted)])
+        return tuple(next(of_inputs) if tensor.requires_grad else None for tensor in inputs)
+
+    def _add(self, index: int, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = grad
+        else:
+            wide = torch.promote_types(total.dtype, torch.float32)
+            self._sums[index] = total.to(wide).add_(grad)
+
+    def take(self) -> list[Tensor | None]:
+        """The sums in the parameters' dtypes; the wide ones are freed one by one."""
+        taken: list[Tensor | None] = []
+        for index, parameter in enumerate(self.parameters):
+            total, self._sums[index] = self._sums[index], None
+            taken.append(None if total is None else total.to(parameter.dtype))
+        return taken
+
+
+def autocast_of(device: torch.device) -> AbstractContextManager[None]:
+    """The caller's autocast, to be entered again in backward.
+
+    Its cache of cast weights is off: a cast made without grad would be found by the pass that needs one.
+    """
+    kind = device.type
+    return torch.autocast(
+        kind,
+        enabled=torch.is_autocast_enabled(kind),
+        dtype=torch.get_autocast_dtype(kind),
+        cache_enabled=False,
+    )

@@ -1,0 +1,128 @@
+"""The language-model loss in chunks of tokens: logits of one chunk at a time, in forward and in backward.
+
+Backward computes them again with the gradient that arrives, so the loss may be scaled after it was
+computed, and a projected or quantised head works as it does anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from hmt_deepspeed.fpdt.gradients import (
+    Around,
+    ParameterGradients,
+    autocast_of,
+    trained_parameters,
+)
+from hmt_deepspeed.fpdt.visibility import spans_of
+
+__all__ = ["IGNORED", "chunked_cross_entropy", "count_of", "loss_chunk_size", "shifted"]
+
+IGNORED = -100  # the label that does not count
+LOGITS = 2**27  # of one chunk: 512 MiB in fp32
+
+
+def loss_chunk_size(vocabulary: int, chunk_size: int) -> int:
+    """Tokens whose logits are there at once: a chunk's, or fewer where the vocabulary is large."""
+    return max(1, min(chunk_size, LOGITS // vocabulary))
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The next token's label at each token: [B, S], the last column ignored."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        targets: Tensor,
+        count: Tensor,
+        project: Callable[[Tensor], Tensor],
+        chunk_size: int,
+        around_backward: Around,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.around_backward = around_backward  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, targets, count)
+        ctx.project, ctx.parameters = project, parameters  # type: ignore[attr-defined]
+        ctx.chunk_size = chunk_size  # type: ignore[attr-defined]
+        ctx.autocast = autocast_of(hidden.device)  # type: ignore[attr-defined]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with autocast_of(hidden.device):
+            for begin, end in spans_of(hidden.shape[0], chunk_size):
+                total += _sum_of_losses(project(hidden[begin:end]), targets[begin:end])
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
+        wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        each = grad / count
+        with ctx.around_backward():  # type: ignore[attr-defined]
+            for begin, end in spans_of(hidden.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
+                part = hidden[begin:end].detach().requires_grad_(wants_hidden)
+                with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
+                    logits = ctx.project(part)  # type: ignore[attr-defined]
+                    loss = _sum_of_losses(logits, targets[begin:end])
+                del logits
+                (d_part,) = sums.differentiate([loss], [each], [part])
+                if d_hidden is not None and d_part is not None:
+                    d_hidden[begin:end] = d_part
+        return d_hidden, None, None, None, None, None, *sums.take()
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def count_of(targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+    """What the sum of losses is divided by: ``num_items``, or the targets that count, at least 1.
+
+    Without a target that counts the loss is 0, where HF's mean is not a number.
+    """
+    if num_items is not None:
+        return torch.as_tensor(num_items, device=targets.device)
+    return (targets != IGNORED).sum().clamp(min=1)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    head: nn.Module,
+    project: Callable[[Tensor], Tensor],
+    chunk_size: int,
+    around_backward: Around = nullcontext,
+) -> Tensor:
+    """Cross entropy of ``project(hidden)`` against ``targets``, in fp32.
+
+    Args:
+        hidden: [B, S, n]. targets: [B, S], int64, ``IGNORED`` where none; already shifted.
+        count: what the sum is divided by, see :func:`count_of`.
+        head: whose parameters ``project`` uses.
+        project: [T, n] -> [T, vocabulary].
+        around_backward: entered for the time of the backward.
+
+    Returns:
+        A scalar.
+    """
+    return _ChunkedCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1),
+        count,
+        project,
+        chunk_size,
+        around_backward,
+        *trained_parameters(head),
+    )

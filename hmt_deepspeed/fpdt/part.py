@@ -1,0 +1,88 @@
+"""A rank's part of a batch whose sequences several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.fpdt.families import Family
+from hmt_deepspeed.fpdt.masks import shared_sequence, visibility_of_batch
+from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
+
+__all__ = ["SequencePart"]
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """Takes whole rows, the same on every rank, and deals them; with one rank nothing changes."""
+
+    family: Family
+    sequence: SequenceParallel
+    chunk_size: int
+
+    def check_alone(self) -> None:
+        """Raises ValueError where logits are asked for, of which a rank has a part only."""
+        if self.sequence.size > 1:
+            raise ValueError(
+                f"{self.sequence.size} ranks share the sequence, so that no rank has all logits: pass labels"
+            )
+
+    @contextmanager
+    def of(self, given: dict[str, Any], targets: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """This rank's arguments of the base model, and its targets, with masks of the whole sequence.
+
+        Args:
+            given: arguments for whole rows: ``input_ids`` [B, S], ``position_ids``, ``attention_mask``.
+            targets: [B, S].
+
+        Raises:
+            ValueError: the ranks' rows differ, or come as embeddings.
+        """
+        if self.sequence.size == 1:
+            yield given, targets
+            return
+        ids = given.get("input_ids")
+        if ids is None:
+            raise ValueError("ranks that share a sequence take input_ids, got inputs_embeds")
+        if ids.shape[1] < self.sequence.size:
+            raise ValueError(
+                f"{self.sequence.size} ranks cannot share a sequence of {ids.shape[1]} tokens: pad it"
+            )
+        self.sequence.check_same(ids)
+        mask, positions = given.get("attention_mask"), self._positions(given)
+        visibility = visibility_of_batch(positions, mask, not self.family.mask_positions)
+        deal = Deal(ids.shape[1], self.chunk_size, self.sequence.size)
+
+        def own(whole: Tensor) -> Tensor:
+            return deal.take(whole, self.sequence.rank)
+
+        parts = {"input_ids": own(ids), "position_ids": own(positions), "attention_mask": None}
+        with shared_sequence(visibility):
+            yield given | parts, own(targets)
+
+    def share(self, count: Tensor) -> Tensor:
+        """The divisor of this rank's sum, such that the mean over ranks is the whole loss."""
+        return count / self.sequence.size
+
+    def loss_of_all(self, loss: Tensor) -> Tensor:
+        """The mean over ranks, with the gradient of this rank's."""
+        size = self.sequence.size
+        if size == 1:
+            return loss
+        own = loss.detach().view(1)
+        every = self.sequence.group.exchange([own] * size, [(1,)] * size)
+        return loss + (torch.cat(every).mean() - own).squeeze()
+
+    def _positions(self, given: dict[str, Any]) -> Tensor:
+        ids: Tensor = given["input_ids"]
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        if positions is None and mask is not None and self.family.mask_positions:
+            positions = mask.long().cumsum(dim=1) * mask.long() - 1
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        return positions.expand(ids.shape[0], -1)

@@ -1,0 +1,68 @@
+"""FPDT in an engine: which modules ZeRO-3 gathers as one, and when the layers are replaced."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.utils import set_z3_leaf_modules
+
+from hmt_deepspeed.config import FpdtConfig
+from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
+from hmt_deepspeed.fpdt.sequence import TorchGroup
+from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
+
+__all__ = ["install_fpdt", "prepare_for_fpdt"]
+
+
+def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
+    """Before DeepSpeed's engine takes the model. Raises ValueError for a model that FPDT cannot run.
+
+    A decoder layer becomes one leaf of ZeRO-3: its parameters are gathered once before its forward and
+    once before its backward, and stay for all of it. By its submodules they would be gathered for every
+    chunk, and partitioned again before the chunk's gradients are.
+    """
+    if config.enabled:
+        layers = decoder_layers(model)
+        set_z3_leaf_modules(model, [type(layers[0])])
+
+
+def install_fpdt(
+    model: Any, config: FpdtConfig, optimizer: HMTZeroOptimizer | None
+) -> Installation | None:
+    """After the engine and its optimizer have placed and patched the model.
+
+    Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
+    whatever linear is called: once per layer, then, not once per chunk.
+    """
+    if not config.enabled:
+        return None
+    return install(
+        model,
+        chunk_size=config.chunk_size,
+        offload_kv=config.offload_kv,
+        group=_sequence_group(config.sequence_parallel_size),
+        around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
+    )
+
+
+def _sequence_group(size: int) -> TorchGroup | None:
+    """This rank's group of ``size`` consecutive ranks.
+
+    ZeRO goes on to reduce over all ranks: the mean of gradients over those that share a sequence is the
+    gradient of its loss.
+    """
+    world = dist.get_world_size()
+    if world % size:
+        raise ValueError(
+            f"hmt.fpdt.sequence_parallel_size is {size}, but there are {world} ranks: it must divide them"
+        )
+    if size == 1:
+        return None
+    mine = None
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)  # every rank makes every group
+        mine = group if dist.get_rank() in ranks else mine
+    return TorchGroup(mine)
