@@ -117,6 +117,27 @@ def test_range_finder_of_another_suite(tmp_path: Path) -> None:
     assert "| range_finder |" in done.stdout
 
 
+def test_bytes_held_by_activations(tmp_path: Path) -> None:
+    case = toy_case("held_bytes", tmp_path, "activations")
+    check_fields(case)
+    held = {name: found["device"] for name, found in case["samples"]["bytes"].items()}
+    without = held["no checkpointing"]
+    # 2 layers of 64 tokens, fp32: the stream and the input of each layer, codes of attention's output
+    # and of the MLP's (192 wide); scales, log-sum-exps, what the final norm holds
+    expected = 2 * 64 * (2 * 64 * 4 + 64 + 2 * 192)
+    assert expected < held["the paper's table"] < 1.5 * expected < 0.3 * without
+    assert held["the paper's table, projected backward"] == held["the paper's table"]
+    assert held["swap_host"] == held["swap_ssd"] < held["full recompute"]
+    assert held["full recompute"] < held["Hugging Face's gradient checkpointing"]
+    assert case["samples"]["bytes"]["swap_host"]["host"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step_time", "gradient_error", "main_job"])
+def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
+    check_fields(toy_case(name, tmp_path, "activations"))
+
+
 def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     toy_case("projected_backward", folder)  # runs again: replaces its entry
     done = run_bench("table", "--output", str(folder))

@@ -39,6 +39,7 @@ class ActivationBackend:
         model: what ``attribution`` is of.
         attribution: see :func:`hmt_deepspeed.activations.attribution.attribute`.
         policy, overrides, codecs, of_inputs: see :class:`Policy`.
+        holds_products: whether ``X [Q | P]`` of projected linears is held, else it is computed again.
         around: runs each checkpointed call; it is given what does that, the function and its arguments.
         seed: of the noise of stochastic rounding.
         error_interval: steps between two measurements of what encoding loses; 0: never.
@@ -60,6 +61,7 @@ class ActivationBackend:
         overrides: Mapping[str, Mapping[Component, Choice]] | None = None,
         *,
         of_inputs: Callable[[Codec, int], Codec] | None = None,
+        holds_products: bool = True,
         around: Callable[..., Any] | None = None,
         seed: int = 0,
         error_interval: int = 0,
@@ -75,7 +77,7 @@ class ActivationBackend:
         self._layers: dict[nn.Module, LayerSites] = {}
         for index, layer in enumerate(attribution.layers):
             self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
-        self._around = around
+        self._holds_products, self._around = holds_products, around
         self._seed, self._error_interval = seed, error_interval
         self._transfers = tuple(transfers)
         self._ledger, self._inputs = Ledger(), HeldInputs()
@@ -142,7 +144,9 @@ class ActivationBackend:
         self._last = weakref.ref(recording)
         self.calls = call = self.calls + 1
         key = functools.partial(_key, self._seed, call)
-        record = RecordMode(recording, base, self._ledger, key, self._measures)
+        record = RecordMode(
+            recording, base, self._ledger, key, self._measures, self._holds_products
+        )
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 

@@ -146,6 +146,7 @@ class RecordMode(_CachingMode):
         base: site of the function itself; None: it is no attributed layer's, though it may call some.
         key: of the noise of a rounding, by the number of the operation.
         measures: whether what is encoded with a loss is compared.
+        holds_products: whether ``X [Q | P]`` of projected linears is held, else it is computed again.
     """
 
     def __init__(
@@ -155,8 +156,10 @@ class RecordMode(_CachingMode):
         ledger: Ledger,
         key: Callable[[int], int],
         measures: bool,
+        holds_products: bool,
     ) -> None:
         super().__init__(recording, base, ledger)
+        self._product_codec = _RAW if holds_products else None
         self._key, self._measures = key, measures
         self._dependence = Dependence()
         self._hooks: saved_tensors_hooks | None = None
@@ -223,7 +226,9 @@ class RecordMode(_CachingMode):
         recording = self.recording
         inputs = self._dependence.origin((*args, *kwargs.values()))
         is_product = is_computing_projection()
-        label, codec = ("project", _RAW) if is_product else self._choose(traits, site, inputs)
+        label, codec = self._choose(traits, site, inputs)
+        if is_product:
+            label, codec = "project", self._product_codec
         operation = self._new_operation(func, site, label, out)
         (recording.products if is_product else recording.operations).append(operation)
         self.ledger.count(self.ledger.hits, site.layer, label)
@@ -309,7 +314,9 @@ class ReplayMode(_CachingMode):
         if self._is_busy:
             return func(*args, **kwargs)
         traits = traits_of(func)
-        if traits.heavy and self.site is not None and not is_computing_projection():
+        if traits.heavy and self.site is not None:
+            if is_computing_projection():
+                return self._run_again(func, self.site.layer, "project", args, kwargs)
             return self._replay(func, args, kwargs)
         if traits.writes and self._aliases:
             self._copy_before_write(tensors_among(traits.written(args, kwargs)))
@@ -319,8 +326,10 @@ class ReplayMode(_CachingMode):
         operation = self._recorded("operations", func)
         if operation.held is not None:
             return self._hand_out(operation)
+        return self._run_again(func, operation.site.layer, operation.label, args, kwargs)
+
+    def _run_again(self, func: Any, layer: str, label: str, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        layer, label = operation.site.layer, operation.label
         self.ledger.count(self.ledger.rerun, layer, label)
         self.ledger.count(self.ledger.rerun_flops, layer, label, flops(func, args, kwargs, out))
         return out
@@ -362,9 +371,12 @@ class ReplayMode(_CachingMode):
     def _product(self) -> Tensor | None:
         if self.site is None or self._next["products"] >= len(self.recording.products):
             return None
+        operation = self._recorded("products", None)
+        if operation.held is None:
+            return None
         self._is_busy = True
         try:
-            product: Tensor = self._hand_out(self._recorded("products", None))
+            product: Tensor = self._hand_out(operation)
         finally:
             self._is_busy = False
         return product

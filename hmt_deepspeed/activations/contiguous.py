@@ -67,7 +67,7 @@ class Contiguous:
         """
         layout, flat = flatten(tensor)
         slots = self._slots_for(layout, flat.device, name)
-        if not self._free:
+        if not self._free and self._num_taken() == self.number_checkpoints:
             raise ValueError(
                 f"activation_checkpointing.number_checkpoints is {self.number_checkpoints}, and {name!r} is one "
                 "more. Set it to the number held at once: checkpoints of one forward, times the forwards "
@@ -79,27 +79,28 @@ class Contiguous:
         weakref.finalize(held, heapq.heappush, self._free, index).atexit = False
         return held
 
+    def _num_taken(self) -> int:
+        """Slots that hold a tensor, once those of a backward that broke off have been let go."""
+        if len(self._free) < self.number_checkpoints:
+            _empty_ready_queue()
+        return self.number_checkpoints - len(self._free)
+
     def _slots_for(self, layout: Layout, device: torch.device, name: str) -> Tensor:
-        fits = (
-            self.slots is not None
-            and self.slots.device == device
-            and layout.nbytes <= self.slots.shape[1]
-        )
-        if not fits:
-            taken = self.number_checkpoints - len(self._free)
-            if self.slots is not None and taken:
-                raise ValueError(
-                    f"activation_checkpointing.contiguous_memory_optimization is true, but {name!r} "
-                    f"({layout.nbytes} bytes, {layout.shape} in {layout.dtype} on {device}) does not fit the slots "
-                    f"of {self.slots.shape[1]} bytes on {self.slots.device}, of which {taken} are taken. Legal "
-                    "are checkpoints of one size within a forward: pad them, or turn it off."
-                )
-            self.slots = None  # before the next is allocated
-            slot_bytes = max(1, -(-layout.nbytes // _ALIGNMENT)) * _ALIGNMENT
-            self.slots = torch.empty(
-                self.number_checkpoints, slot_bytes, dtype=torch.uint8, device=device
+        slots = self.slots
+        if slots is not None and slots.device == device and layout.nbytes <= slots.shape[1]:
+            return slots
+        if slots is not None and (num_taken := self._num_taken()):
+            raise ValueError(
+                f"activation_checkpointing.contiguous_memory_optimization is true, but {name!r} "
+                f"({layout.nbytes} bytes, {layout.shape} in {layout.dtype} on {device}) does not fit the slots "
+                f"of {slots.shape[1]} bytes on {slots.device}, of which {num_taken} are taken. Legal "
+                "are checkpoints of one size within a forward: pad them, or turn it off."
             )
-        assert self.slots is not None
+        slots = self.slots = None  # before the next is allocated
+        slot_bytes = max(1, -(-layout.nbytes // _ALIGNMENT)) * _ALIGNMENT
+        self.slots = torch.empty(
+            self.number_checkpoints, slot_bytes, dtype=torch.uint8, device=device
+        )
         return self.slots
 
 
@@ -123,3 +124,9 @@ class HeldSlot:
         tensor, flat = new_like(self._layout, self.memory.device)
         flat.copy_(self.memory)
         return tensor
+
+
+def _empty_ready_queue() -> None:
+    """What was ready to run when a backward on the CPU raised waits in the thread's queue for the next one."""
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()

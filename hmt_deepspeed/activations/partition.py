@@ -88,8 +88,9 @@ class Partitioned:
             return self.inner.encode(tensor, token_dims, key, name)
         size = -(-tokens // world)
         mine = rows[rank * size : (rank + 1) * size]
-        part = rows.new_zeros(size, rows.shape[1])
+        part = rows.new_empty(size, rows.shape[1])
         part[: mine.shape[0]] = mine  # a copy: a view would keep the whole tensor alive
+        part[mine.shape[0] :] = 0
         held = self.inner.encode(part, 0, _key_of_rank(key, rank), name)
         return _HeldPart(self, held, geometry)
 

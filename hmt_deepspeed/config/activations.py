@@ -122,6 +122,11 @@ class ActivationsConfig(StrictModel):
             "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}"
         },
     )
+    projected_inputs: Literal["keep", "recompute"] = Field(
+        default="recompute",
+        description="X [Q | P], which projected linears in a layer save of their input: held, or "
+        "computed again, which costs a product of r + k columns.",
+    )
     rounding: Literal["stochastic", "nearest"] = Field(
         default="stochastic",
         description="Rounding of int8 and fp8: stochastic is unbiased.",

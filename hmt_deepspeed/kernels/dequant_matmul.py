@@ -29,10 +29,7 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 __all__ = ["dequant_matmul", "dequant_matmul_reference", "dequant_matmul_triton"]
 
 _BLOCK_T, _BLOCK_N, _NUM_WARPS = 32, 64, 8
-_BLOCK_M = {
-    False: 128,
-    True: 64,
-}  # whether tiles are fp32, of which twice as many would not fit the registers
+_BLOCK_M = {False: 128, True: 64}  # by whether tiles are fp32, which take more registers
 
 
 def dequant_matmul_reference(

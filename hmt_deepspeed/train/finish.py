@@ -156,8 +156,8 @@ def write_run_summary(
 ) -> dict[str, Any]:
     """`summary.json`: sizes, losses, speed, memory (the largest rank's) and the machine.
 
-    Fields of our optimizer and activations are None where those are stock. Speeds leave out this process's first
-    step. `final_train_loss` is the last step's.
+    Fields of our optimizer and activations are None where those are stock. Speeds leave out this
+    process's first step. `final_train_loss` is the last step's.
     """
     memory = device_memory(loop.accelerator)
     peaks = torch.tensor([memory.peak, peak_host_bytes()], device=loop.engine.device)

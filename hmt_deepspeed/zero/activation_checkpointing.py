@@ -177,11 +177,14 @@ class Service:
     Of several engines the one answers whose model computes just now, else the last built.
 
     What is as in DeepSpeed: CPU, accelerator and tracker (``get_cuda_rng_tracker``) random states are in
-    recomputation what they were in forward; inputs that need no gradient, that are no floating-point
-    tensors, that are parameters or that carry ``no_checkpointing`` are held as they are, the others as the
-    keys say. What is better: gradients need no input that requires grad, keyword arguments and
-    ``torch.autograd.grad`` work, no input is emptied behind the caller's back, and what the policy holds of
-    attributed layers within is not computed again. A checkpoint within a checkpoint is part of it.
+    recomputation what they were in forward; several outputs come back as a tuple; what carries
+    ``no_checkpointing`` is held as it is. So are parameters, and what needs no gradient beside the hidden
+    states (the first floating-point tensor): masks are mostly the model's own.
+
+    What is better: gradients need no input that requires grad, ``torch.autograd.grad`` and a second backward
+    work, no input is emptied behind the caller's back, and what the policy holds of attributed layers within
+    is not computed again. A checkpoint within a checkpoint is part of it. Inputs are not moved: DeepSpeed
+    copies those on the host to the device.
 
     Args:
         module: the engine's model.
@@ -207,22 +210,29 @@ class Service:
         """``function(*args)``; what it computed in between is computed again in backward."""
         if not torch.is_grad_enabled() or active_mode() is not None:
             return function(*args)
-        where = [index for index, arg in enumerate(args) if _is_activation(arg)]
-        activations = [args[index] for index in where]
-        replay = _Replay(function, args, where)
+        where = _activations(args)
         return self.backend.checkpoint(
-            replay, *activations, use_reentrant=False, preserve_rng_state=False, redraws=True
+            _Replay(function, args, where),
+            *(args[position] for position in where),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            redraws=True,
         )
 
 
-def _is_activation(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.requires_grad
-        and value.is_floating_point()
-        and not isinstance(value, nn.Parameter)
-        and not getattr(value, "no_checkpointing", False)
-    )
+def _activations(args: tuple[Any, ...]) -> list[int]:
+    """Positions of the hidden states, which come first, and of what else is computed with gradients."""
+    found: list[int] = []
+    for position, arg in enumerate(args):
+        if (
+            isinstance(arg, Tensor)
+            and arg.is_floating_point()
+            and not isinstance(arg, nn.Parameter)
+            and not getattr(arg, "no_checkpointing", False)
+            and (arg.requires_grad or not found)
+        ):
+            found.append(position)
+    return found
 
 
 class _Replay:
@@ -238,14 +248,14 @@ class _Replay:
         self.__wrapped__ = function
         self._args: list[Any] = list(args)
         self._where = where
-        for index in where:
-            self._args[index] = None
+        for position in where:
+            self._args[position] = None
         self._forward_states: _RandomStates | None = None
 
     def __call__(self, *activations: Tensor) -> Any:
         args = list(self._args)
-        for index, activation in zip(self._where, activations, strict=True):
-            args[index] = activation
+        for position, activation in zip(self._where, activations, strict=True):
+            args[position] = activation
         if self._forward_states is None:
             self._forward_states = _RandomStates()
             return self.__wrapped__(*args)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from pydantic import BaseModel
 from torch import nn
 
@@ -66,6 +67,7 @@ class Activations:
         self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
         _check_patterns(self.overrides, self.attribution)
         self._current_step, self._step, self._head_calls = current_step, -1, 0
+        self._has_checked = False
         with ExitStack() as undo:  # of what was done before something is refused
             self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
             undo.callback(self.memory.close)
@@ -78,6 +80,7 @@ class Activations:
                 self._codecs,
                 self.overrides,
                 of_inputs=inputs.codec,
+                holds_products=config.projected_inputs == "keep",
                 around=Boundary(inputs.keys).run,
                 error_interval=config.error_interval,
             )
@@ -127,11 +130,24 @@ class Activations:
         """Before a forward: the report is of the window that it belongs to."""
         step = self._current_step()
         if module.training and step != self._step:
+            if self._step >= 0 and not self._has_checked:
+                self._check_missed()
             self._step = step
             self._head_calls = 0
             self.memory.begin_step()
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
+
+    def _check_missed(self) -> None:
+        """After the first step: a policy on operations that a layer does not have does nothing, which is told."""
+        self._has_checked = True
+        missed = _grouped(self.backend.report().missed)
+        if missed:
+            logger.warning(
+                "hmt.activations: no operation was found for %s. Its modules compute in another way than "
+                "attribution expects: see hmt.activations.components.",
+                ", ".join(missed),
+            )
 
     # -- what people see --------------------------------------------------------------------------
 
@@ -160,9 +176,8 @@ class Activations:
         lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
         lines += [table]
         if self.attribution.unattributed:
-            lines.append(
-                f"no component, kept: {', '.join(_grouped(self.attribution.unattributed))}"
-            )
+            names = ", ".join(_grouped(self.attribution.unattributed))
+            lines.append(f"no component, held as they are: {names}")
         if {"swap_host", "swap_ssd"} & self._codecs.keys():
             ssd = self.memory.nvme_path if "swap_ssd" in self._codecs else None
             limit = format_bytes(self.memory.limit)
@@ -216,4 +231,4 @@ def _check_patterns(overrides: Mapping[str, object], attribution: Attribution) -
 
 def _grouped(names: tuple[str, ...]) -> list[str]:
     """Names that differ in numbers only, once."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+    return list(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names))

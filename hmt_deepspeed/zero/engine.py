@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,7 +111,8 @@ class HMTEngine(DeepSpeedEngine):
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         if not hmt.gives("activations"):
             return
-        check_activations(config)
+        check_activations(config, hmt.activations, self._hmt_options)
+        this = weakref.ref(self)  # the model must not keep its engine alive
         self.hmt_activations = Activations(
             self.module,
             hmt.activations,
@@ -118,7 +120,7 @@ class HMTEngine(DeepSpeedEngine):
             device=self.device,
             mpu=self.mpu,
             aio=self._config.aio_config if "aio" in config else None,
-            current_step=lambda: int(self.global_steps),
+            current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
         )
 
     def destroy(self) -> None:

@@ -11,6 +11,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
+from hmt_deepspeed.config import ActivationsConfig
+
 __all__ = ["check_activations", "check_engine", "check_supported"]
 
 Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
@@ -36,16 +38,29 @@ def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]
         )
 
 
-def check_activations(config: dict[str, Any]) -> None:
-    """Refuse what an activation backend cannot see, whatever the optimizer.
+def check_activations(
+    config: dict[str, Any], activations: ActivationsConfig, options: dict[str, Any] | None
+) -> None:
+    """Refuse what an activation backend cannot see, and what it would ignore.
+
+    Args:
+        options: fields of ``hmt.optimizer``; None under another optimizer.
 
     Raises:
-        ValueError: DeepCompile, whose graphs bypass the modules.
+        ValueError: DeepCompile, whose graphs bypass the modules; what becomes of projected inputs, where
+            there are none.
     """
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(
             "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "
             "graphs bypass the modules that activations are attributed to: remove one of the two."
+        )
+    projected = options is not None and options["projected_backward"] is not False
+    if "projected_inputs" in activations.model_fields_set and not projected:
+        raise ValueError(
+            f"hmt.activations.projected_inputs is {activations.projected_inputs!r}, but nothing is projected "
+            'without HMT\'s optimizer and its projected backward: remove it, or set "optimizer": {"type": '
+            '"HMT"}.'
         )
 
 

@@ -33,6 +33,7 @@ SHAPE = Shape(512, 8, 8, sequence=1024, micro_batch=4)
 RANK = 64
 BASELINE = "no checkpointing"
 PAPER, PROJECTED = "the paper's table", "the paper's table, projected backward"
+HELD = "the paper's table, projected backward, X [Q | P] held"
 HF, ON_CPU = "Hugging Face's gradient checkpointing", "torch's save_on_cpu"
 FULL, TO_HOST, TO_SSD = "full recompute", "swap_host", "swap_ssd"
 
@@ -59,6 +60,7 @@ def contenders(folder: str) -> dict[str, Contender]:
         BASELINE: Contender(),
         PAPER: Contender({}),
         PROJECTED: Contender({}, projected=True),
+        HELD: Contender({"projected_inputs": "keep"}, projected=True),
         FULL: Contender({"policy": dict.fromkeys(_RECOMPUTED, "recompute")}),
         TO_HOST: Contender({"policy": dict.fromkeys(_SWAPPED, "swap_host")}),
         TO_SSD: Contender({"policy": dict.fromkeys(_SWAPPED, "swap_ssd"), **swap_ssd}),
@@ -132,7 +134,7 @@ def held_bytes(setting: Setting) -> CaseResult:
     result.samples["bytes"] = found
     whole = found[BASELINE]["device"]
     result.measurements.append(
-        Measurement(f"{shape.label}: {BASELINE}", whole, "bytes", note=_BYTES_NOTE)
+        Measurement(f"{shape.label}: {BASELINE}", float(whole), "bytes", note=_BYTES_NOTE)
     )
     for name, held in found.items():
         if name == BASELINE:

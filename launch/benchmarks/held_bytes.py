@@ -30,7 +30,9 @@ class FreshStorages(TorchDispatchMode):
         given = {_identity(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and _identity(tensor) not in given:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:  # which has no memory
+                continue
+            if _identity(tensor) not in given:
                 storage = tensor.untyped_storage()
                 entry = (StorageWeakRef(storage), storage.nbytes())
                 self._found[self._place][_identity(tensor)] = entry

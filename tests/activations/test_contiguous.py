@@ -1,6 +1,7 @@
 """Checkpoints in the slots of one allocation: constant addresses, reuse, and what does not fit."""
 
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -56,6 +57,40 @@ def test_what_is_held_does_not_see_later_writes_and_outlives_its_slot():
     codec.encode(torch.ones(8, 3))
     assert torch.equal(first, original)
     assert torch.equal(second, original)
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_a_second_backward_and_one_that_breaks_off(larger):
+    layers = make_layers(LAYERS, WIDTH)
+    codec = Contiguous(LAYERS)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    expected = step(layers, None, x)
+
+    def forward():
+        y = x
+        for layer in layers:
+            y = checkpointed(layer, y, codec)
+        return y.square().sum()
+
+    def broken(grad):
+        raise RuntimeError("broken off")
+
+    loss = forward()
+    handle = layers[1][0].weight.register_hook(broken)
+    with suppress(RuntimeError):
+        loss.backward()
+    handle.remove()
+    del loss
+    for layer in layers:
+        layer.zero_grad()
+    x = torch.cat([x, x]) if larger else x
+    loss = forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found = [p.grad for layer in layers for p in layer.parameters()]
+    if larger:
+        expected = step(layers, None, x)
+    assert all(torch.equal(f, 2 * e) for f, e in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,19 @@ def test_blocks_along_channels_would_be_spoilt():
     assert gradient_error(x, INT8.round_trip(x, 256), delta) < 0.01
 
 
+# All ones: a NaN whose pattern overflows when it is rounded up; what the memory room scrubs with.
+ONES = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+
+
 @CODES
 @KEYS
-@pytest.mark.parametrize("bad", [inf, -inf, nan])
+@pytest.mark.parametrize("bad", [inf, -inf, nan, ONES], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_what_is_not_finite_spoils_its_block_only(code, key, bad, dtype):
     value = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     clean = code.round_trip(value, 16, key)
     value[20, 3] = bad
+    assert code.encode(value, 16, key)[1].isnan().nonzero().tolist() == [[1, 3]]
     out = code.round_trip(value, 16, key)
     assert out[16:32, 3].isnan().all()
     out[16:32, 3] = clean[16:32, 3]
@@ -171,6 +176,16 @@ def test_finite_values_stay_finite(code, key, dtype):
         assert (
             out.double() / signed.double() - 1
         ).abs().max() < 0.13  # a step of e4m3, if stochastic
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_quotient_above_the_largest_code_stays_it(sign):
+    """fp32 may round ``a / t`` down to a bf16 number, and then ``a / s`` exceeds t by a little."""
+    for code, pattern in ((INT8, 127 if sign > 0 else 129), (FP8, 126 if sign > 0 else 254)):
+        scaled = torch.tensor([sign * code.top * (1 + 2.0**-22)])
+        # The noise for which the code above would be taken (of a negative int8, the one below).
+        assert code.module._to_codes(scaled, 0.0 if sign > 0 else 1.0 - 2.0**-24).item() == pattern
+        assert code.module._to_codes(scaled, 0.0).item() == pattern
 
 
 @CODES
@@ -290,7 +305,13 @@ def kernel_cases(device):
     for index, (tokens, channels, block) in enumerate(shapes):
         value = activations(tokens, channels)
         if index == 0:
-            value[3, 0], value[4, 1], value[5, 2], value[:, 3] = inf, nan, -inf, 0.0
+            value[3, 0], value[4, 1], value[5, 2], value[:, 3], value[6, 7] = (
+                inf,
+                nan,
+                -inf,
+                0.0,
+                ONES,
+            )
             value[:, 4] = torch.linspace(-1e-39, 1e-39, tokens)
             value[:, 5] = torch.linspace(0.9, 1.0, tokens) * torch.finfo(torch.float32).max
         for dtype in FLOATS:
