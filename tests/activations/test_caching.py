@@ -155,6 +155,35 @@ def test_memory_that_is_filled_unseen_depends_on_all_before_it():
             assert_same(stack_gradients(model), expected)
 
 
+class _SavesLate(torch.autograd.Function):
+    """A product that saves its weight after it, as a projected linear does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        out = x @ weight.t()
+        ctx.save_for_backward(weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0], None
+
+
+def test_weights_that_are_gathered_on_the_way_depend_on_nothing():
+    class Gathering(nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.empty_like(self.weight).copy_(self.weight.data)
+            return _SavesLate.apply(x, self.weight)
+
+    model = stack()
+    for layer in model.layers:
+        layer.fc2 = Gathering(32, 16, bias=False)
+    expected = stack_gradients(model)
+    with backend_on(model, "keep") as backend:
+        assert_same(stack_gradients(model), expected)
+        assert backend.report().rerun == {}
+
+
 def test_memory_filled_in_parts_stays_open():
     class Parts(nn.Module):
         def __init__(self):
@@ -348,14 +377,13 @@ def test_dropout_does_not_need_what_it_drops(dropout):
 def test_without_preserved_random_state_the_generator_is_left_alone():
     model = Stack(Drawing())
     components = {"attention": "attention_output", "attention.out": "residual"}
-    backend = make_backend(model, {"attention_output": "keep"}, attribution_of(model, components))
-    loss = backend.checkpoint(model, batch(), preserve_rng_state=False).square().sum()
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "set_rng_state", lambda _: pytest.fail("the generator was set"))
-        loss.backward()
-    assert not torch.equal(before, torch.get_rng_state())  # the dropouts drew anew
+    policy = {"attention_output": "keep", "residual": "keep"}
+    with installed(model, policy, attribution=attribution_of(model, components)) as backend:
+        loss = backend.checkpoint(model, batch(), preserve_rng_state=False).square().sum()
+        assert backend.report().hits["layers.0"]["attention_output"] == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "set_rng_state", lambda _: pytest.fail("the generator was set"))
+            loss.backward()
 
 
 # -- graphs -------------------------------------------------------------------------------------------
@@ -493,6 +521,33 @@ def test_two_threads_at_once():
             thread.join()
         assert backend.held_bytes == 0
     assert all(torch.equal(found[name], expected) for name in range(3))
+
+
+def test_a_thread_does_not_take_anothers_call_for_its_own():
+    class Interrupted(nn.Module):
+        other = None
+
+        def forward(self, x):
+            other, self.other = self.other, None
+            if other is not None:
+                other.start()
+                other.join()
+            return torch.tanh(x)
+
+    model = stack(count=1, between=Interrupted)
+    expected = stack_gradients(model)
+    with backend_on(model, "keep") as backend:
+        found = []
+
+        def other():
+            x = batch().requires_grad_()
+            found.extend(torch.autograd.grad(model(x).square().sum(), x))
+
+        model.layers[0].between.other = threading.Thread(target=other)
+        assert_same(stack_gradients(model), expected)
+        assert torch.equal(found[0], expected["x"])
+        assert backend.calls == 2
+        assert backend.report().rerun == {}
 
 
 # -- calls in calls -----------------------------------------------------------------------------------
