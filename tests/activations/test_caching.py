@@ -431,6 +431,9 @@ def test_an_exception_in_backward_leaks_nothing_and_the_next_step_is_right(choic
             stack_gradients(model)
         model.layers[0].between.fails = False
         assert backend.held_bytes == 0
+        if choice == "swap_host":
+            backend._policy.input_codec("swap_host", 0).sweep()
+            assert store.pool.used_bytes == 0
         backend.calls = 0  # the same noise
         assert_same(stack_gradients(model), expected)
 
@@ -563,26 +566,21 @@ def test_an_input_of_two_calls_is_held_once():
     torch.testing.assert_close(found, x.grad)
 
 
-def test_an_input_is_not_mistaken_for_one_at_the_same_address_or_before_a_write():
-    model = stack()
-    with backend_on(model, "int8", store=host_store()) as backend:
-        backend._layers[model.layers[0]].__dict__["input_codec"] = backend._policy._codecs["int8"]
-        base = batch()
-        outs = []
-        for _ in range(2):
-            x = base.clone().requires_grad_()
-            outs.append(model.layers[0](x * 1.0))
-            base.add_(1.0)
-        assert len({id(h) for h in backend._inputs._held.values()}) == 2
-
-
-def test_compiled_models_run_their_layers_uncompiled():
-    model = stack()
-    expected = stack_gradients(model)
-    with backend_on(model, "recompute") as backend:
-        compiled = torch.compile(model, backend="eager")
-        assert_same(stack_gradients(model, run=compiled), expected)
-        assert backend.report().rerun == {"mlp_intermediate": 2}
+def test_an_input_is_not_mistaken_for_one_before_a_write_or_at_its_address():
+    model = stack(count=1)
+    weight = model.layers[0].fc1.weight
+    x, total, inputs = batch(), 0.0, []
+    with installed(model, {"embedding": "int8"}, attribution=attribution_of(model)):
+        for number in range(4):
+            total = total + model(x).square().sum()
+            inputs.append(x.clone())
+            if number % 2:
+                x = inputs[-1] - 3  # memory that was freed, perhaps
+            else:
+                x.add_(1)
+        (found,) = torch.autograd.grad(total, weight)
+    (expected,) = torch.autograd.grad(sum(model(x).square().sum() for x in inputs), weight)
+    assert (found - expected).norm() < 0.02 * expected.norm()  # taken for another: about 1
 
 
 # -- no graph -----------------------------------------------------------------------------------------
