@@ -150,10 +150,9 @@ class ActivationBackend:
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 
-        options = {**kwargs, **options}
-
         def run(fn: Callable[..., Any], *args: Any) -> Any:
-            return run_checkpointed(fn, args, options, (record, replay), holders)
+            modes = (record, replay)
+            return run_checkpointed(fn, args, {**kwargs, **options}, modes, holders)
 
         return run(fn, *args) if self._around is None else self._around(run, fn, *args)
 
@@ -195,7 +194,7 @@ class ActivationBackend:
         key: int,
         tensor: Tensor,
     ) -> Held:
-        held, is_new = self._inputs.hold(tensor, codec, key, f"{layer}: {label}")
+        held, is_new = self._inputs.hold(tensor, codec, key, f"{layer or 'checkpoint'}: {label}")
         if is_new:
             recording.charge(layer, label, held.nbytes)
             if self._measures and codec.lossy:
@@ -288,10 +287,12 @@ def _owner(fn: Callable[..., Any]) -> nn.Module | None:
     """The module whose forward a function is, if any."""
     found: Any = fn
     while found is not None:
-        for module in (found, getattr(found, "__self__", None), *getattr(found, "args", ())[:1]):
+        is_partial = isinstance(found, functools.partial)
+        first = found.args[:1] if is_partial else ()
+        for module in (found, getattr(found, "__self__", None), *first):
             if isinstance(module, nn.Module):
                 return module
-        found = getattr(found, "func", None) or getattr(found, "__wrapped__", None)
+        found = found.func if is_partial else getattr(found, "__wrapped__", None)
     return None
 
 

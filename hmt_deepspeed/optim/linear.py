@@ -85,11 +85,10 @@ class InputGroup:
     def product(self, x: Tensor, site: ProjectedSite) -> Tensor:
         """``X B`` of one member, T x width: a view of the product that all members share."""
         if self._product is None or self._key != _input_key(x) or id(site) in self._served:
+            kept = kept_projection()
+            self._product, self._served = self._compute(x) if kept is None else kept, set()
             # Holding the input keeps its address from being reused.
             self._input, self._key = x.detach(), _input_key(x)
-            kept = kept_projection()
-            self._product = self._compute(x) if kept is None else kept
-            self._served = set()
         begin, end = site.span
         part = self._product[:, begin:end]
         self._served.add(id(site))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from benchmarks.setting import (
     Setting,
     Shape,
     engine_config,
+    free_port,
     llama,
 )
 from benchmarks.timing import column, interleave, median_of, paired_spread
@@ -264,7 +266,9 @@ def _train(config: dict[str, Any], steps: int) -> dict[str, Any]:
         command = [sys.executable, str(_ROOT / "launch" / "run.py")]
         command += ["--deepspeed_config", str(path), "--max_steps", str(steps)]
         command += ["--save_interval", "0", "--eval_interval", "0", "--output_dir", folder + "/run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        env = {**os.environ, **place, "MASTER_PORT": str(free_port())}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text(encoding="utf-8"))
     records = [json.loads(line) for line in lines]

@@ -210,6 +210,25 @@ def test_a_rule_that_matches_in_another_list_makes_it_layers() -> None:
     assert attribution.unattributed == ("vision.patch",)
 
 
+def test_the_language_model_is_what_the_model_says_it_is() -> None:
+    model = Tower()
+    model.vision.blocks.extend(Block() for _ in range(4))  # larger than the language model
+    model.decoder = nn.ModuleDict({"blocks": model.blocks})
+    del model.blocks
+    model.get_decoder = lambda: model.decoder
+    attribution = attribute(model, {r"^decoder\..*" + p: c for p, c in RULES.items()})
+    assert [layer.name for layer in attribution.layers] == ["decoder.blocks.0", "decoder.blocks.1"]
+    assert attribution.unattributed == ("vision",)
+
+
+def test_a_list_within_a_layer_is_part_of_it() -> None:
+    model = Tower()
+    model.blocks[1].experts = nn.ModuleList([nn.Linear(16, 16)])
+    attribution = attribute(model, {r"^blocks.*(w.|experts\.\d)$": "mlp_intermediate"})
+    assert [layer.name for layer in attribution.layers] == ["blocks.0", "blocks.1"]
+    assert attribution.layers[1].components["experts.0"] == "mlp_intermediate"
+
+
 def test_a_rule_decides_before_the_table_and_the_first_before_the_next() -> None:
     rules = {"q_proj": "residual", r"[qk]_proj": "mlp_intermediate", r"down_proj": "residual"}
     components = attribute(tiny("llama"), rules).layers[0].components

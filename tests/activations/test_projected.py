@@ -93,6 +93,28 @@ def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy
     assert report.unread == {}
 
 
+def test_products_may_be_computed_again():
+    def products(**options):
+        model = tiny("llama")
+        optimizer = HMT(model, **OPTIONS | {"update_interval": 100})
+        for _ in range(2):
+            model(input_ids=tokens(), labels=tokens()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with installed(model, PAPER_KEPT, **options) as backend:
+            model(input_ids=tokens(), labels=tokens()).loss.backward()
+            report = backend.report()
+        _assert_nothing_is_left(model)
+        return [site.take() for _, (site, _) in sorted_sites(model)], report
+
+    held, _ = products()
+    found, report = products(holds_products=False)
+    for one, other in zip(found, held, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert "project" not in report.bytes_by_label
+    assert report.rerun["project"] == sum(report.hits[n]["project"] for n in report.hits)
+
+
 def test_an_exception_in_the_middle_leaves_the_groups_in_step():
     model = tiny("llama")
     optimizer = HMT(model, **OPTIONS)

@@ -16,7 +16,9 @@ def run(stage, policy, gas=1, dtype=None):
     """Losses, weights and the last step's report."""
     from backends import host_store, make_backend
 
-    config = ds_config(stage, gas=gas, **({dtype: {"enabled": True}} if dtype else {}))
+    none_stays = {"stage3_param_persistence_threshold": 0}  # not even norms
+    half = {dtype: {"enabled": True}} if dtype else {}
+    config = ds_config(stage, gas=gas, zero_optimization=none_stays, **half)
     engine = make_engine(config, tiny_llama(layers=3))
     engine.train()
     if policy is None:
