@@ -153,7 +153,7 @@ def test_inputs_as_embeddings_get_their_gradient():
 
 
 def test_under_autocast():
-    """bf16 arithmetic on fp32 weights, whose casts must not be cached from a pass without grad."""
+    """bf16 arithmetic on fp32 weights, also in backward, where the caller's autocast has ended."""
     model, inputs = tiny(), batch()
     _, exact = step(model, inputs)
 
