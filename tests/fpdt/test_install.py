@@ -236,6 +236,15 @@ def test_sizes_below_one(sizes):
         install(tiny(), *sizes)
 
 
+def test_installing_leaves_registered_attention_as_it_is():
+    from transformers import AttentionInterface
+
+    register_attention(chunk_size=8)
+    before = AttentionInterface()[ATTENTION]
+    with fpdt(tiny()):
+        assert AttentionInterface()[ATTENTION] is before
+
+
 def test_generate_uses_the_models_own_layers_and_cache():
     model, inputs = tiny(), batch(rows=1)
     prompt = inputs["input_ids"][:, :9]
