@@ -73,14 +73,11 @@ class ParameterGradients:
 
 
 def autocast_of(device: torch.device) -> AbstractContextManager[None]:
-    """The caller's autocast, to be entered again in backward.
-
-    Its cache of cast weights is off: a cast made without grad would be found by the pass that needs one.
-    """
+    """The caller's autocast, to be entered again in backward."""
     kind = device.type
     return torch.autocast(
         kind,
         enabled=torch.is_autocast_enabled(kind),
         dtype=torch.get_autocast_dtype(kind),
-        cache_enabled=False,
+        cache_enabled=torch.is_autocast_cache_enabled(),
     )

@@ -120,7 +120,10 @@ def install(
         raise ValueError(
             f"fpdt.chunk_size is {chunk_size}, fewer tokens than the {sequence.size} ranks that share it"
         )
-    register_attention()
+    from transformers import AttentionInterface
+
+    if ATTENTION not in AttentionInterface():
+        register_attention()
     installation = Installation(ChunkMemory(offload_kv), sequence)
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:

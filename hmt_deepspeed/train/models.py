@@ -115,7 +115,7 @@ def build_model(
     dtype = config_dtype(ds_config)
     with _partitioned(ds_config):
         if name in PRESETS:
-            return _random_model(PRESETS[name], name, tokenizer, seq_length, seed, dtype)
+            return _random_model(PRESETS[name], tokenizer, seq_length, seed, dtype)
         return _pretrained_model(name, tokenizer, seq_length, dtype)
 
 
@@ -138,11 +138,10 @@ def _partitioned(ds_config: dict[str, Any]) -> Iterator[None]:
 
 
 def _random_model(
-    preset: Preset, name: str, tokenizer: Any, seq_length: int, seed: int, dtype: torch.dtype
+    preset: Preset, tokenizer: Any, seq_length: int, seed: int, dtype: torch.dtype
 ) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    _check_positions(name, preset.max_positions, seq_length)
     config = LlamaConfig(
         vocab_size=-(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         hidden_size=preset.hidden,
@@ -150,7 +149,8 @@ def _random_model(
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
         num_key_value_heads=preset.kv_heads,
-        max_position_embeddings=preset.max_positions,
+        # Rotary positions have no weights: a model that starts here may be as long as its rows.
+        max_position_embeddings=max(preset.max_positions, seq_length),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -166,6 +166,26 @@ def test_bytes_moved_are_those_of_the_schedule():
     memory.close()
 
 
+def test_backward_fetches_queries_once_where_the_next_row_begins_with_them():
+    """With a window that reaches into one chunk before, no sum of dQ leaves the device either."""
+    visibility, shape = Visibility.causal(48, window=8), AttentionShape(1, 48, 4, 2, 8, 4)
+    q, k, v, grad = (torch.randn(1, heads, 48, 8) for heads in (4, 2, 2, 4))
+    memory = ChunkMemory(offload=True)
+    with memory.open(q.device, shape, 8, backward=True) as chunks:
+        attention = OnlineAttention(visibility, 8, 0.3, chunks)
+        for index, (begin, end) in enumerate(attention.spans):
+            parts = tuple(t[:, :, begin:end].contiguous() for t in (q, k, v))
+            out, lse = attention.forward(index, lambda parts=parts: parts, for_backward=True)
+            attention.keep_gradient(index, out, lse, grad[:, :, begin:end].contiguous())
+        counters = memory.engine.counters
+        before = counters.bytes_in, counters.bytes_out
+        attention.backward(lambda *_: None)
+    keys, queries, sums = 2 * 8 * 8 * 4, 4 * 8 * 8 * 4, 4 * 8 * 4
+    assert counters.bytes_in - before[0] == 6 * (2 * keys + 3 * queries + sums)
+    assert counters.bytes_out == before[1]
+    memory.close()
+
+
 @pytest.mark.parametrize("chunk_size", [8, 20])
 def test_host_memory_is_what_the_formula_says(chunk_size):
     visibility, shape = Visibility.causal(53, batch=2), AttentionShape(2, 53, 4, 2, 8, 4)

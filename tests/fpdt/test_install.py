@@ -21,6 +21,15 @@ def test_removal_restores_the_model():
     assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
 
 
+def test_the_cache_is_off_so_that_documents_stay_apart():
+    """With a cache HF looks for no documents, and a layer would keep all keys and values."""
+    inputs = batch() | {"position_ids": torch.tensor([[*range(10), *range(27)]] * 2)}
+    expected = step(tiny(), inputs)[0]
+    with fpdt(model := tiny(use_cache=True)):
+        torch.testing.assert_close(step(model, inputs)[0], expected, rtol=1e-5, atol=0)
+    assert model.config.use_cache
+
+
 def test_signatures_stay_those_of_the_model():
     """HF's Trainer looks at them to know which columns to keep."""
     import inspect
@@ -225,6 +234,15 @@ def test_a_loss_of_the_users_own():
 def test_sizes_below_one(sizes):
     with pytest.raises(ValueError, match="at least 1"):
         install(tiny(), *sizes)
+
+
+def test_installing_leaves_registered_attention_as_it_is():
+    from transformers import AttentionInterface
+
+    register_attention(chunk_size=8)
+    before = AttentionInterface()[ATTENTION]
+    with fpdt(tiny()):
+        assert AttentionInterface()[ATTENTION] is before
 
 
 def test_generate_uses_the_models_own_layers_and_cache():

@@ -21,7 +21,7 @@ def test_every_family_in_fp32(name):
     compare(tiny(name), batch(), piece_size=3)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 36, 37, 1000])
+@pytest.mark.parametrize("chunk_size", [2, 5, 36, 37, 1000])
 def test_every_chunk_size(chunk_size):
     compare(tiny(), batch(), chunk_size=chunk_size)
 
@@ -122,14 +122,11 @@ def test_documents_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if "biases" not in n])
-@pytest.mark.parametrize("labelled", [True, False], ids=["padding labelled", "padding ignored"])
-def test_padding_on_the_right(name, labelled):
+def test_padding_on_the_right(name):
     """Also what padding itself computes, where somebody counts its labels."""
     inputs = batch()
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, 21:] = 0
-    if not labelled:
-        inputs["labels"][mask == 0] = -100
     model = tiny(name)
     compare(model, inputs | {"attention_mask": mask})
 
@@ -153,7 +150,7 @@ def test_inputs_as_embeddings_get_their_gradient():
 
 
 def test_under_autocast():
-    """bf16 arithmetic on fp32 weights, whose casts must not be cached from a pass without grad."""
+    """bf16 arithmetic on fp32 weights, also in backward, where the caller's autocast has ended."""
     model, inputs = tiny(), batch()
     _, exact = step(model, inputs)
 

@@ -118,7 +118,7 @@ def test_a_plain_model_needs_eight_times_more():
         return live.peak
 
     plain = peak()
-    with fpdt(model, 32):
+    with fpdt(model, 64):
         ours = peak()
     assert plain >= 8 * ours
 
