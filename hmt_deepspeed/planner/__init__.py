@@ -1,0 +1,1 @@
+"""Pure planning: frozen inputs (model, machine, budget) to a frozen plan. No CUDA, no clock, no I/O."""
