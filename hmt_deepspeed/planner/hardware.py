@@ -42,6 +42,7 @@ class Machine:
         peak_flops: datasheet bf16 FLOP/s of one GPU, dense: what MFU and HFU refer to.
         matmul: FLOP/s that products reach on one GPU.
         gpu_memory: bytes of one GPU that a process can use.
+        gpu_bandwidth: bytes/s of its own memory, reads and writes together.
         device_to_host, host_to_device: bytes/s of one GPU's link through pinned memory, one way alone.
         both_directions: bytes/s of both ways together when both are busy.
         gpus_per_link: GPUs that share one such link to the host.
@@ -60,6 +61,7 @@ class Machine:
     peak_flops: float
     matmul: MatmulRates
     gpu_memory: int
+    gpu_bandwidth: float
     device_to_host: float
     host_to_device: float
     both_directions: float
@@ -137,6 +139,7 @@ class Machine:
 _POSITIVE = {
     "peak_flops": "FLOP/s",
     "gpu_memory": "bytes",
+    "gpu_bandwidth": "bytes/s",
     "device_to_host": "bytes/s",
     "host_to_device": "bytes/s",
     "both_directions": "bytes/s",
@@ -229,7 +232,7 @@ _PCIE5 = {"device_to_host": 55.0 * GB, "host_to_device": 55.0 * GB, "both_direct
 _SERVER_ADAM, _DESKTOP_ADAM = 0.26, 1.0
 
 
-def _consumer(name: str, peak: float, fp32: float, memory_gib: int) -> Machine:
+def _consumer(name: str, peak: float, fp32: float, memory_gib: int, bandwidth: float) -> Machine:
     """A consumer card in a PCIe 4.0 slot without peer-to-peer: collectives go through the host."""
     # LoHan reaches 155.8 of the 4090's 165.2 TFLOPS over whole steps: 95 % of peak is assumed of products.
     reached = 0.95 * peak
@@ -238,6 +241,7 @@ def _consumer(name: str, peak: float, fp32: float, memory_gib: int) -> Machine:
         peak_flops=peak * TERA,
         matmul=MatmulRates(reached * TERA, reached * TERA, 0.85 * fp32 * TERA),
         gpu_memory=memory_gib * GIB,
+        gpu_bandwidth=0.9 * bandwidth * GB,
         interconnect=12.0 * GB,  # half of the link: down to the host and up again
         cpu_adam_ns=_DESKTOP_ADAM,
         host_memory=128 * GIB,
@@ -252,6 +256,7 @@ def _data_centre(
     reached: float,
     fp32: float,
     memory: int,
+    bandwidth: float,
     link: Mapping[str, float],
     nvlink: float,
 ) -> Machine:
@@ -261,6 +266,7 @@ def _data_centre(
         peak_flops=peak * TERA,
         matmul=MatmulRates(reached * TERA, reached * TERA, fp32 * TERA),
         gpu_memory=memory,
+        gpu_bandwidth=0.9 * bandwidth * GB,
         interconnect=0.8 * nvlink * GB,
         cpu_adam_ns=_SERVER_ADAM,
         host_memory=512 * GIB,
@@ -272,16 +278,16 @@ def _data_centre(
 # Peaks are NVIDIA's, dense, 16-bit factors with fp32 sums (whitepapers of GA102 and Ada, datasheets of A100,
 # H100 SXM, H200 SXM); fp32 is that of the CUDA cores. What large products reach of a data-centre card's peak
 # is lower, limited by power: 85 % of A100's and 72 % of Hopper's are usual figures of matmul benchmarks. None
-# of these was measured here; a profile is better. Memory is what `nvidia-smi` reports in total.
+# of these was measured here; a profile is better. Of a memory's datasheet bandwidth 90 % is assumed to arrive. Memory is what `nvidia-smi` reports in total.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _consumer("rtx4090", 165.2, 82.6, 24),
-        _consumer("rtx3090", 71.0, 35.6, 24),
-        _consumer("rtx4080", 97.5, 48.7, 16),
-        _data_centre("a100-80g", 312.0, 265.0, 17.0, 80 * GIB, _PCIE4, 300.0),
-        _data_centre("h100", 989.4, 710.0, 50.0, 80 * GIB, _PCIE5, 450.0),
-        _data_centre("h200", 989.4, 710.0, 50.0, 140 * GIB, _PCIE5, 450.0),
+        _consumer("rtx4090", 165.2, 82.6, 24, 1008.0),
+        _consumer("rtx3090", 71.0, 35.6, 24, 936.0),
+        _consumer("rtx4080", 97.5, 48.7, 16, 717.0),
+        _data_centre("a100-80g", 312.0, 265.0, 17.0, 80 * GIB, 2039.0, _PCIE4, 300.0),
+        _data_centre("h100", 989.4, 710.0, 50.0, 80 * GIB, 3350.0, _PCIE5, 450.0),
+        _data_centre("h200", 989.4, 710.0, 50.0, 140 * GIB, 4800.0, _PCIE5, 450.0),
     )
 }
 
