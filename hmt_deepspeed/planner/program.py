@@ -20,6 +20,9 @@ for a range [v, w] of sizes the linear relaxation over the columns with ``workin
 ``limits[0] - v`` bounds every plan whose largest size lies in it. Ranges are halved, best bound first, down to
 single sizes; there the rounded relaxation is an incumbent, columns whose reduced cost exceeds the incumbent's
 distance from the bound are dropped, and HiGHS searches the few that remain.
+
+Where something else is the bottleneck many counts are equally fast. Of these the ones of the least *tie* cost
+are taken.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import heapq
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +43,9 @@ Counts = list[NDArray[np.intp]]
 
 FEASIBILITY = 1e-9  # relative: what a double leaves of a sum of a few hundred terms
 _SHORT = 0.02  # seconds in which HiGHS does not get beyond its presolve
-_NO_LIMIT = float("inf")
+_AS_FAST = 1e-7  # relative difference in time that decides nothing
+_SETTLED_AMONG = 30  # columns of each class that ties are settled among
+_SETTLING = 0.3  # seconds to look for the least busy of equally fast counts
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,14 @@ class Columns:
         seconds: (columns, rows), what one layer adds to each time row.
         bytes: (columns, memories), what one layer holds of each memory until its backward.
         working: (columns,), GPU bytes needed only while one such layer is in backward.
+        tie: (columns,), cost of one layer that decides between equally fast counts.
     """
 
     num_layers: int
     seconds: Array
     bytes: Array
     working: Array
+    tie: Array
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,39 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
     if incumbent is None:
         return None
     bound = min(best, search.bound)
-    return Solution(incumbent, best, min(relaxation, best), bound)
+    settled = _settle(program, incumbent, best)
+    return Solution(settled, program.objective(settled), min(relaxation, best), bound)
+
+
+def _settle(program: Program, incumbent: Counts, best: float) -> Counts:
+    """Of the counts as fast as the incumbent, and of no larger working size, the least tie cost found.
+
+    Searched are the incumbent's columns and those that the relaxation prices lowest.
+    """
+    working = max(
+        columns.working[count > 0].max(initial=0.0)
+        for columns, count in zip(program.classes, incumbent, strict=True)
+    )
+    seconds = best * (1 + _AS_FAST)
+    limits = program.limits.copy()
+    limits[0] -= working
+    allowed = [np.flatnonzero(columns.working <= working) for columns in program.classes]
+    form = _standard_form(_restricted(program, allowed, limits), ties_within=seconds)
+    relaxed = form.relax()
+    if relaxed is None:
+        return incumbent
+    prices = _split(allowed, relaxed.lower.marginals)
+    kept = [
+        np.union1d(indices[np.argsort(price, kind="stable")[:_SETTLED_AMONG]], np.flatnonzero(count))
+        for indices, price, count in zip(allowed, prices, incumbent, strict=True)
+    ]
+    form = _standard_form(_restricted(program, kept, limits), ties_within=seconds)
+    counts, _ = form.search(_SETTLING, relative_gap=1e-3)
+    if counts is None:
+        return incumbent
+    full = _widened(program, kept, _split(kept, counts))
+    as_fast = program.objective(full) <= best * (1 + 2 * _AS_FAST)
+    return full if as_fast and program.is_feasible(full) else incumbent
 
 
 class _Search:
@@ -140,10 +180,9 @@ class _Search:
 
     def __init__(self, program: Program):
         self.program = program
-        classes = [_undominated(columns, with_working=True) for columns in program.classes]
-        self.kept = classes
-        self.columns = [_select(c, kept) for c, kept in zip(program.classes, classes, strict=True)]
-        self.sizes = np.unique(np.concatenate([columns.working for columns in self.columns]))
+        self.kept = [_undominated(columns) for columns in program.classes]
+        working = [c.working[kept] for c, kept in zip(program.classes, self.kept, strict=True)]
+        self.sizes = np.unique(np.concatenate(working))
         self.open: list[tuple[float, int, _Part]] = []
         self.unfinished = np.inf  # least bound among parts whose tree the time limit cut
         self._push(0, len(self.sizes) - 1)
@@ -163,106 +202,77 @@ class _Search:
             self._push(middle + 1, part.high)
             return None
         left = max(deadline - time.monotonic(), 0.0)
-        if np.isinf(best):  # without counts there is no answer: the first counts end the search
-            counts, finished = part.search(best, _NO_LIMIT, first=left < _SHORT)
+        if np.isinf(best):  # without counts there is no answer: if time is up, the first counts end the search
+            counts, finished = part.search(best, None, relative_gap=1e9 if left < _SHORT else 0.0)
+            finished = finished and left >= _SHORT
         elif left < _SHORT:
             counts, finished = None, False
         else:
-            counts, finished = part.search(best, left, first=False)
+            counts, finished = part.search(best, left, relative_gap=0.0)
         if not finished:
             self.unfinished = min(self.unfinished, part.bound)
         return counts
 
     def _push(self, low: int, high: int) -> None:
-        part = _relax(self, low, high)
-        if part is not None:
-            heapq.heappush(self.open, (part.bound, low, part))
+        """Relax the plans whose largest working size lies in ``sizes[low..high]``; none may fit."""
+        kept = [
+            indices[columns.working[indices] <= self.sizes[high]]
+            for columns, indices in zip(self.program.classes, self.kept, strict=True)
+        ]
+        limits = self.program.limits.copy()
+        limits[0] -= self.sizes[low]
+        if (limits < 0).any() or any(len(indices) == 0 for indices in kept):
+            return
+        program = _restricted(self.program, kept, limits)
+        form = _standard_form(program)
+        relaxed = form.relax()
+        if relaxed is not None:
+            bound = float(relaxed.fun * form.unit)
+            part = _Part(self.program, program, kept, low, high, bound, relaxed.x, relaxed.lower.marginals * form.unit)
+            heapq.heappush(self.open, (bound, low, part))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The relaxation over plans whose largest working size lies in ``sizes[low..high]``."""
+    """The relaxation over plans whose largest working size lies in ``sizes[low..high]``.
+
+    Attributes:
+        program: fewer columns, GPU limit less ``sizes[low]``. kept: of the whole program's columns.
+        fractions, reduced_costs: of n and T; by how many seconds one layer in a column raises the bound.
+    """
 
     whole: Program
-    program: Program  # fewer columns, GPU limit less ``sizes[low]``
+    program: Program
     kept: list[NDArray[np.intp]]
     low: int
     high: int
     bound: float
     fractions: Array
-    reduced_costs: Array  # seconds by which one layer in that column raises the bound
+    reduced_costs: Array
 
     def rounded(self) -> Counts | None:
-        counts = round_and_repair(self.program, _split(self.program, self.fractions))
-        return None if counts is None else self._expanded(counts)
+        counts = round_and_repair(self.program, _split(self.kept, self.fractions))
+        return None if counts is None else _widened(self.whole, self.kept, counts)
 
-    def search(self, best: float, time_limit: float, first: bool) -> tuple[Counts | None, bool]:
+    def search(
+        self, best: float, time_limit: float | None, relative_gap: float
+    ) -> tuple[Counts | None, bool]:
         """(counts better than ``best`` or None, whether there are none better)."""
         promising = self.reduced_costs <= best - self.bound + FEASIBILITY * self.bound
-        parts = [np.flatnonzero(p) for p in _split(self.program, promising)]
+        parts = [
+            indices[chosen]
+            for indices, chosen in zip(self.kept, _split(self.kept, promising), strict=True)
+        ]
         if any(len(indices) == 0 for indices in parts):
             return None, True
-        classes = tuple(_select(c, p) for c, p in zip(self.program.classes, parts, strict=True))
-        counts, finished = _branch_and_bound(replace(self.program, classes=classes), time_limit, first)
-        if counts is None:
-            return None, finished
-        full = [np.zeros(len(c.working), dtype=np.intp) for c in self.program.classes]
-        for target, indices, count in zip(full, parts, counts, strict=True):
-            target[indices] = count
-        return self._expanded(full), finished
-
-    def _expanded(self, counts: Counts) -> Counts:
-        full = [np.zeros(len(columns.working), dtype=np.intp) for columns in self.whole.classes]
-        for target, kept, count in zip(full, self.kept, counts, strict=True):
-            target[kept] = count
-        return full
-
-
-def _relax(search: _Search, low: int, high: int) -> _Part | None:
-    """None where even the relaxation does not fit."""
-    allowed = [np.flatnonzero(columns.working <= search.sizes[high]) for columns in search.columns]
-    if any(len(indices) == 0 for indices in allowed):
-        return None
-    inner = [_select(columns, indices) for columns, indices in zip(search.columns, allowed, strict=True)]
-    undominated = [_undominated(columns, with_working=False) for columns in inner]
-    classes = tuple(_select(c, u) for c, u in zip(inner, undominated, strict=True))
-    kept = [
-        outer[indices[survivors]]
-        for outer, indices, survivors in zip(search.kept, allowed, undominated, strict=True)
-    ]
-    limits = search.program.limits.copy()
-    limits[0] -= search.sizes[low]
-    if (limits < 0).any():
-        return None
-    program = replace(search.program, classes=classes, limits=limits)
-    form = _standard_form(program)
-    result = linprog(
-        form.cost,
-        A_ub=form.upper_matrix,
-        b_ub=form.upper_limit,
-        A_eq=form.equal_matrix,
-        b_eq=form.equal_limit,
-        bounds=form.bounds,
-        method="highs",
-    )
-    if result.status != 0:
-        return None
-    num_columns = len(form.cost) - len(program.weights)
-    return _Part(
-        whole=search.program,
-        program=program,
-        kept=kept,
-        low=low,
-        high=high,
-        bound=float(result.fun * form.unit),
-        fractions=result.x[:num_columns],
-        reduced_costs=result.lower.marginals[:num_columns] * form.unit,
-    )
+        form = _standard_form(_restricted(self.whole, parts, self.program.limits))
+        counts, finished = form.search(time_limit, relative_gap)
+        return (None if counts is None else _widened(self.whole, parts, _split(parts, counts))), finished
 
 
 @dataclass(frozen=True)
 class _StandardForm:
-    """``min cost x`` over x = [n of each class..., T of each phase], in scaled units.
+    """``min cost x`` over x = [n of each class..., T of each phase] >= 0, in scaled units.
 
     Times are in units of the longest row, bytes in units of their limit, so that HiGHS's absolute
     tolerances mean the same for a toy as for a 175B model.
@@ -273,11 +283,44 @@ class _StandardForm:
     upper_limit: Array
     equal_matrix: Array
     equal_limit: Array
-    bounds: list[tuple[float, float | None]]
+    integer: Array  # 1 for n, 0 for T
     unit: float
 
+    def relax(self) -> Any | None:
+        """SciPy's result, None where not even the relaxation is feasible."""
+        result = linprog(
+            self.cost,
+            A_ub=self.upper_matrix,
+            b_ub=self.upper_limit,
+            A_eq=self.equal_matrix,
+            b_eq=self.equal_limit,
+            method="highs",
+        )
+        return result if result.status == 0 else None
 
-def _standard_form(program: Program) -> _StandardForm:
+    def search(
+        self, time_limit: float | None, relative_gap: float
+    ) -> tuple[NDArray[np.intp] | None, bool]:
+        """(counts of all columns or None, whether the tree was searched to its end)."""
+        options: dict[str, float] = {"mip_rel_gap": relative_gap}
+        if time_limit is not None:
+            options["time_limit"] = time_limit
+        result = milp(
+            self.cost,
+            integrality=self.integer,
+            bounds=Bounds(0, np.inf),
+            constraints=[
+                LinearConstraint(self.upper_matrix, -np.inf, self.upper_limit),
+                LinearConstraint(self.equal_matrix, self.equal_limit, self.equal_limit),
+            ],
+            options=options,
+        )
+        counts = None if result.x is None else np.rint(result.x[self.integer > 0]).astype(np.intp)
+        return counts, result.status != 1  # 1: the time limit
+
+
+def _standard_form(program: Program, ties_within: float | None = None) -> _StandardForm:
+    """Args: ties_within: seconds; the least tie cost among counts of at most these is sought instead."""
     num_phases, num_memories = len(program.weights), len(program.limits)
     seconds = np.vstack([columns.seconds for columns in program.classes])
     held = np.vstack([columns.bytes for columns in program.classes])
@@ -288,42 +331,27 @@ def _standard_form(program: Program) -> _StandardForm:
 
     minus_time = np.zeros((len(program.base), num_phases))
     minus_time[np.arange(len(program.base)), program.phase] = -1.0
-    time_rows = np.hstack([seconds.T / unit, minus_time])
-    memory_rows = np.hstack([held.T / scale[:, None], np.zeros((num_memories, num_phases))])
+    upper = [
+        np.hstack([seconds.T / unit, minus_time]),
+        np.hstack([held.T / scale[:, None], np.zeros((num_memories, num_phases))]),
+    ]
+    upper_limit = [-program.base / unit, program.limits / scale]
+    cost = np.concatenate([np.zeros(sum(sizes)), program.weights])
+    if ties_within is not None:
+        upper.append(cost[None])
+        upper_limit.append(np.array([ties_within / unit]))
+        tie = np.concatenate([columns.tie for columns in program.classes])
+        cost = np.concatenate([tie / max(np.abs(tie).max(), 1e-30), np.zeros(num_phases)])
     membership = np.repeat(np.eye(len(sizes)), sizes, axis=1)
-    bounds: list[tuple[float, float | None]] = [(0.0, None)] * (sum(sizes) + num_phases)
     return _StandardForm(
-        cost=np.concatenate([np.zeros(sum(sizes)), program.weights]),
-        upper_matrix=np.vstack([time_rows, memory_rows]),
-        upper_limit=np.concatenate([-program.base / unit, program.limits / scale]),
+        cost=cost,
+        upper_matrix=np.vstack(upper),
+        upper_limit=np.concatenate(upper_limit),
         equal_matrix=np.hstack([membership, np.zeros((len(sizes), num_phases))]),
         equal_limit=layers,
-        bounds=bounds,
+        integer=np.concatenate([np.ones(sum(sizes)), np.zeros(num_phases)]),
         unit=unit,
     )
-
-
-def _branch_and_bound(program: Program, time_limit: float, first: bool) -> tuple[Counts | None, bool]:
-    """(counts or None, whether the tree was searched to its end)."""
-    form = _standard_form(program)
-    num_columns = len(form.cost) - len(program.weights)
-    options: dict[str, float] = {"mip_rel_gap": 1e9 if first else 0.0}
-    if time_limit < _NO_LIMIT:
-        options["time_limit"] = time_limit
-    result = milp(
-        form.cost,
-        integrality=np.concatenate([np.ones(num_columns), np.zeros(len(program.weights))]),
-        bounds=Bounds(0, np.inf),
-        constraints=[
-            LinearConstraint(form.upper_matrix, -np.inf, form.upper_limit),
-            LinearConstraint(form.equal_matrix, form.equal_limit, form.equal_limit),
-        ],
-        options=options,
-    )
-    finished = not first and result.status != 1  # 1: time limit
-    if result.x is None:
-        return None, result.status == 2  # infeasible
-    return _split(program, np.rint(result.x[:num_columns]).astype(np.intp)), finished
 
 
 def round_and_repair(program: Program, fractions: list[Array]) -> Counts | None:
@@ -365,17 +393,13 @@ def _weighted_phases(program: Program, rows: Array) -> Array:
     return np.tensordot(program.weights, np.stack(phases), axes=1)
 
 
-def _undominated(columns: Columns, with_working: bool) -> NDArray[np.intp]:
-    """Indices of the columns that no other column matches or beats in every respect."""
-    respects = [columns.seconds, columns.bytes]
-    if with_working:
-        respects.append(columns.working[:, None])
-    table = np.hstack(respects)
+def _undominated(columns: Columns) -> NDArray[np.intp]:
+    """Indices of the columns that no other column matches or beats in every row, memory and working size."""
+    table = np.hstack([columns.seconds, columns.bytes, columns.working[:, None]])
     table = table[:, np.ptp(table, axis=0) > 0]
     if table.shape[1] == 0:
         return np.zeros(1, dtype=np.intp)
-    scale = np.abs(table).max(axis=0, initial=0.0)
-    table = np.round(table / np.where(scale > 0, scale, 1.0), 12)
+    table = np.round(table / np.abs(table).max(axis=0), 12)
     table, indices = np.unique(table, axis=0, return_index=True)
     order = np.argsort(table.sum(axis=1), kind="stable")  # a dominator has the smaller sum
     table, indices = table[order], indices[order]
@@ -388,12 +412,24 @@ def _undominated(columns: Columns, with_working: bool) -> NDArray[np.intp]:
     return indices[kept]
 
 
-def _select(columns: Columns, indices: NDArray[np.intp]) -> Columns:
-    return Columns(
-        columns.num_layers, columns.seconds[indices], columns.bytes[indices], columns.working[indices]
+def _restricted(program: Program, kept: list[NDArray[np.intp]], limits: Array) -> Program:
+    """The program over some of each class's columns, with other limits."""
+    classes = tuple(
+        Columns(c.num_layers, c.seconds[i], c.bytes[i], c.working[i], c.tie[i])
+        for c, i in zip(program.classes, kept, strict=True)
     )
+    return replace(program, classes=classes, limits=limits)
 
 
-def _split(program: Program, flat: NDArray) -> list[NDArray]:
-    sizes = [len(columns.working) for columns in program.classes]
-    return np.split(flat, np.cumsum(sizes)[:-1])
+def _widened(program: Program, kept: list[NDArray[np.intp]], counts: Counts) -> Counts:
+    """Counts over the columns kept as counts over all columns."""
+    full = [np.zeros(len(columns.working), dtype=np.intp) for columns in program.classes]
+    for target, indices, count in zip(full, kept, counts, strict=True):
+        target[indices] = count
+    return full
+
+
+def _split(kept: list[NDArray[np.intp]], flat: NDArray[Any]) -> list[NDArray[Any]]:
+    """One value per column kept, and perhaps some for the phases, class by class."""
+    ends = np.cumsum([len(indices) for indices in kept])
+    return np.split(flat[: ends[-1]], ends[:-1])
