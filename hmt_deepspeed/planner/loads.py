@@ -398,7 +398,7 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     total, of_rank = problem.total, problem.of_rank
     largest = max(layer.parameters for layer in workload.layers)
     outside = workload.parameters - sum(x.count * x.parameters for x in workload.layers)
-    two_layers = max(2 * largest, outside) / workload.parameters  # parts of the model
+    two_layers = (largest + max(largest, outside)) / workload.parameters  # parts of the model
     one_layer = max(largest, outside) / workload.parameters
     gpu: dict[str, float] = {"outside the layers": workload.shared_bytes}
     host: dict[str, float] = {}

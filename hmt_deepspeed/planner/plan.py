@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.shapes import ModelShape
@@ -44,8 +44,9 @@ class Plan:
         micro_batch, seq_length: shapes it was made for; others need another plan.
         layers: every decoder layer's choices. head: those of the head's components.
         partition_activations: ZeRO-R's P_a for the layers' inputs.
-        seconds: predicted of an iteration. bound: below which no plan can be. 0 for plans not solved for.
-        source: ``closed form`` or ``simulator``: whose ``seconds`` these are.
+        seconds: predicted of an iteration; 0 for a plan not solved for.
+        gap: how much slower than the best plan it may be by the closed form, as a fraction.
+        source: whose ``seconds`` these are.
     """
 
     model: str
@@ -56,13 +57,8 @@ class Plan:
     head: Mapping[Component, Choice]
     partition_activations: bool = False
     seconds: float = 0.0
-    bound: float = 0.0
-    source: str = "closed form"
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the best plan this one may be by the closed form, as a fraction."""
-        return max(0.0, self.seconds / self.bound - 1) if self.bound > 0 else 0.0
+    gap: float = 0.0
+    source: Literal["closed form", "simulator"] = "closed form"
 
     @property
     def num_layers(self) -> int:

@@ -111,7 +111,7 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
         head=columns[-1][int(np.argmax(solution.counts[-1]))].choices,
         partition_activations=problem.setup.partition_activations,
         seconds=solution.objective,
-        bound=solution.bound,
+        gap=solution.gap,
     )
 
 
