@@ -219,16 +219,16 @@ _SSD = {
     "ssd_endurance": 3840.0 * GB * 365 * 5,
 }
 
-# PCIe 4.0 x16: 31.5 GB/s by its signalling rate each way. About 25 of it arrive through pinned memory
-# (nvbandwidth on A100: 24.8 each way); both at once reach about 1.6 times one way (same tool, 24 + 11 to 20).
-# LoHan's own measurement on its 4090 server is 21 GB/s (213 GB of activations in 10 s).
+# PCIe 4.0 x16: 31.5 GB/s each way by its signalling rate, of which about 25 arrive through pinned memory
+# (nvbandwidth reports 24.8 on an A100); LoHan's 4090 server has 21 (213 GB of activations in 10 s). Both ways
+# at once: 1.6 times one way is assumed; servers differ widely.
 _PCIE4 = {"device_to_host": 25.0 * GB, "host_to_device": 25.0 * GB, "both_directions": 40.0 * GB}
-# PCIe 5.0 x16: twice the signalling rate; 55 GB/s each way is usual for H100.
+# PCIe 5.0 x16: twice the signalling rate; 55 GB/s each way is usual of an H100.
 _PCIE5 = {"device_to_host": 55.0 * GB, "host_to_device": 55.0 * GB, "both_directions": 88.0 * GB}
 
-# DeepSpeed's AVX-512 CPU Adam on a server processor moves 4 x 4 bytes in and 3 x 4 + 2 out per parameter; at
-# about 150 GB/s of DRAM that is 0.2 ns. DeepSpeed's own figure for 10 G parameters is 2.5 s on 2 x 20 cores
-# (ZeRO-Offload, table 4: 0.26 ns per parameter). Few cores or DRAM channels take longer: 1 ns assumed of desktops.
+# DeepSpeed's CPU Adam is limited by DRAM: 28 bytes per parameter (fp32 moments and master in and out, gradient
+# in, weight out). ZeRO-Offload's table 4 (2101.06840) has 2.57 s for 10^10 parameters on a two-socket server:
+# 0.26 ns. A desktop has two channels of DRAM, about a quarter of that bandwidth: 1 ns assumed.
 _SERVER_ADAM, _DESKTOP_ADAM = 0.26, 1.0
 
 

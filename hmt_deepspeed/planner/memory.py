@@ -13,9 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from hmt_deepspeed.planner.flops import Projected
 from hmt_deepspeed.planner.hardware import Machine
-from hmt_deepspeed.planner.shapes import ModelShape, Parameter, num_parameters, parameters
-from hmt_deepspeed.planner.workload import Projected, Site, Workload
+from hmt_deepspeed.planner.shapes import (
+    Linear,
+    ModelShape,
+    Parameter,
+    layer_linears,
+    num_parameters,
+    parameters,
+)
+from hmt_deepspeed.planner.workload import Site, Workload
 from hmt_deepspeed.sites import Choice, Component
 
 __all__ = [
@@ -413,6 +421,7 @@ class TemporaryBytes:
 
     Attributes:
         logits: at the loss. layer: one layer's backward, its recomputed activations and their gradients.
+        weight_gradient: of one linear, before it is added to what has accumulated.
         gathered: weights of the layer computed and of the one prefetched, at stage 3 on several ranks.
         buckets: gradients on their way between ranks.
         full_gradient: of the matrices that refresh their basis together.
@@ -420,6 +429,7 @@ class TemporaryBytes:
 
     logits: int
     layer: int
+    weight_gradient: int
     gathered: int
     buckets: int
     full_gradient: int
@@ -427,7 +437,7 @@ class TemporaryBytes:
     @property
     def peak(self) -> int:
         """At the loss nothing else is alive but gathered weights; in a layer's backward all but the logits."""
-        backward = self.layer + self.buckets + self.full_gradient
+        backward = self.layer + self.weight_gradient + self.buckets + self.full_gradient
         return self.gathered + max(self.logits, backward)
 
 
@@ -444,15 +454,24 @@ def temporary_bytes(
         bucket_elements: DeepSpeed's ``reduce_bucket_size``; two buckets are on their way at most.
     """
     layer = max(workload.layers, key=lambda group: group.parameters)
-    itemsize = workload.itemsize
+    itemsize, linears = workload.itemsize, layer_linears(workload.shape)
     reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
         max(group.working_bytes for group in workload.layers),
+        max(_gradient_size(linear, workload.projected) for linear in linears) * itemsize,
         2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
         reduced * itemsize,
         _full_gradient_bytes(parameters(workload.shape), mode, itemsize),
     )
+
+
+def _gradient_size(linear: Linear, projected: Projected | None) -> int:
+    """Elements of one linear's weight gradient, projected or whole."""
+    if projected is None:
+        return linear.inputs * linear.outputs
+    kept = linear.outputs if projected.side == "right" else linear.inputs
+    return kept * projected.width(linear)
 
 
 def _full_gradient_bytes(of_model: Sequence[Parameter], mode: OptimizerMode, itemsize: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hmt_deepspeed.planner.shapes import ModelShape
 
-__all__ = ["head_saved", "layer_saved", "shared_saved"]
+__all__ = ["backward_extra", "head_saved", "layer_saved", "shared_saved"]
 
 FP32 = 4
 _MASK = 1  # dropout's mask is bool
@@ -63,8 +63,12 @@ def layer_saved(
         saved["post_norms"] = 2 * _norm(shape, tokens, shape.hidden, itemsize)
     if shape.dropout > 0:
         saved["dropout"] = 2 * tokens * shape.hidden * _MASK
-    if fused:  # attention itself keeps its output
+    if (
+        fused
+    ):  # attention itself keeps its output, and the projection a copy of it, or the same memory
         saved["attention_output"] = linear_inputs.pop("attention_output")
+        if shape.rotary_cat:
+            linear_inputs["output_copy"] = saved["attention_output"]
     return saved if projected else {**saved, **linear_inputs}
 
 
@@ -117,6 +121,22 @@ def _mlp_saved(shape: ModelShape, tokens: int, itemsize: int) -> dict[str, int]:
     if shape.activation == "relu":  # keeps its output, which is the down projection's input
         return {"activation": wide}
     return {"gate_up": wide}
+
+
+def backward_extra(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """Bytes that the worst moment of a layer's backward has beyond what autograd saved of the layer.
+
+    That moment is the activation function's backward: the gradient of the stream and those around the
+    function, less the down projection's input, which has gone by then, and the layer's input, where it is
+    saved as it is and held anyway. A norm after the MLP has four fp32 tensors of its own.
+    """
+    stream = tokens * shape.hidden * itemsize
+    fused = shape.activation == "gelu" and not shape.gated
+    gradients = (1 if fused else 2) * tokens * shape.intermediate * itemsize
+    if shape.sandwich:
+        gradients = max(gradients, 4 * tokens * shape.hidden * FP32)
+    saves_input = not shape.rms_norm or itemsize == FP32
+    return gradients if saves_input else gradients + stream
 
 
 def head_saved(shape: ModelShape, tokens: int, itemsize: int) -> dict[str, int]:

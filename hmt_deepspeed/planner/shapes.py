@@ -78,10 +78,11 @@ class ModelShape:
         parallel: attention and MLP read the same layer input and are added together (GPT-NeoX, Phi).
         shared_norm: one norm serves both branches of a parallel layer (Phi).
         sandwich: norms after attention and MLP too (Gemma 2 and 3).
-        post_norm: norms follow the residual sums instead of preceding the branches (OPT-350m).
         rms_norm: else LayerNorm with bias. offset_norm: RMSNorm whose weight is ``1 + w`` in fp32 (Gemma).
         head_norm: RMSNorm of each query and key head (Qwen 3, Gemma 3).
-        rotary_dim: channels of a head that rotate. conv1d: linears are GPT-2's ``Conv1D``.
+        rotary_dim: channels of a head that rotate. rotary_cat: joined to the others by ``cat``, which leaves
+            queries in another layout, and fused attention's output is copied for the output projection.
+        conv1d: linears are GPT-2's ``Conv1D``.
         *_bias: which linears have one. tied: the head is the embedding.
         windows: of each layer, how many tokens attention looks back, 0 for all of them.
         rotary_tables: pairs of cosines and sines (Gemma 3 has one for each kind of layer).
@@ -109,11 +110,11 @@ class ModelShape:
     parallel: bool = False
     shared_norm: bool = False
     sandwich: bool = False
-    post_norm: bool = False
     rms_norm: bool = True
     offset_norm: bool = False
     head_norm: bool = False
     rotary_dim: int = 0
+    rotary_cat: bool = False
     conv1d: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

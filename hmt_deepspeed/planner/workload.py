@@ -6,43 +6,24 @@ made for (``sites.py``), its steps the heavy ops (matrix products and the attent
     layer_input -> [attention_qkv] -> [attention_output] -> [residual] -> [mlp_intermediate] -> [down]
 
 A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
-again and are not counted. The down projection's output is the next layer's input and is never made again.
-FLOPs are two per multiply-add, as ``torch.utils.flop_counter`` counts them.
+again and are not counted. The down projection's output is the next layer's input and is never made again,
+but for Gemma 2 and 3, where a norm reads it (``mlp_output``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from hmt_deepspeed.planner.saved import head_saved, layer_saved, shared_saved
-from hmt_deepspeed.planner.shapes import (
-    Linear,
-    ModelShape,
-    layer_linears,
-    num_parameters,
-    parameters,
-)
+from hmt_deepspeed.planner.flops import Attention, LayerFlops, Projected, layer_flops
+from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved, shared_saved
+from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, parameters
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
 
-__all__ = [
-    "Attention",
-    "Head",
-    "Layer",
-    "Projected",
-    "Site",
-    "Workload",
-    "attention_flops",
-    "build_workload",
-    "recompute_flops",
-]
+__all__ = ["OUTSIDE", "Head", "Layer", "Site", "Workload", "build_workload", "recompute_flops"]
 
-# How attention is computed:
-#   fused  one op (flash): only the pairs that the mask and the window leave; backward computes the scores
-#          again; output and log-sum-exp are kept
-#   eager  two products over all pairs of tokens, the probabilities kept
-Attention = Literal["fused", "eager"]
+OUTSIDE = -1  # number of the layer of a site that is in none
+
 
 _LOSSY: tuple[Choice, ...] = ("int8", "fp8")
 
@@ -53,9 +34,9 @@ class Site:
 
     Attributes:
         name: unique within a layer: ``layer_input``, ``attention_qkv``, ``attention_output``, ``residual``,
-            ``mlp_intermediate``; outside the layers ``final_norm``, ``lm_head``.
+            ``mlp_intermediate``, ``mlp_output``; outside the layers ``final_norm``, ``lm_head``.
         component: whose choice it follows; the first layer's input is ``embedding``.
-        layers: numbers of the layers it stands for, (-1,) outside the layers.
+        layers: numbers of the layers it stands for, (OUTSIDE,) outside them.
         tokens, channels, itemsize: of the tensor, as computed.
         flops: of making it from ``depends``; 0 where nothing heavy makes it.
         raw_bytes: held beside it as they are with every choice but ``recompute`` (log-sum-exp).
@@ -112,7 +93,8 @@ class Layer:
         parameters: elements of its weights.
         projected_bytes: products ``X [Q | P]`` held for projected backward with every choice.
         saved_bytes: activations that autograd would save with no checkpointing at all.
-        working_bytes: alive at once while its backward runs, beyond what is held between layers.
+        working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
+            its input were held.
     """
 
     layers: tuple[int, ...]
@@ -133,7 +115,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Head:
-    """Final norm, language-model head and loss.
+    """Final norm, language-model head and loss; with them what few FLOPs precede the layers.
 
     Attributes:
         sites: ``final_norm`` (its input) and ``lm_head`` (its input).
@@ -146,31 +128,6 @@ class Head:
     backward_flops: int
     logits_bytes: int
     saved_bytes: int
-
-
-@dataclass(frozen=True)
-class Projected:
-    """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
-
-    Attributes:
-        rank, probes: r and k of every projected linear, lowered to what a smaller matrix has.
-        side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only.
-        shared: linears that read one input share one basis.
-    """
-
-    rank: int
-    probes: int
-    side: Literal["right", "left"] = "right"
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a rank or a number of probes that no matrix can have."""
-        for field, least in (("rank", 1), ("probes", 0)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"Projected: {field} is {value!r}; legal: an integer >= {least}. Give that."
-                )
 
 
 @dataclass(frozen=True)
@@ -232,104 +189,7 @@ class Workload:
         return self.shared_bytes + layers + self.head.saved_bytes
 
 
-# -- FLOPs ------------------------------------------------------------------------------------------
-
-
-def attention_flops(
-    shape: ModelShape, micro_batch: int, seq_length: int, attention: Attention, window: int = 0
-) -> tuple[int, int]:
-    """FLOPs of one layer's attention op, forward and backward.
-
-    Args:
-        window: tokens that a query sees, itself included; 0 for all before it.
-    """
-    pairs = seq_length * seq_length
-    if attention == "fused":
-        reach = min(window, seq_length) if window else seq_length
-        pairs = reach * (reach + 1) // 2 + (seq_length - reach) * reach
-    product = 2 * micro_batch * shape.heads * shape.head_dim * pairs  # Q K^T, and as much P V
-    return 2 * product, (5 if attention == "fused" else 4) * product
-
-
-def projection_widths(linears: Sequence[Linear], projected: Projected | None) -> list[int]:
-    """Columns ``r + k`` of each linear; 0 where it is not projected."""
-    if projected is None:
-        return [0] * len(linears)
-    widths = []
-    for linear in linears:
-        side = linear.inputs if projected.side == "right" else linear.outputs
-        rank = min(projected.rank, linear.inputs, linear.outputs)
-        widths.append(rank + min(projected.probes, side - rank))
-    return widths
-
-
-def _projection_flops(
-    linears: Sequence[Linear], widths: Sequence[int], tokens: int, projected: Projected | None
-) -> tuple[int, int, int]:
-    """FLOPs in forward and backward for the weight gradients of one layer, and bytes/itemsize held.
-
-    Full: ``D^T X``. Right: ``X [Q | P]`` in forward, ``D^T (X [Q | P])`` in backward. Left: ``D B`` and
-    ``(D B)^T X``, both in backward, X held by who holds it.
-    """
-    forward = backward = columns = 0
-    for role in ("qkv", "out", "up", "down"):
-        seen = False
-        for linear, width in zip(linears, widths, strict=True):
-            if linear.role != role:
-                continue
-            if projected is None or width == 0:
-                backward += 2 * tokens * linear.inputs * linear.outputs
-            elif projected.side == "left":
-                backward += 2 * tokens * width * (linear.inputs + linear.outputs)
-            else:
-                if not (projected.shared and seen):
-                    forward += 2 * tokens * linear.inputs * width
-                    columns += width
-                backward += 2 * tokens * linear.outputs * width
-            seen = True
-    return forward, backward, columns
-
-
-# -- sites ------------------------------------------------------------------------------------------
-
-_DEPENDS = {
-    "attention_qkv": ("layer_input",),
-    "attention_output": ("attention_qkv",),
-    "residual": ("attention_output",),
-    "mlp_intermediate": ("layer_input", "residual"),
-}
-
-
-def _layer_sites(
-    shape: ModelShape,
-    layers: tuple[int, ...],
-    tokens: int,
-    itemsize: int,
-    flops: Mapping[str, int],
-    log_sum_exp: int,
-) -> tuple[Site, ...]:
-    """The five sites of a group of equal layers."""
-    first = layers == (0,)
-    channels: dict[str, tuple[Component, int]] = {
-        "layer_input": ("embedding" if first else "residual", shape.hidden),
-        "attention_qkv": ("attention_qkv", shape.query_width + 2 * shape.kv_width),
-        "attention_output": ("attention_output", shape.query_width),
-        "residual": ("residual", shape.hidden),
-        "mlp_intermediate": ("mlp_intermediate", shape.num_up * shape.intermediate),
-    }
-    sites = []
-    for name, (component, width) in channels.items():
-        legal = LEGAL_CHOICES[component]
-        if name == "layer_input":  # nothing within the layer could make it again
-            legal = tuple(choice for choice in legal if choice != "recompute")
-        depends = _DEPENDS.get(name, ())
-        if name == "mlp_intermediate" and shape.parallel:
-            depends = ("layer_input",)
-        raw = log_sum_exp if name == "attention_output" else 0
-        made = flops.get(name, 0)
-        site = Site(name, component, layers, tokens, width, itemsize, made, raw, depends, legal)
-        sites.append(site)
-    return tuple(sites)
+# -- recompute --------------------------------------------------------------------------------------
 
 
 def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
@@ -363,6 +223,16 @@ def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
 
 # -- building ---------------------------------------------------------------------------------------
 
+# What each site of a layer is made from.
+_DEPENDS: dict[str, tuple[str, ...]] = {
+    "layer_input": (),
+    "attention_qkv": ("layer_input",),
+    "attention_output": ("attention_qkv",),
+    "residual": ("attention_output",),
+    "mlp_intermediate": ("layer_input", "residual"),
+    "mlp_output": ("mlp_intermediate",),
+}
+
 
 def build_workload(
     shape: ModelShape,
@@ -387,23 +257,26 @@ def build_workload(
     _check(shape, micro_batch, seq_length, itemsize, attention)
     if shape.conv1d:
         projected = None
-    groups: dict[int, list[int]] = {}
-    for number in range(1, shape.layers):
-        groups.setdefault(shape.windows[number] if shape.windows else 0, []).append(number)
-    first = shape.windows[0] if shape.windows else 0
-    parts = [(first, (0,)), *((window, tuple(numbers)) for window, numbers in groups.items())]
+    windows = shape.windows or (0,) * shape.layers
+    groups: dict[
+        tuple[bool, int], list[int]
+    ] = {}  # the first layer's input is a component of its own
+    for number, window in enumerate(windows):
+        groups.setdefault((number == 0, window), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
     return Workload(
-        shape,
-        *sizes,
-        attention,
-        projected,
-        tuple(
-            _layer(shape, numbers, *sizes, attention, window, projected)
-            for window, numbers in parts
+        shape=shape,
+        micro_batch=micro_batch,
+        seq_length=seq_length,
+        itemsize=itemsize,
+        attention=attention,
+        projected=projected,
+        layers=tuple(
+            _layer(shape, tuple(numbers), *sizes, attention, window, projected)
+            for (_, window), numbers in groups.items()
         ),
-        _head(shape, micro_batch * seq_length, itemsize),
-        sum(shared_saved(shape, *sizes).values()),
+        head=_head(shape, micro_batch * seq_length, itemsize),
+        shared_bytes=sum(shared_saved(shape, *sizes).values()),
     )
 
 
@@ -418,83 +291,109 @@ def _layer(
     projected: Projected | None,
 ) -> Layer:
     tokens, fused = micro_batch * seq_length, attention == "fused"
-    linears = layer_linears(shape)
-    by_role = {
-        role: sum(2 * tokens * x.inputs * x.outputs for x in linears if x.role == role)
-        for role in ("qkv", "out", "up", "down")
-    }
-    forward_attention, backward_attention = attention_flops(
-        shape, micro_batch, seq_length, attention, window
-    )
-    widths = projection_widths(linears, projected)
-    extra, weights, columns = _projection_flops(linears, widths, tokens, projected)
-    flops = {
-        "attention_qkv": by_role["qkv"],
-        "attention_output": forward_attention,
-        "residual": by_role["out"],
-        "mlp_intermediate": by_role["up"],
-    }
+    flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
     right = projected is not None and projected.side == "right"
-    sizes = (micro_batch, seq_length, itemsize)
-    saved = sum(layer_saved(shape, *sizes, fused=fused, projected=right).values())
-    held = columns * tokens * itemsize
-    wide = tokens * shape.intermediate * itemsize
-    matrices = sum(by_role.values())
+    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, projected=right)
+    projected_bytes = flops.projection_columns * tokens * itemsize
+    saved_bytes = sum(saved.values()) + projected_bytes
     return Layer(
-        numbers,
-        _layer_sites(
-            shape, numbers, tokens, itemsize, flops, tokens * shape.heads * 4 if fused else 0
+        layers=numbers,
+        sites=_layer_sites(shape, numbers, tokens, itemsize, fused, flops),
+        forward_flops=sum(flops.forward.values()) + flops.attention,
+        projection_flops=flops.projections,
+        backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
+        parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
+        projected_bytes=projected_bytes,
+        saved_bytes=saved_bytes,
+        working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize),
+    )
+
+
+def _layer_sites(
+    shape: ModelShape,
+    numbers: tuple[int, ...],
+    tokens: int,
+    itemsize: int,
+    fused: bool,
+    flops: LayerFlops,
+) -> tuple[Site, ...]:
+    """The sites of a group of equal layers, in forward order."""
+    entering: Component = "embedding" if numbers == (0,) else "residual"
+    rows: list[tuple[str, Component, int, int]] = [  # name, component, channels, FLOPs
+        ("layer_input", entering, shape.hidden, 0),
+        (
+            "attention_qkv",
+            "attention_qkv",
+            shape.query_width + 2 * shape.kv_width,
+            flops.forward["qkv"],
         ),
-        matrices + forward_attention,
-        extra,
-        matrices + weights + backward_attention,
-        sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
-        held,
-        saved + held,
-        # gradients at the activation function, and that of the stream, beside all that is saved
-        saved + held + (shape.num_up + 1) * wide + tokens * shape.hidden * itemsize,
+        ("attention_output", "attention_output", shape.query_width, flops.attention),
+        ("residual", "residual", shape.hidden, flops.forward["out"]),
+        (
+            "mlp_intermediate",
+            "mlp_intermediate",
+            shape.num_up * shape.intermediate,
+            flops.forward["up"],
+        ),
+    ]
+    if shape.sandwich:  # the norm after the MLP reads the down projection's output
+        rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
+    depends = dict(_DEPENDS)
+    if shape.parallel:
+        depends["mlp_intermediate"] = ("layer_input",)
+    return tuple(
+        Site(
+            name=name,
+            component=component,
+            layers=numbers,
+            tokens=tokens,
+            channels=channels,
+            itemsize=itemsize,
+            flops=made,
+            raw_bytes=tokens * shape.heads * 4 if fused and name == "attention_output" else 0,
+            depends=depends[name],
+            # nothing within the layer could make its input again
+            legal=tuple(
+                choice
+                for choice in LEGAL_CHOICES[component]
+                if (name, choice) != ("layer_input", "recompute")
+            ),
+        )
+        for name, component, channels, made in rows
     )
 
 
 def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
     width = shape.embedding_size or shape.hidden
     product = 2 * tokens * width * shape.vocab
-    if width != shape.hidden:
-        product += 2 * tokens * width * shape.hidden  # project_out
-    sites = (
-        Site(
-            "final_norm",
-            "layernorm",
-            (-1,),
-            tokens,
-            shape.hidden,
-            itemsize,
-            0,
-            0,
-            (),
-            LEGAL_CHOICES["layernorm"],
-        ),
-        Site(
-            "lm_head",
-            "lm_head",
-            (-1,),
-            tokens,
-            width,
-            itemsize,
-            0,
-            0,
-            ("final_norm",),
-            LEGAL_CHOICES["lm_head"],
-        ),
-    )
+    if width != shape.hidden:  # project_in and project_out
+        product += 4 * tokens * width * shape.hidden
+    inputs: list[tuple[str, Component, int, tuple[str, ...]]] = [
+        ("final_norm", "layernorm", shape.hidden, ()),
+        ("lm_head", "lm_head", width, ("final_norm",)),
+    ]
     logits = tokens * shape.vocab
     return Head(
-        sites,
-        product,
-        2 * product,
-        # logits; fp32 log-softmax and the two gradients of it, in its backward
-        logits * (itemsize + 3 * 4),
-        sum(head_saved(shape, tokens, itemsize).values()),
+        sites=tuple(
+            Site(
+                name=name,
+                component=component,
+                layers=(OUTSIDE,),
+                tokens=tokens,
+                channels=channels,
+                itemsize=itemsize,
+                flops=0,
+                raw_bytes=0,
+                depends=depends,
+                legal=LEGAL_CHOICES[component],
+            )
+            for name, component, channels, depends in inputs
+        ),
+        forward_flops=product,
+        backward_flops=2 * product,
+        # the logits, and in fp32 their log-softmax, its gradient and theirs
+        logits_bytes=logits * (itemsize + 3 * 4),
+        saved_bytes=sum(head_saved(shape, tokens, itemsize).values()),
     )
 
 
