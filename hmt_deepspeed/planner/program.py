@@ -122,7 +122,7 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
     """The counts of the fastest iteration, or None if no counts satisfy the limits.
 
     After ``time_limit`` seconds the best counts known are returned with their gap. Where none are known by
-    then, the search goes on to the first.
+    then, the search goes on to the first; so 0 asks whether there are any.
     """
     deadline = time.monotonic() + time_limit
     search = _Search(program)
@@ -140,7 +140,7 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
     if incumbent is None:
         return None
     bound = min(best, search.bound)
-    settled = _settle(program, incumbent, best)
+    settled = _settle(program, incumbent, best) if time_limit > 0 else incumbent
     return Solution(settled, program.objective(settled), min(relaxation, best), bound)
 
 
