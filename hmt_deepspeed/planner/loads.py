@@ -27,6 +27,8 @@ from hmt_deepspeed.planner.workload import Head, Layer, Site, Workload, recomput
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
 
 __all__ = [
+    "BACKWARD_PASSES",
+    "FORWARD_PASSES",
     "MEMORIES",
     "Amount",
     "Choices",
@@ -56,11 +58,17 @@ Schedule = Literal["optimised", "naive"]
 Choices = Mapping[Component, Choice]  # of one layer
 
 
+# How often the tensors that autograd would save pass through the GPU's memory in ops that are no products:
+# written and read in forward; in backward read, their gradients written and read, and, because what is cheap
+# is always run again under the backend, written and read once more.
+FORWARD_PASSES, BACKWARD_PASSES = 2, 5
+
+
 class Amount(IntEnum):
     """Entries of a vector of amounts, all of one rank."""
 
     FLOPS = 0
-    DEVICE = 1  # bytes through the GPU's own memory: codecs, the optimizer on the GPU
+    DEVICE = 1  # bytes through the GPU's own memory: ops that are no products, codecs, the optimizer
     TO_HOST = 2  # bytes
     TO_GPU = 3  # bytes
     SSD_READ = 4  # bytes
@@ -252,8 +260,10 @@ def phases(problem: Problem) -> tuple[Phase, ...]:
     setup, workload = problem.setup, problem.workload
     n = setup.accumulation
     fetch = _fetch(problem)
-    forward = amounts(flops=workload.forward_flops) + fetch
-    backward = amounts(flops=workload.backward_flops) + fetch + _each_micro_step(problem)
+    saved = workload.head.saved_bytes + sum(x.count * x.saved_bytes for x in workload.layers)
+    forward = fetch + amounts(flops=workload.forward_flops, device=FORWARD_PASSES * saved)
+    backward = fetch + amounts(flops=workload.backward_flops, device=BACKWARD_PASSES * saved)
+    backward += _each_micro_step(problem)
     last = backward + _last_micro_step(problem)
     update = _update(problem)
     overlap = "none" if setup.offload_optimizer == "none" else setup.overlap

@@ -19,7 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
-from hmt_deepspeed.planner.loads import Amount, LayerLoad, Problem, layer_load, static_bytes
+from hmt_deepspeed.planner.loads import (
+    BACKWARD_PASSES,
+    FORWARD_PASSES,
+    Amount,
+    LayerLoad,
+    Problem,
+    layer_load,
+    static_bytes,
+)
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.timeline import Contention, Task, Timeline, play
 
@@ -96,11 +104,16 @@ def predict(problem: Problem, plan: Plan) -> tuple[Plan, Estimate, Simulation]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A layer or the head: FLOPs of the model, its part of the model's weights, and its choices' load."""
+    """A layer or the head.
+
+    Attributes:
+        saved: bytes that autograd would save. share: its part of the model's weights. load: of its choices.
+    """
 
     name: str
     forward_flops: float
     backward_flops: float
+    saved: float
     share: float
     load: LayerLoad
 
@@ -115,12 +128,13 @@ def _units(problem: Problem, plan: Plan) -> list[_Unit]:
         loads |= dict.fromkeys(group.layers, load)
     for number, layer in sorted(by_number.items()):
         share = layer.parameters / workload.parameters
-        flops = (layer.forward_flops + layer.projection_flops, layer.backward_flops)
-        units.append(_Unit(f"layer {number}", *flops, share, loads[number]))
+        work = (layer.forward_flops + layer.projection_flops, layer.backward_flops, layer.saved_bytes)
+        units.append(_Unit(f"layer {number}", *work, share, loads[number]))
     head = workload.head
     outside = 1 - sum(unit.share for unit in units)
     load = layer_load(head, plan.head, problem.setup)
-    return [*units, _Unit("head", head.forward_flops, head.backward_flops, outside, load)]
+    work = (head.forward_flops, head.backward_flops, head.saved_bytes)
+    return [*units, _Unit("head", *work, outside, load)]
 
 
 def _contention(problem: Problem) -> Contention:
@@ -226,9 +240,11 @@ class _Builder:
         takes = problem.total.weights * unit.share if last is not None else 0.0
         return [last, updated], takes
 
-    def device_seconds(self, load: LayerLoad, forward: bool) -> float:
-        amounts = load.forward if forward else load.backward
-        return float(amounts[Amount.DEVICE]) / self.problem.machine.gpu_bandwidth
+    def device_seconds(self, unit: _Unit, forward: bool) -> float:
+        """Of ops that are no products, and of codecs."""
+        passes = FORWARD_PASSES if forward else BACKWARD_PASSES
+        codecs = (unit.load.forward if forward else unit.load.backward)[Amount.DEVICE]
+        return (passes * unit.saved + float(codecs)) / self.problem.machine.gpu_bandwidth
 
     def forward(self, with_update: bool) -> None:
         """One micro-step's forward; ``with_update``: each layer waits for its own update."""
@@ -246,7 +262,7 @@ class _Builder:
                 [*waits, self.behind(1), *self.swapped_out.get(before, [])],
                 takes=weights + float(load.held[0]) + moved,
                 gives=weights,
-                extra=self.device_seconds(load, True),
+                extra=self.device_seconds(unit, True),
             )
             assert done is not None
             self.computed.append(done)
@@ -279,7 +295,7 @@ class _Builder:
                 [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
                 takes=weights + max(0.0, working) + (gradients if leaves else 0.0),
                 gives=weights + max(0.0, working) + back + float(load.held[0]),
-                extra=self.device_seconds(load, False),
+                extra=self.device_seconds(unit, False),
             )
             assert done is not None
             self.computed.append(done)
