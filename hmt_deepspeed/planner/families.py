@@ -270,6 +270,7 @@ def _opt(config: Any) -> ModelShape:
         activation=_activation(config, "activation_function"),
         positions=config.max_position_embeddings + _OPT_OFFSET,
         position_offset=_OPT_OFFSET,
+        post_norm=not before,
         embedding_size=width if width != config.hidden_size else 0,
         gated=False,
         rms_norm=False,

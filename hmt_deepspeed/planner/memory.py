@@ -364,7 +364,8 @@ class ActivationBytes:
 def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
     """Choice of every site under one policy by component.
 
-    ``residual: recompute`` is of what attention adds; what enters a layer is then kept (``sites.py``).
+    ``residual: recompute`` is of what attention adds, ``layernorm: recompute`` of a norm's internals: what
+    enters a layer or the final norm is then kept (``sites.py``).
 
     Raises:
         ValueError: a component without a choice.
@@ -377,7 +378,7 @@ def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[S
         )
     return {
         site: "keep"
-        if site.name == "layer_input" and policy[site.component] == "recompute"
+        if policy[site.component] == "recompute" and "recompute" not in site.legal
         else policy[site.component]
         for site in workload.sites
     }

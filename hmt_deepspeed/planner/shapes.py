@@ -78,6 +78,7 @@ class ModelShape:
         parallel: attention and MLP read the same layer input and are added together (GPT-NeoX, Phi).
         shared_norm: one norm serves both branches of a parallel layer (Phi).
         sandwich: norms after attention and MLP too (Gemma 2 and 3).
+        post_norm: norms follow the residual sums instead of preceding the branches (OPT-350m).
         rms_norm: else LayerNorm with bias. offset_norm: RMSNorm whose weight is ``1 + w`` in fp32 (Gemma).
         head_norm: RMSNorm of each query and key head (Qwen 3, Gemma 3).
         rotary_dim: channels of a head that rotate. rotary_cat: joined to the others by ``cat``, which leaves
@@ -110,6 +111,7 @@ class ModelShape:
     parallel: bool = False
     shared_norm: bool = False
     sandwich: bool = False
+    post_norm: bool = False
     rms_norm: bool = True
     offset_norm: bool = False
     head_norm: bool = False

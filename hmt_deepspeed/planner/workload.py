@@ -7,7 +7,7 @@ made for (``sites.py``), its steps the heavy ops (matrix products and the attent
 
 A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
 again and are not counted. The down projection's output is the next layer's input and is never made again,
-but for Gemma 2 and 3, where a norm reads it (``mlp_output``).
+but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``.
 """
 
 from __future__ import annotations
@@ -197,8 +197,9 @@ def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
 
     Backward reads every site, so each that is not held is made again, and what it depends on is there. One
     that is held is made again all the same where its pair is not what forward had: attention's output and
-    log-sum-exp belong to the queries, keys and values they came from, and those, made again from a lossily
-    held input, are others (``reference/activations.md``: 1.7 to 2.1 times the gradient error).
+    log-sum-exp belong to the queries, keys and values they came from, and those that come back with an error,
+    from their own codec or from their lossily held input, are others (``reference/activations.md``: 1.7 to 2.1
+    times the gradient error).
 
     Args:
         choices: by name of the layer's sites.
@@ -216,7 +217,8 @@ def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
             )
         if choice == "recompute":
             again.add(site.name)
-    if choices["layer_input"] in _LOSSY and "attention_qkv" in again:
+    qkv = choices["attention_qkv"]
+    if (choices["layer_input"] if qkv == "recompute" else qkv) in _LOSSY:
         again.add("attention_output")
     return sum(site.flops for site in layer.sites if site.name in again)
 
@@ -328,7 +330,6 @@ def _layer_sites(
             flops.forward["qkv"],
         ),
         ("attention_output", "attention_output", shape.query_width, flops.attention),
-        ("residual", "residual", shape.hidden, flops.forward["out"]),
         (
             "mlp_intermediate",
             "mlp_intermediate",
@@ -336,7 +337,9 @@ def _layer_sites(
             flops.forward["up"],
         ),
     ]
-    if shape.sandwich:  # the norm after the MLP reads the down projection's output
+    if not shape.parallel:  # there nothing reads what attention adds
+        rows.insert(3, ("residual", "residual", shape.hidden, flops.forward["out"]))
+    if shape.sandwich or shape.post_norm:  # a norm reads the down projection's output
         rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
     depends = dict(_DEPENDS)
     if shape.parallel:
@@ -385,7 +388,8 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
                 flops=0,
                 raw_bytes=0,
                 depends=depends,
-                legal=LEGAL_CHOICES[component],
+                # a norm's input is held whatever becomes of its internals
+                legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
             )
             for name, component, channels, depends in inputs
         ),

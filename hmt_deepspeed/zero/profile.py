@@ -1,0 +1,370 @@
+"""Measures the machine that a run is on, as the planner's :class:`~hmt_deepspeed.planner.hardware.Machine`.
+
+Every rate is that of a real call through the code that training uses: matrix products of the model's own
+shapes, copies by ``memory/``'s transfer engine through pinned memory, files by its file I/O, the update by
+DeepSpeed's CPU Adam. A measurement repeats its call within its share of a time budget.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from deepspeed import comm
+from torch import Tensor, nn
+
+from hmt_deepspeed.memory.file_io import FileIO
+from hmt_deepspeed.memory.own_folder import OwnFolder
+from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.planner.hardware import DTYPES, MACHINES, Machine, MatmulRates
+from hmt_deepspeed.zero.compat import symbol
+
+__all__ = ["Probe", "measure_interconnect", "measure_machine"]
+
+Product = tuple[int, int, int]  # tokens, inputs, outputs
+
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NUM_MEASUREMENTS = 11  # 3 dtypes, device memory, 3 ways of copying, 3 of the SSD, Adam
+_LEAST_CALLS, _MOST_CALLS = 3, 1000
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to measure with.
+
+    Attributes:
+        products: matrix products whose mean FLOP/s is the machine's: those of a model's linears.
+        seconds: budget of all measurements together; the first call of each comes on top.
+        buffer_bytes: of a copy, of a file.
+        adam_parameters: of an update; more than the processor's caches hold.
+        file_io, folder: where states and activations would be swapped to; None for no SSD.
+        adam: makes an optimizer of a list of tensors; None for DeepSpeed's CPU Adam, which compiles on first use.
+    """
+
+    products: Sequence[Product] = ((8192, 8192, 8192),)
+    seconds: float = 3.0
+    buffer_bytes: int = 2**26
+    adam_parameters: int = 2**24
+    file_io: FileIO | None = None
+    folder: str | None = None
+    adam: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what nothing can be measured with: field, value, legal range, what to do."""
+        for field in ("seconds", "buffer_bytes", "adam_parameters"):
+            if not getattr(self, field) > 0:
+                raise ValueError(
+                    f"Probe: {field} is {getattr(self, field)!r}; legal: above 0. Raise it."
+                )
+        if not self.products or any(size < 1 for product in self.products for size in product):
+            raise ValueError(
+                f"Probe: products is {self.products!r}; legal: at least one (tokens, inputs, outputs), all "
+                ">= 1. Give those of the model's linears."
+            )
+        if (self.file_io is None) != (self.folder is None):
+            raise ValueError(
+                f"Probe: file_io is {self.file_io!r} and folder {self.folder!r}; legal: both, or neither to "
+                "measure no SSD. Give the other one."
+            )
+
+
+def measure_machine(
+    accelerator: Any, device: torch.device | str, probe: Probe, *, interconnect: float | None = None
+) -> Machine:
+    """This machine, measured by this process alone: the other ranks should wait meanwhile.
+
+    Args:
+        accelerator: DeepSpeed's (``get_accelerator()``). device: cuda or cpu.
+        interconnect: bytes/s from :func:`measure_interconnect`; None with one rank, where it means nothing and
+            is that of the host link.
+
+    Raises:
+        ValueError: the folder has no room for two files.
+    """
+    device = torch.device(device)
+    seconds = probe.seconds / _NUM_MEASUREMENTS
+    synchronize = accelerator.synchronize
+    gpu_memory = int(accelerator.available_memory())
+    rates = {
+        name: _matmul_rate(probe.products, name, device, seconds, synchronize) for name in DTYPES
+    }
+    memory_rate = _memory_rate(device, probe.buffer_bytes, seconds, synchronize)
+    with closing(TransferEngine(device, 4 * probe.buffer_bytes)) as engine:
+        link = _link_rates(engine, probe.buffer_bytes, seconds, synchronize)
+        disk: dict[str, Any] = {}
+        if probe.file_io is not None and probe.folder is not None:
+            disk = _disk(engine, probe.file_io, probe.folder, probe.buffer_bytes, seconds)
+    name = _device_name(device)
+    return Machine(
+        name=name,
+        peak_flops=max(_peak_flops(name), *rates.values()),
+        matmul=MatmulRates(**rates),
+        gpu_memory=gpu_memory,
+        gpu_bandwidth=memory_rate,
+        device_to_host=link.down,
+        host_to_device=link.up,
+        both_directions=min(link.both, link.down + link.up),
+        interconnect=link.down if interconnect is None else interconnect,
+        cpu_adam_ns=_adam_ns(probe, seconds),
+        host_memory=int(psutil.virtual_memory().available),
+        num_gpus=accelerator.device_count(),
+        **disk,
+    )
+
+
+def measure_interconnect(
+    device: torch.device | str, nbytes: int = 2**26, num_calls: int = 10
+) -> float:
+    """Bytes/s that a rank sends in an all-gather over all ranks; every rank calls it and gets the slowest's.
+
+    Raises:
+        ValueError: fewer than two ranks.
+    """
+    world = comm.get_world_size() if comm.is_initialized() else 1
+    if world < 2:
+        raise ValueError(
+            f"the world size is {world}; legal: 2 or more, there is nothing to send. Leave it out."
+        )
+    own = torch.zeros(-(-nbytes // world), dtype=torch.uint8, device=device)
+    whole = torch.empty(world * own.numel(), dtype=torch.uint8, device=device)
+
+    def gather() -> int:
+        comm.all_gather_into_tensor(whole, own)
+        whole[:1].cpu()  # waits for the stream, and that for the collective
+        return own.numel() * (world - 1)
+
+    gather()
+    rate = torch.tensor(
+        [median(_rate_of_call(gather, _nothing) for _ in range(num_calls))], device=device
+    )
+    comm.all_reduce(rate, op=comm.ReduceOp.MIN)
+    return float(rate)
+
+
+# -- timing -------------------------------------------------------------------------------------------
+
+Work = Callable[[], float]  # does something and says how many units of it
+
+
+def _nothing() -> None:
+    """For work that waits for itself."""
+
+
+def _rate(work: Work, seconds: float, synchronize: Callable[[], Any] = _nothing) -> float:
+    """Units per second in the median call, after one call for what happens at the first only.
+
+    The median, because a machine at work on other things too has calls that take many times as long.
+    """
+    work()
+    rates: list[float] = []
+    end = perf_counter() + seconds
+    while len(rates) < _LEAST_CALLS or (perf_counter() < end and len(rates) < _MOST_CALLS):
+        rates.append(_rate_of_call(work, synchronize))
+    return median(rates)
+
+
+def _rate_of_call(work: Work, synchronize: Callable[[], Any]) -> float:
+    synchronize()
+    begin = perf_counter()
+    units = work()
+    synchronize()
+    return units / (perf_counter() - begin)
+
+
+# -- device -------------------------------------------------------------------------------------------
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} of {platform.node()}"
+
+
+def _peak_flops(name: str) -> float:
+    """Datasheet bf16 FLOP/s of a device that is known by name, else 0: what was measured stands for it."""
+    plain = name.lower().replace(" ", "")
+    return max(
+        (m.peak_flops for key, m in MACHINES.items() if key.split("-")[0] in plain), default=0.0
+    )
+
+
+def _matmul_rate(
+    products: Sequence[Product],
+    dtype: str,
+    device: torch.device,
+    seconds: float,
+    synchronize: Callable[[], Any],
+) -> float:
+    """FLOP/s of ``X W^T`` over all products."""
+    kind = _TORCH_DTYPES[dtype]
+    factors = [
+        (
+            torch.ones(tokens, inputs, dtype=kind, device=device),
+            torch.ones(outputs, inputs, dtype=kind, device=device),
+        )
+        for tokens, inputs, outputs in products
+    ]
+    flops = sum(2 * tokens * inputs * outputs for tokens, inputs, outputs in products)
+
+    def work() -> int:
+        for x, weight in factors:
+            torch.mm(x, weight.t())
+        return flops
+
+    return _rate(work, seconds, synchronize)
+
+
+def _memory_rate(
+    device: torch.device, nbytes: int, seconds: float, synchronize: Callable[[], Any]
+) -> float:
+    """Bytes/s of the device's memory, read and written by a copy."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def work() -> int:
+        target.copy_(source)
+        return 2 * nbytes
+
+    return _rate(work, seconds, synchronize)
+
+
+# -- link ---------------------------------------------------------------------------------------------
+
+
+class _LinkRates(NamedTuple):
+    """Bytes/s: to the host alone, to the device alone, both together."""
+
+    down: float
+    up: float
+    both: float
+
+
+def _link_rates(
+    engine: TransferEngine, nbytes: int, seconds: float, synchronize: Callable[[], Any]
+) -> _LinkRates:
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=engine.device)
+    held = engine.put(source, "profile, held")
+    engine.host_bytes(held)
+
+    def down() -> int:
+        transfer = engine.put(source, "profile, down")
+        engine.host_bytes(transfer)
+        engine.drop(transfer)
+        return nbytes
+
+    def up() -> int:
+        engine.get(held)
+        synchronize()
+        return nbytes
+
+    def both() -> int:
+        transfer = engine.put(source, "profile, down")
+        arrival = engine.fetch(held)
+        engine.host_bytes(transfer)
+        engine.receive(arrival)
+        synchronize()
+        engine.drop(transfer)
+        return 2 * nbytes
+
+    return _LinkRates(*(_rate(way, seconds) for way in (down, up, both)))
+
+
+# -- SSD ----------------------------------------------------------------------------------------------
+
+
+def _disk(
+    engine: TransferEngine, file_io: FileIO, folder: str, nbytes: int, seconds: float
+) -> dict[str, Any]:
+    """The fields of a machine whose one SSD (or array) the folder is on."""
+    own = OwnFolder(folder)
+    try:
+        free = shutil.disk_usage(own.path).free
+        if free < 2 * nbytes:
+            raise ValueError(
+                f"{folder} has {free} bytes free; legal: at least {2 * nbytes}, for two files to measure "
+                "with. Free some, or name another folder."
+            )
+        buffers = [engine.pool.take(nbytes, "profile, file") for _ in range(2)]
+        paths = [os.path.join(own.path, name) for name in ("read", "written")]
+        for path, buffer in zip(paths, buffers, strict=True):
+            buffer.memory.zero_()
+            Path(path).touch()
+            os.truncate(path, buffer.memory.numel())
+            _write(file_io, path, buffer.memory)
+        read, write, mixed = _disk_rates(file_io, paths, [b.memory for b in buffers], seconds)
+        for buffer in buffers:
+            engine.pool.release(buffer)
+    finally:
+        own.close()
+    rates = {"ssd_read": read, "ssd_write": write, "ssd_mixed": min(mixed, read + write)}
+    return {"num_ssds": 1, "ssd_capacity": free, **rates}
+
+
+def _write(file_io: FileIO, path: str, memory: Tensor) -> int:
+    """All the way to the device, whatever caches the file I/O goes through."""
+    file_io.write(path, memory)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(
+            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
+        )  # so that a read finds none of it
+    finally:
+        os.close(descriptor)
+    return memory.numel()
+
+
+def _read(file_io: FileIO, path: str, memory: Tensor) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    file_io.read(path, memory)
+    return memory.numel()
+
+
+def _disk_rates(
+    file_io: FileIO, paths: Sequence[str], memories: Sequence[Tensor], seconds: float
+) -> tuple[float, float, float]:
+    """Bytes/s of reads alone, of writes alone and of both together."""
+    (source, target), (incoming, outgoing) = paths, memories
+    with ThreadPoolExecutor(1, "hmt profile") as other:
+
+        def mixed() -> int:
+            written = other.submit(_write, file_io, target, outgoing)
+            return _read(file_io, source, incoming) + written.result()
+
+        return (
+            _rate(lambda: _read(file_io, source, incoming), seconds),
+            _rate(lambda: _write(file_io, target, outgoing), seconds),
+            _rate(mixed, seconds),
+        )
+
+
+# -- CPU Adam -----------------------------------------------------------------------------------------
+
+
+def _adam_ns(probe: Probe, seconds: float) -> float:
+    """Nanoseconds per parameter of an optimizer step in host memory."""
+    make = probe.adam or symbol("deepspeed.ops.adam", "DeepSpeedCPUAdam")
+    parameter = nn.Parameter(torch.zeros(probe.adam_parameters))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = make([parameter])
+
+    def step() -> int:
+        optimizer.step()
+        return probe.adam_parameters
+
+    return 1e9 / _rate(step, seconds)

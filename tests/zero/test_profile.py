@@ -1,0 +1,228 @@
+"""Measuring the machine: each rate is that of the call it claims to be, at bounded cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hmt_deepspeed.memory.file_io import PositionalIO
+from hmt_deepspeed.planner.hardware import named_machine
+from hmt_deepspeed.zero import profile
+from hmt_deepspeed.zero.profile import Probe, measure_interconnect, measure_machine
+from hmt_deepspeed.zero.profile_files import cached_machine, read_profile, write_profile
+
+ACCELERATOR = SimpleNamespace(
+    synchronize=lambda: None, available_memory=lambda: 8 * 2**30, device_count=lambda: 1
+)
+BUFFER = 2**20
+
+
+class SlowIO(PositionalIO):
+    """At most so many bytes/s each way, and a note of what was moved."""
+
+    READ, WRITE = 100e6, 40e6
+
+    def __init__(self):
+        self.read_bytes = self.written_bytes = 0
+
+    def read(self, path, memory):
+        time.sleep(memory.numel() / self.READ)
+        self.read_bytes += memory.numel()
+        super().read(path, memory)
+
+    def write(self, path, memory):
+        time.sleep(memory.numel() / self.WRITE)
+        self.written_bytes += memory.numel()
+        super().write(path, memory)
+
+
+class SlowAdam:
+    """100 ns per parameter."""
+
+    def __init__(self, tensors):
+        (self.tensor,) = tensors
+
+    def step(self):
+        assert self.tensor.grad.shape == self.tensor.shape
+        time.sleep(self.tensor.numel() * 100e-9)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ssd")
+    probe = Probe(
+        products=((64, 128, 128), (64, 128, 256)),
+        seconds=0.5,
+        buffer_bytes=BUFFER,
+        adam_parameters=2**18,
+        file_io=SlowIO(),
+        folder=str(folder),
+        adam=SlowAdam,
+    )
+    begin = time.perf_counter()
+    machine = measure_machine(ACCELERATOR, "cpu", probe)
+    return SimpleNamespace(
+        machine=machine, seconds=time.perf_counter() - begin, folder=folder, probe=probe
+    )
+
+
+def test_files_are_timed_all_the_way(measured):
+    # sleeping is never shorter than asked, and this machine may be slower than that for any reason
+    machine = measured.machine
+    assert 0 < machine.ssd_read <= SlowIO.READ
+    assert 0 < machine.ssd_write <= SlowIO.WRITE
+    assert machine.num_ssds == 1
+    assert machine.ssd_mixed <= machine.ssd_read + machine.ssd_write
+    # a read and a write of the same size at once last as long as the write: twice its bytes per second
+    assert machine.ssd_mixed <= 2 * SlowIO.WRITE
+    assert measured.probe.file_io.read_bytes >= 3 * BUFFER  # not out of a cache of ours
+    assert machine.ssd_capacity > 2 * BUFFER
+
+
+def test_nothing_stays_in_the_folder(measured):
+    assert not [path for path in measured.folder.iterdir() if not path.name.startswith(".")]
+
+
+def test_adam_is_timed_per_parameter(measured):
+    assert measured.machine.cpu_adam_ns >= 100
+
+
+def test_the_rest_is_possible_and_of_this_machine(measured):
+    machine = measured.machine  # Machine's own checks have refused anything that is not
+    assert machine.gpu_memory == ACCELERATOR.available_memory()
+    assert machine.peak_flops == max(machine.matmul.bf16, machine.matmul.fp16, machine.matmul.fp32)
+    assert machine.gpu_bandwidth > 1e8
+    assert machine.host_memory > 0
+    assert machine.interconnect == machine.device_to_host
+
+
+def test_costs_are_bounded(measured):
+    # 11 measurements share half a second; three calls at least of each, the slowest of 26 ms
+    assert measured.seconds < 5  # ten times that: other processes share this machine
+
+
+def test_matmul_rate_is_flops_over_time(monkeypatch):
+    spent = []
+
+    def slow(x, weight):
+        spent.append(2 * x.shape[0] * x.shape[1] * weight.shape[1])
+        time.sleep(0.01)
+        return x
+
+    monkeypatch.setattr(torch, "mm", slow)
+    products = ((8, 16, 32), (8, 32, 16))
+    rate = profile._matmul_rate(products, "fp32", torch.device("cpu"), 0.05, lambda: None)
+    assert set(spent) == {2 * 8 * 16 * 32}
+    assert rate <= 2 * 2 * 8 * 16 * 32 / 0.02  # both products, 10 ms each
+
+
+def test_median_call_withstands_a_stall():
+    calls = iter([0, 0, 0.2, 0, 0, 0, 0])  # the first is not timed, the third stalls
+
+    def work():
+        time.sleep(0.01 + next(calls, 0))
+        return 1
+
+    assert profile._rate(work, 0.3) > 50  # the mean of what fits would be below 40
+
+
+def test_both_ways_move_both(monkeypatch):
+    from hmt_deepspeed.memory.transfer import TransferEngine
+
+    engine = TransferEngine("cpu", 4 * BUFFER)
+    profile._link_rates(engine, BUFFER, 0.01, lambda: None)
+    counters = engine.counters
+    engine.close()
+    assert counters.bytes_in >= 6 * BUFFER
+    assert counters.bytes_out >= 6 * BUFFER
+
+
+def test_known_devices_have_their_datasheet_peak():
+    assert profile._peak_flops("NVIDIA H200") == named_machine("h200").peak_flops
+    assert profile._peak_flops("NVIDIA GeForce RTX 4090") == named_machine("rtx4090").peak_flops
+    assert profile._peak_flops("NVIDIA A100-SXM4-80GB") == named_machine("a100-80g").peak_flops
+    assert profile._peak_flops("cpu of a node") == 0
+
+
+def test_interconnect_needs_ranks():
+    with pytest.raises(ValueError, match="world size is 1; legal"):
+        measure_interconnect("cpu")
+
+
+def interconnect():
+    return measure_interconnect("cpu", nbytes=2**16, num_calls=3)
+
+
+def test_interconnect_is_that_of_the_slowest_rank(ranks):
+    rates = ranks.run(interconnect, 2)
+    assert rates[0] == rates[1] > 0
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_measured_once_per_model(tmp_path):
+    machine, calls = named_machine("h200", price_per_hour=3.0), []
+
+    def measure():
+        calls.append(1)
+        return machine
+
+    assert cached_machine(measure, "one model", tmp_path) == machine
+    assert cached_machine(measure, "one model", tmp_path) == machine
+    assert len(calls) == 1
+    cached_machine(measure, "another model", tmp_path)
+    assert len(calls) == 2
+    assert len(list(tmp_path.iterdir())) == 2  # and nothing temporary
+
+
+def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached_machine(lambda: named_machine("h100"), "model")
+    assert len(list((tmp_path / "hmt_deepspeed" / "profiles").glob("*.json"))) == 1
+
+
+def test_profile_file_there_and_back(tmp_path):
+    machine = replace(named_machine("rtx3090"), name="measured")
+    write_profile(machine, tmp_path / "new" / "machine.json")
+    assert read_profile(tmp_path / "new" / "machine.json") == machine
+
+
+def test_bad_profiles(tmp_path):
+    with pytest.raises(ValueError, match=r"--profile .*missing.json.*rtx4090"):
+        read_profile(tmp_path / "missing.json")
+    (tmp_path / "torn.json").write_text('{"name": "x"')
+    with pytest.raises(ValueError, match=r"--profile .*torn.json.*no JSON"):
+        read_profile(tmp_path / "torn.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": 0.0}, "seconds is 0.0; legal"),
+        ({"buffer_bytes": 0}, "buffer_bytes is 0; legal"),
+        ({"products": ()}, r"products is \(\); legal"),
+        ({"products": ((1, 0, 1),)}, "products is .*legal"),
+        ({"folder": "/tmp"}, "file_io is None and folder '/tmp'; legal"),
+    ],
+)
+def test_probe_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Probe(**changes)
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile.shutil, "disk_usage", lambda _: SimpleNamespace(free=BUFFER))
+    probe = Probe(
+        products=((1, 1, 1),),
+        seconds=0.01,
+        buffer_bytes=BUFFER,
+        file_io=SlowIO(),
+        folder=str(tmp_path),
+    )
+    with pytest.raises(ValueError, match=r"bytes free; legal: at least"):
+        measure_machine(ACCELERATOR, "cpu", probe)
