@@ -44,8 +44,8 @@ Counts = list[NDArray[np.intp]]
 FEASIBILITY = 1e-9  # relative: what a double leaves of a sum of a few hundred terms
 _SHORT = 0.02  # seconds in which HiGHS does not get beyond its presolve
 _AS_FAST = 1e-7  # relative difference in time that decides nothing
-_SETTLED_AMONG = 30  # columns of each class that ties are settled among
-_SETTLING = 0.3  # seconds to look for the least busy of equally fast counts
+_REFINED_AMONG = 30  # columns of each class that counts are refined among
+_REFINING = 0.3  # seconds for it
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,9 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
     search = _Search(program)
     incumbent: Counts | None = None
     best = np.inf
-    relaxation = bound = search.bound
+    relaxation = search.bound
     while search.open and (incumbent is None or time.monotonic() < deadline):
-        bound = max(bound, search.bound)
-        if bound >= best * (1 - FEASIBILITY):
+        if search.bound >= best * (1 - FEASIBILITY):
             break
         part = search.take()
         for counts in (part.rounded(), search.finish(part, best, deadline)):
@@ -139,13 +138,16 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
                 incumbent, best = counts, program.objective(counts)
     if incumbent is None:
         return None
-    bound = min(best, search.bound)
-    settled = _settle(program, incumbent, best) if time_limit > 0 else incumbent
-    return Solution(settled, program.objective(settled), min(relaxation, best), bound)
+    if time_limit > 0:
+        if search.bound < best * (1 - FEASIBILITY):
+            incumbent = _refined(program, incumbent, None)
+        incumbent = _refined(program, incumbent, program.objective(incumbent) * (1 + _AS_FAST))
+        best = program.objective(incumbent)
+    return Solution(incumbent, best, min(relaxation, best), min(search.bound, best))
 
 
-def _settle(program: Program, incumbent: Counts, best: float) -> Counts:
-    """Of the counts as fast as the incumbent, and of no larger working size, the least tie cost found.
+def _refined(program: Program, incumbent: Counts, ties_within: float | None) -> Counts:
+    """Counts of no larger working size that are faster, or cost less of those within a time; or the incumbent.
 
     Searched are the incumbent's columns and those that the relaxation prices lowest.
     """
@@ -153,26 +155,24 @@ def _settle(program: Program, incumbent: Counts, best: float) -> Counts:
         columns.working[count > 0].max(initial=0.0)
         for columns, count in zip(program.classes, incumbent, strict=True)
     )
-    seconds = best * (1 + _AS_FAST)
     limits = program.limits.copy()
     limits[0] -= working
     allowed = [np.flatnonzero(columns.working <= working) for columns in program.classes]
-    form = _standard_form(_restricted(program, allowed, limits), ties_within=seconds)
-    relaxed = form.relax()
+    relaxed = _standard_form(_restricted(program, allowed, limits), ties_within).relax()
     if relaxed is None:
         return incumbent
     prices = _split(allowed, relaxed.lower.marginals)
     kept = [
-        np.union1d(indices[np.argsort(price, kind="stable")[:_SETTLED_AMONG]], np.flatnonzero(count))
+        np.union1d(indices[np.argsort(price, kind="stable")[:_REFINED_AMONG]], np.flatnonzero(count))
         for indices, price, count in zip(allowed, prices, incumbent, strict=True)
     ]
-    form = _standard_form(_restricted(program, kept, limits), ties_within=seconds)
-    counts, _ = form.search(_SETTLING, relative_gap=1e-3)
+    form = _standard_form(_restricted(program, kept, limits), ties_within)
+    counts, _ = form.search(_REFINING, relative_gap=1e-3)
     if counts is None:
         return incumbent
     full = _widened(program, kept, _split(kept, counts))
-    as_fast = program.objective(full) <= best * (1 + 2 * _AS_FAST)
-    return full if as_fast and program.is_feasible(full) else incumbent
+    longest = program.objective(incumbent) if ties_within is None else ties_within * (1 + _AS_FAST)
+    return full if program.objective(full) <= longest and program.is_feasible(full) else incumbent
 
 
 class _Search:
@@ -357,6 +357,7 @@ def _standard_form(program: Program, ties_within: float | None = None) -> _Stand
 def round_and_repair(program: Program, fractions: list[Array]) -> Counts | None:
     """Fractions rounded down; then each layer left over takes the cheapest column that still fits.
 
+    What comes out is improved by exchanges: one layer at a time takes another column where that is faster.
     Rounding down frees memory, and while layers are left over, the bytes of the smallest column are set
     aside for each of the others, so that the last one finds room wherever one memory alone is scarce.
     """
@@ -384,7 +385,31 @@ def round_and_repair(program: Program, fractions: list[Array]) -> Counts | None:
         chosen = int(np.argmin(np.where(fits, cost, np.inf)))
         counts[index][chosen] += 1
         used, rows = used + columns.bytes[chosen], rows + columns.seconds[chosen]
+    _exchange(program, counts, used, rows)
     return counts
+
+
+def _exchange(program: Program, counts: Counts, used: Array, rows: Array) -> None:
+    """Move one layer at a time to the column that shortens the iteration most, until none does."""
+    slack = FEASIBILITY * (1 + program.limits)
+    best = float(_weighted_phases(program, rows))
+    for _ in range(2 * sum(columns.num_layers for columns in program.classes)):
+        found = None
+        for columns, count in zip(program.classes, counts, strict=True):
+            for leaving in np.flatnonzero(count):
+                after = rows - columns.seconds[leaving] + columns.seconds
+                bytes_after = used - columns.bytes[leaving] + columns.bytes
+                fits = (bytes_after <= program.limits + slack).all(axis=1)
+                cost = np.where(fits, _weighted_phases(program, after), np.inf)
+                taken = int(np.argmin(cost))
+                if cost[taken] < best * (1 - FEASIBILITY):
+                    best = float(cost[taken])
+                    found = (count, leaving, taken, bytes_after[taken], after[taken])
+        if found is None:
+            return
+        count, leaving, taken, used, rows = found
+        count[leaving] -= 1
+        count[taken] += 1
 
 
 def _weighted_phases(program: Program, rows: Array) -> Array:
