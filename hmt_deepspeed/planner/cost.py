@@ -50,13 +50,12 @@ __all__ = [
 
 # ssd_reading and ssd_writing are two bounds of the SSDs' one queue; see `rates`.
 Resource = Literal[
-    "gpu", "gpu_to_host", "host_to_gpu", "host_link", "ssd_reading", "ssd_writing", "cpu", "network"
+    "gpu", "gpu_to_host", "host_to_gpu", "ssd_reading", "ssd_writing", "cpu", "network"
 ]
 RESOURCES: tuple[Resource, ...] = (
     "gpu",
     "gpu_to_host",
     "host_to_gpu",
-    "host_link",
     "ssd_reading",
     "ssd_writing",
     "cpu",
@@ -76,6 +75,9 @@ def ranks_per_node(machine: Machine, setup: RunSetup) -> int:
 def rates(problem: Problem) -> NDArray[np.float64]:
     """(amounts, resources) seconds of one rank per unit of an amount, with its share of what ranks share.
 
+    The two directions of a link run at the part ``f`` of their speeds while both are busy, so one that needs
+    t seconds alone needs ``t + (1/f - 1) u`` beside the other's u.
+
     SSDs reading r and writing w bytes at once, of which alone they move R or W and mixed half and half M per
     second, take the larger of
 
@@ -93,9 +95,12 @@ def rates(problem: Problem) -> NDArray[np.float64]:
         machine.matmul, _DTYPES[problem.workload.itemsize]
     )
     found[Amount.DEVICE, _INDEX["gpu"]] = 1 / machine.gpu_bandwidth
-    found[Amount.TO_HOST, _INDEX["gpu_to_host"]] = per_link / machine.device_to_host
-    found[Amount.TO_GPU, _INDEX["host_to_gpu"]] = per_link / machine.host_to_device
-    found[[Amount.TO_HOST, Amount.TO_GPU], _INDEX["host_link"]] = per_link / machine.both_directions
+    out, back = per_link / machine.device_to_host, per_link / machine.host_to_device
+    both = min(1.0, machine.both_directions / (machine.device_to_host + machine.host_to_device))
+    found[Amount.TO_HOST, _INDEX["gpu_to_host"]] = out
+    found[Amount.TO_GPU, _INDEX["gpu_to_host"]] = back * (1 / both - 1)
+    found[Amount.TO_GPU, _INDEX["host_to_gpu"]] = back
+    found[Amount.TO_HOST, _INDEX["host_to_gpu"]] = out * (1 / both - 1)
     found[Amount.ADAM, _INDEX["cpu"]] = sharing * machine.cpu_adam_ns * 1e-9
     found[Amount.NETWORK, _INDEX["network"]] = 1 / machine.interconnect
     if machine.num_ssds:

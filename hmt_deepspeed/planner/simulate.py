@@ -287,14 +287,15 @@ class _Builder:
             )
             gradients = self.problem.total.gradients * unit.share
             leaves = self.problem.setup.offload_optimizer != "none"
-            working = load.working - back  # what returned was taken when it was sent for
+            # `working` counts what returned and as much of the next layer, both taken when they are sent for
+            working = max(0.0, load.working - 2 * back)
             done = self.add(
                 f"backward, {unit.name}",
                 "gpu",
                 unit.backward_flops + load.recomputed,
                 [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
-                takes=weights + max(0.0, working) + (gradients if leaves else 0.0),
-                gives=weights + max(0.0, working) + back + float(load.held[0]),
+                takes=weights + working + (gradients if leaves else 0.0),
+                gives=weights + working + back + float(load.held[0]),
                 extra=self.device_seconds(unit, False),
             )
             assert done is not None
