@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
-from hmt_deepspeed.planner.cost import Estimate, PhaseTime, estimate
+from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
 from hmt_deepspeed.planner.loads import Problem, RunSetup, layer_load, make_problem, static_bytes
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
 from hmt_deepspeed.planner.plan import uniform_plan
@@ -157,8 +157,6 @@ def test_mixed_ssd_traffic_is_measured_and_not_a_sum() -> None:
     # half and half at the mixed rate exactly: r = w = M/2 takes one second
     for mixed in (3e9, 4e9, 6e9):
         problem = small_problem(ssd_mixed=mixed)
-        from hmt_deepspeed.planner.cost import RESOURCES, rates
-
         per_unit = rates(problem)
         seconds = np.array([0, 0, 0, 0, mixed * 2, mixed * 2, 0, 0]) @ per_unit
         queue = [seconds[RESOURCES.index(r)] for r in ("ssd_reading", "ssd_writing")]
