@@ -18,6 +18,7 @@ from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import Simulation, predict
 from hmt_deepspeed.planner.solve import Allowed, allowed_choices, solve
+from hmt_deepspeed.planner.solve import fits as plan_fits
 from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
@@ -169,13 +170,17 @@ def advise(request: Request) -> Advice:
     Raises:
         ValueError: sizes, stages or places that do not go together.
     """
-    answers = [evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)]
+    answers = [
+        evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)
+    ]
     if request.stock:
         answers += [_checkpointed(request, setup) for setup in _stock_setups(request)]
     for mode in request.fallbacks:
         if any(answer.plan is not None for answer in answers):
             break
-        setups = [s for s in _setups(request) if not (mode.weight_dtype == "int8" and s.zero_stage == 3)]
+        setups = [
+            s for s in _setups(request) if not (mode.weight_dtype == "int8" and s.zero_stage == 3)
+        ]
         answers += [evaluate(request, setup, mode) for setup in setups]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
     best = answers[0]
@@ -211,7 +216,9 @@ def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
     if request.zero_stage is None:
         return usual
     if request.offload_param not in (None, "none"):
-        RunSetup(zero_stage=request.zero_stage, offload_param=request.offload_param)  # says what is wrong
+        RunSetup(
+            zero_stage=request.zero_stage, offload_param=request.offload_param
+        )  # says what is wrong
     return (request.zero_stage,)
 
 
@@ -249,7 +256,9 @@ _CHECKPOINTED: dict[Component, Choice] = {
 
 
 def _checkpointed(request: Request, setup: RunSetup) -> Answer:
-    return evaluate(replace(request, lossy=None, fixed=_CHECKPOINTED), setup, OptimizerMode(method="adamw"))
+    return evaluate(
+        replace(request, lossy=None, fixed=_CHECKPOINTED), setup, OptimizerMode(method="adamw")
+    )
 
 
 def _as_run(request: Request, answer: Answer) -> Request:
@@ -257,17 +266,19 @@ def _as_run(request: Request, answer: Answer) -> Request:
     return replace(request, lossy=None, fixed=_CHECKPOINTED) if answer.is_stock else request
 
 
-def evaluate(
-    request: Request, setup: RunSetup, mode: OptimizerMode, *, time_limit: float = _STEP_TIME
-) -> Answer:
-    """The best plan of one setup; with ``time_limit`` 0 any plan that fits."""
+def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
+    """The best plan of one setup."""
     problem = _problem(request, setup, mode)
-    plan = solve(problem, request.allowed, time_limit=time_limit)
-    if plan is not None and time_limit > 0:
-        plan, found, _ = predict(problem, plan)
-        return Answer(mode, problem, plan, found)
-    frugal = plan or uniform_plan(problem.workload, problem.machine, _frugal_policy(request))
-    return Answer(mode, problem, plan, estimate(problem, frugal))
+    plan = (
+        solve(problem, request.allowed, time_limit=_STEP_TIME)
+        if plan_fits(problem, request.allowed)
+        else None
+    )
+    if plan is None:
+        frugal = uniform_plan(problem.workload, problem.machine, _frugal_policy(request))
+        return Answer(mode, problem, None, estimate(problem, frugal))
+    plan, found, _ = predict(problem, plan)
+    return Answer(mode, problem, plan, found)
 
 
 def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
@@ -289,7 +300,9 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
                 f"what {request.machine.name} has. Lower it or leave it out."
             )
         budget = replace(budget, gpu=request.gpu_memory)
-    return make_problem(workload, request.machine, replace(setup, buffer_bytes=buffers), mode, budget=budget)
+    return make_problem(
+        workload, request.machine, replace(setup, buffer_bytes=buffers), mode, budget=budget
+    )
 
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:
@@ -325,7 +338,7 @@ def largest_batch(request: Request, setup: RunSetup, mode: OptimizerMode) -> int
 
 
 def _fits(request: Request, setup: RunSetup, mode: OptimizerMode) -> bool:
-    return evaluate(request, setup, mode, time_limit=0).plan is not None
+    return plan_fits(_problem(request, setup, mode), request.allowed)
 
 
 def _largest(fits: Callable[[int], bool], start: int, most: int | None) -> int:
@@ -410,7 +423,11 @@ def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:
         block["rank"] = mode.rank
     if mode.method == "lowrank_adamw" and not mode.projected_backward:
         block["projected_backward"] = False
-    for field, default in (("state_dtype", "fp32"), ("master_weights", "fp32"), ("weight_dtype", "auto")):
+    for field, default in (
+        ("state_dtype", "fp32"),
+        ("master_weights", "fp32"),
+        ("weight_dtype", "auto"),
+    ):
         if getattr(mode, field) != default:
             block[field] = getattr(mode, field)
     return block

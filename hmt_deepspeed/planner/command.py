@@ -43,7 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq_length", type=int, default=2048, help="tokens of a sequence")
     add("--micro_batch", type=int, default=1, help="sequences of a GPU's micro-step")
     add("--global_batch", type=int, help="sequences of an optimizer step; one micro-step")
-    add("--method", choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"), default="auto")
+    add(
+        "--method",
+        choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"),
+        default="auto",
+    )
     add("--rank", type=int, default=128, help="of low-rank methods")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
     add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
@@ -54,8 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--save_plan", metavar="FILE", help="write the plan of the recommendation")
     add("--plan", metavar="FILE", help="what a saved plan does with the recommended setup")
     add("--picture", metavar="FILE", help="draw the timeline and the GPU's memory (matplotlib)")
-    add("--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else")
-    add("--write_results", metavar="FOLDER", help="with --reproduce: write reproduce.json and .md there")
+    add(
+        "--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else"
+    )
+    add(
+        "--write_results",
+        metavar="FOLDER",
+        help="with --reproduce: write reproduce.json and .md there",
+    )
     return parser
 
 
@@ -82,7 +92,9 @@ def _answer(args: argparse.Namespace) -> None:
     if args.save_plan or args.picture:
         plan = advice.best.plan
         if plan is None:
-            raise ValueError("nothing fits: there is no plan to save or draw. Change what the report says first.")
+            raise ValueError(
+                "nothing fits: there is no plan to save or draw. Change what the report says first."
+            )
         if args.save_plan:
             _write(args.save_plan, plan.to_json())
         if args.picture:
@@ -93,7 +105,9 @@ def _request(args: argparse.Namespace) -> Request:
     for field in ("model", "machine"):
         if getattr(args, field) is None:
             known = SIZES if field == "model" else MACHINES
-            raise ValueError(f"--{field} is missing; legal: {', '.join(known)}, or a file. Give one.")
+            raise ValueError(
+                f"--{field} is missing; legal: {', '.join(known)}, or a file. Give one."
+            )
     return Request(
         shape=model_shape(args.model, args.vocab_size),
         machine=_machine(args),
@@ -114,7 +128,7 @@ def _request(args: argparse.Namespace) -> Request:
 
 def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
     methods = ("lowrank_adamw", "adamw") if args.method == "auto" else (args.method,)
-    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
+    return tuple(replace(OptimizerMode(rank=args.rank), method=method) for method in methods)
 
 
 def _fallbacks(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:

@@ -62,7 +62,14 @@ RESOURCES: tuple[Resource, ...] = (
     "network",
 )
 # Stages that a layer passes one after another; the rest of RESOURCES bound the same bytes in another way.
-_STAGES: tuple[Resource, ...] = ("gpu", "gpu_to_host", "host_to_gpu", "ssd_reading", "cpu", "network")
+_STAGES: tuple[Resource, ...] = (
+    "gpu",
+    "gpu_to_host",
+    "host_to_gpu",
+    "ssd_reading",
+    "cpu",
+    "network",
+)
 _DTYPES = {2: "bf16", 4: "fp32"}  # by itemsize
 _INDEX = {resource: index for index, resource in enumerate(RESOURCES)}
 
@@ -116,7 +123,9 @@ def rates(problem: Problem) -> NDArray[np.float64]:
     return found
 
 
-def phase_seconds(phase: Phase, per_unit: NDArray[np.float64], setup: RunSetup) -> NDArray[np.float64]:
+def phase_seconds(
+    phase: Phase, per_unit: NDArray[np.float64], setup: RunSetup
+) -> NDArray[np.float64]:
     """(resources,) seconds of a phase before any choice of a layer, without fill.
 
     On the naive schedule a tensor's read, update and write follow one another, so the SSDs stand still while
@@ -198,7 +207,11 @@ class Estimate:
     def excess(self) -> dict[Memory, float]:
         """Bytes over the limit of each memory that overflows; empty if the plan fits."""
         over = {memory: self.peak(memory) - getattr(self.budget, memory) for memory in MEMORIES}
-        return {memory: size for memory, size in over.items() if size > FEASIBILITY * (1 + self.peak(memory))}
+        return {
+            memory: size
+            for memory, size in over.items()
+            if size > FEASIBILITY * (1 + self.peak(memory))
+        }
 
     @property
     def fits(self) -> bool:
@@ -253,7 +266,9 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
         chosen = _of_sites(loads, phase.sites)
         seconds = base + chosen @ per_unit
         named = {resource: float(seconds[_INDEX[resource]]) for resource in RESOURCES}
-        times.append(PhaseTime(phase.name, phase.weight, named, fill_seconds(base, plan.num_layers)))
+        times.append(
+            PhaseTime(phase.name, phase.weight, named, fill_seconds(base, plan.num_layers))
+        )
         update = 0.0 if phase.update is None else phase.update[Amount.SSD_WRITE]
         written += phase.weight * (phase.base[Amount.SSD_WRITE] + chosen[Amount.SSD_WRITE] + update)
     recomputed = sum(count * load.recomputed for count, load in loads)
@@ -279,7 +294,9 @@ def _equal_layers(workload: Workload, numbers: tuple[int, ...]) -> Layer:
                     f"{[layer.layers for layer in workload.layers]}. Split the group."
                 )
             return layer
-    raise ValueError(f"layers {numbers} are not of this model; it has {workload.shape.layers}. Plan again.")
+    raise ValueError(
+        f"layers {numbers} are not of this model; it has {workload.shape.layers}. Plan again."
+    )
 
 
 def _of_sites(

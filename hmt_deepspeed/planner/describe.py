@@ -25,7 +25,10 @@ def describe(advice: Advice) -> str:
         f"accumulation {request.accumulation}",
         "",
         "setups, fastest first:",
-        _table(("setup", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", ""), map(_row, advice.answers)),
+        _table(
+            ("setup", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", ""),
+            map(_row, advice.answers),
+        ),
         "",
     ]
     if best.plan is None:
@@ -42,7 +45,7 @@ def describe(advice: Advice) -> str:
 
 def describe_plan(plan: Plan, found: Estimate) -> str:
     """Choices, memory by kind, seconds by resource."""
-    choices = [
+    choices: list[tuple[str, str]] = [
         (component, ", ".join(f"{choice} x {number}" for choice, number in counts.items()))
         for component, counts in plan.counts().items()
     ]
@@ -57,7 +60,9 @@ def describe_plan(plan: Plan, found: Estimate) -> str:
     for name in MEMORIES:
         room = getattr(found.budget, name) / _GIB
         memory.append((name, f"peak, of {room:.2f}", f"{found.peak(name) / _GIB:.2f}"))
-    busy = [resource for resource in RESOURCES if any(p.by_resource[resource] for p in found.phases)]
+    busy = [
+        resource for resource in RESOURCES if any(p.by_resource[resource] for p in found.phases)
+    ]
     times = [
         (
             f"{phase.name} x {phase.weight:g}",
@@ -81,7 +86,9 @@ def describe_plan(plan: Plan, found: Estimate) -> str:
 def _speed(answer: Answer) -> str:
     plan, found = answer.plan, answer.estimate
     assert plan is not None
-    scale = found.seconds / plan.seconds  # 1, or the closed form's error where the simulator is believed
+    scale = (
+        found.seconds / plan.seconds
+    )  # 1, or the closed form's error where the simulator is believed
     other = ""
     if plan.source == "simulator":  # few layers, or layers that differ much
         other = f" (the closed form, {found.seconds:.4g} s, does not hold here)"
@@ -95,7 +102,9 @@ def _speed(answer: Answer) -> str:
     if answer.cost_per_million_tokens is not None:
         lines.append(f"a million tokens cost {answer.cost_per_million_tokens:.3g}")
     if found.ssd_written:
-        lines.append(f"SSDs: {answer.ssd_bytes_per_day / 1e12:.3g} TB written per day" + _wear(answer))
+        lines.append(
+            f"SSDs: {answer.ssd_bytes_per_day / 1e12:.3g} TB written per day" + _wear(answer)
+        )
     return "\n".join(lines)
 
 
@@ -113,7 +122,14 @@ def _row(answer: Answer) -> Sequence[str]:
     if plan is None:
         return (answer.name, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
     mfu = found.mfu * found.seconds / plan.seconds
-    return (answer.name, f"{answer.tokens_per_second:,.0f}", f"{plan.seconds:.3g}", f"{mfu:.1%}", *memory, "")
+    return (
+        answer.name,
+        f"{answer.tokens_per_second:,.0f}",
+        f"{plan.seconds:.3g}",
+        f"{mfu:.1%}",
+        *memory,
+        "",
+    )
 
 
 def _what_to_change(advice: Advice) -> list[str]:
@@ -121,21 +137,32 @@ def _what_to_change(advice: Advice) -> list[str]:
     best, request = advice.best, advice.request
     over = best.estimate.excess()
     lines = [f"does not fit. Closest: {best.name}, of whose most frugal plan too much is:"]
-    lines += [f"  {name}: {size / _GIB:.2f} GiB over {getattr(best.problem.budget, name) / _GIB:.2f}" for name, size in over.items()]
+    lines += [
+        f"  {name}: {size / _GIB:.2f} GiB over {getattr(best.problem.budget, name) / _GIB:.2f}"
+        for name, size in over.items()
+    ]
     kinds = sorted(best.estimate.memory["gpu"].items(), key=lambda item: -item[1])[:3]
-    lines.append("largest on the GPU: " + ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in kinds))
+    lines.append(
+        "largest on the GPU: " + ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in kinds)
+    )
     lines.append("what would do:")
     changes = []
     if advice.largest_batch:
-        changes.append(f"--micro_batch {advice.largest_batch} (and --global_batch for the batch you want)")
+        changes.append(
+            f"--micro_batch {advice.largest_batch} (and --global_batch for the batch you want)"
+        )
     if advice.longest_sequence:
         changes.append(f"--seq_length {advice.longest_sequence}")
     if "host" in over:
-        changes.append(f"--host_memory {best.estimate.peak('host') * request.machine.num_gpus / _GIB:.0f} GiB")
+        changes.append(
+            f"--host_memory {best.estimate.peak('host') * request.machine.num_gpus / _GIB:.0f} GiB"
+        )
     if "ssd" in over:
         changes.append("more or larger SSDs (--num_ssds)")
     if "gpu" in over:
-        changes.append(f"a GPU of {best.estimate.peak('gpu') / _GIB + 2:.0f} GiB, or more GPUs (--num_gpus)")
+        changes.append(
+            f"a GPU of {best.estimate.peak('gpu') / _GIB + 2:.0f} GiB, or more GPUs (--num_gpus)"
+        )
     if request.lossy is None and isinstance(best.problem.workload.layers[0], Layer):
         changes.append("--lossy, if int8 activations are acceptable")
     return [*lines, *(f"  {change}" for change in changes)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -68,7 +69,9 @@ class Amount(IntEnum):
     """Entries of a vector of amounts, all of one rank."""
 
     FLOPS = 0
-    DEVICE = 1  # bytes through the GPU's own memory: ops that are no products, codecs, the optimizer
+    DEVICE = (
+        1  # bytes through the GPU's own memory: ops that are no products, codecs, the optimizer
+    )
     TO_HOST = 2  # bytes
     TO_GPU = 3  # bytes
     SSD_READ = 4  # bytes
@@ -124,11 +127,17 @@ class RunSetup:
         """Raise ValueError for a setup that cannot run: field, value, legal values, what to do."""
         for field in ("ranks", "accumulation", "model_parallel", "block_size"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; legal: at least 1. Give that.")
+                raise ValueError(
+                    f"{field} is {getattr(self, field)}; legal: at least 1. Give that."
+                )
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage is {self.zero_stage}; legal: 0, 1, 2, 3. Give one of them.")
+            raise ValueError(
+                f"zero_stage is {self.zero_stage}; legal: 0, 1, 2, 3. Give one of them."
+            )
         if not 0 <= self.redo_fraction <= 1:
-            raise ValueError(f"redo_fraction is {self.redo_fraction}; legal: 0 to 1. Give a share of the steps.")
+            raise ValueError(
+                f"redo_fraction is {self.redo_fraction}; legal: 0 to 1. Give a share of the steps."
+            )
         if self.offload_param != "none" and self.zero_stage != 3:
             raise ValueError(
                 f"offload_param is {self.offload_param!r} at zero_stage {self.zero_stage}; DeepSpeed offloads "
@@ -206,8 +215,14 @@ def make_problem(
             f"offload to nvme on {machine.name}, which has no SSD; legal: none, cpu. Give num_ssds or offload "
             "to cpu."
         )
-    states = {"itemsize": workload.itemsize, "gradient_itemsize": gradient_itemsize}
-    total = model_states(workload.shape, mode, **states)
+    sharded = partial(
+        model_states,
+        workload.shape,
+        mode,
+        itemsize=workload.itemsize,
+        gradient_itemsize=gradient_itemsize,
+    )
+    total = sharded(Sharding())
     sharding = Sharding(setup.zero_stage, setup.ranks)
     state_itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[mode.state_dtype]
     return Problem(
@@ -216,7 +231,7 @@ def make_problem(
         setup=setup,
         budget=budget or MemoryBudget.of(machine),
         total=total,
-        of_rank=model_states(workload.shape, mode, sharding, **states),
+        of_rank=sharded(sharding),
         adam_elements=total.moments / (2 * state_itemsize),
     )
 
@@ -375,7 +390,10 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             backward += amounts(to_gpu=moved, ssd_read=on_ssd)
             held += (0.0, moved - on_ssd, on_ssd)
             swapped += moved
-        elif choice in ("int8", "fp8"):  # read and written once by the codec, in forward and in backward
+        elif choice in (
+            "int8",
+            "fp8",
+        ):  # read and written once by the codec, in forward and in backward
             forward += amounts(device=site.nbytes + device)
             backward += amounts(device=site.nbytes + device)
         elif choice == "keep" and parts == 1:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Case", "Load", "Rates", "Sweep", "SwapLayer", "phase_seconds", "sweep"]
+__all__ = ["Case", "Load", "Rates", "SwapLayer", "Sweep", "phase_seconds", "sweep"]
 
 # How the iteration's time depends on the amount swapped: 1 it grows (swap the least), 2 it falls (swap
 # everything), 3 it has its minimum in between.

@@ -53,12 +53,16 @@ def draw(simulation: Simulation, path: str | Path, *, gpu_limit: float, title: s
         for kind, bars in of_kind.items():
             label = None if kind in drawn else kind
             drawn.add(kind)
-            work.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS.get(kind, _OTHER), label=label)
+            work.broken_barh(
+                bars, (row - 0.4, 0.8), facecolors=_COLOURS.get(kind, _OTHER), label=label
+            )
     work.set_yticks(range(len(resources)), [name.replace("_", " ") for name in reversed(resources)])
     work.set_title(title)
     work.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
-    times, held = zip(*simulation.gpu_memory, (simulation.seconds, simulation.gpu_memory[-1][1]), strict=True)
+    times, held = zip(
+        *simulation.gpu_memory, (simulation.seconds, simulation.gpu_memory[-1][1]), strict=True
+    )
     memory.step(times, [size / 2**30 for size in held], where="post", color="tab:blue")
     memory.axhline(gpu_limit / 2**30, color="tab:red", linestyle="--", label="limit")
     memory.set_ylim(bottom=0)

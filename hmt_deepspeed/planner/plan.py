@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _VERSION = 1
+_BESIDE_THE_PLAN = ("price_per_hour", "ssd_endurance")
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,11 @@ class Plan:
 
 
 def fingerprint(described: ModelShape | Machine) -> str:
-    """16 hexadecimal digits of everything that the numbers of a model or a machine follow from."""
-    text = json.dumps(asdict(described), sort_keys=True)
+    """16 hexadecimal digits of everything that a plan for a model or a machine follows from."""
+    given = {
+        field: value for field, value in asdict(described).items() if field not in _BESIDE_THE_PLAN
+    }
+    text = json.dumps(given, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -172,7 +176,10 @@ def spread(numbers: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...
     groups: list[list[int]] = [[] for _ in counts]
     for position, number in enumerate(numbers, start=1):
         # the group furthest behind its share of the layers so far
-        share = [count * position / len(numbers) - len(group) for count, group in zip(counts, groups, strict=True)]
+        share = [
+            count * position / len(numbers) - len(group)
+            for count, group in zip(counts, groups, strict=True)
+        ]
         groups[max(range(len(counts)), key=share.__getitem__)].append(number)
     return [tuple(group) for group in groups]
 
@@ -187,11 +194,15 @@ def plan_from_json(text: str) -> Plan:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the plan is no JSON: {error}. Write one with hmt-plan --save_plan.") from error
+        raise ValueError(
+            f"the plan is no JSON: {error}. Write one with hmt-plan --save_plan."
+        ) from error
     known = {"version", *Plan.__dataclass_fields__}
     if not isinstance(found, dict) or set(found) != known:
         given = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"the plan has {given}; legal: exactly the keys {sorted(known)}. Write it again.")
+        raise ValueError(
+            f"the plan has {given}; legal: exactly the keys {sorted(known)}. Write it again."
+        )
     if found.pop("version") != _VERSION:
         raise ValueError(f"the plan is of another version; legal: {_VERSION}. Write it again.")
     try:
@@ -204,7 +215,9 @@ def plan_from_json(text: str) -> Plan:
         raise ValueError(f"the plan's layers are malformed ({error!r}). Write it again.") from error
     numbers = sorted(_flatten(group.layers for group in groups))
     if numbers != list(range(len(numbers))) or not numbers:
-        raise ValueError(f"the plan has layers {numbers}; legal: 0 to the last, each once. Write it again.")
+        raise ValueError(
+            f"the plan has layers {numbers}; legal: 0 to the last, each once. Write it again."
+        )
     return Plan(**{**found, "layers": groups, "head": head})
 
 
@@ -215,7 +228,9 @@ def _flatten(parts: Iterable[Iterable[int]]) -> list[int]:
 def _checked_choices(given: Mapping[Any, Any]) -> dict[Component, Choice]:
     for component, choice in given.items():
         if component not in get_args(Component):
-            raise ValueError(f"the plan has component {component!r}; legal: {COMPONENTS}. Write it again.")
+            raise ValueError(
+                f"the plan has component {component!r}; legal: {COMPONENTS}. Write it again."
+            )
         if choice not in LEGAL_CHOICES[component]:
             raise ValueError(
                 f"the plan has {component}: {choice!r}; legal: {LEGAL_CHOICES[component]} of {CHOICES}. "

@@ -134,7 +134,11 @@ def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
             break
         part = search.take()
         for counts in (part.rounded(), search.finish(part, best, deadline)):
-            if counts is not None and program.is_feasible(counts) and program.objective(counts) < best:
+            if (
+                counts is not None
+                and program.is_feasible(counts)
+                and program.objective(counts) < best
+            ):
                 incumbent, best = counts, program.objective(counts)
     if incumbent is None:
         return None
@@ -163,7 +167,9 @@ def _refined(program: Program, incumbent: Counts, ties_within: float | None) -> 
         return incumbent
     prices = _split(allowed, relaxed.lower.marginals)
     kept = [
-        np.union1d(indices[np.argsort(price, kind="stable")[:_REFINED_AMONG]], np.flatnonzero(count))
+        np.union1d(
+            indices[np.argsort(price, kind="stable")[:_REFINED_AMONG]], np.flatnonzero(count)
+        )
         for indices, price, count in zip(allowed, prices, incumbent, strict=True)
     ]
     form = _standard_form(_restricted(program, kept, limits), ties_within)
@@ -202,7 +208,9 @@ class _Search:
             self._push(middle + 1, part.high)
             return None
         left = max(deadline - time.monotonic(), 0.0)
-        if np.isinf(best):  # without counts there is no answer: if time is up, the first counts end the search
+        if np.isinf(
+            best
+        ):  # without counts there is no answer: if time is up, the first counts end the search
             counts, finished = part.search(best, None, relative_gap=1e9 if left < _SHORT else 0.0)
             finished = finished and left >= _SHORT
         elif left < _SHORT:
@@ -228,7 +236,16 @@ class _Search:
         relaxed = form.relax()
         if relaxed is not None:
             bound = float(relaxed.fun * form.unit)
-            part = _Part(self.program, program, kept, low, high, bound, relaxed.x, relaxed.lower.marginals * form.unit)
+            part = _Part(
+                self.program,
+                program,
+                kept,
+                low,
+                high,
+                bound,
+                relaxed.x,
+                relaxed.lower.marginals * form.unit,
+            )
             heapq.heappush(self.open, (bound, low, part))
 
 
@@ -267,7 +284,9 @@ class _Part:
             return None, True
         form = _standard_form(_restricted(self.whole, parts, self.program.limits))
         counts, finished = form.search(time_limit, relative_gap)
-        return (None if counts is None else _widened(self.whole, parts, _split(parts, counts))), finished
+        return (
+            None if counts is None else _widened(self.whole, parts, _split(parts, counts))
+        ), finished
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,23 @@ def zero_rows() -> Iterator[Row]:
     inputs: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "recompute")
     inputs |= {"embedding": "keep", "lm_head": "keep", "layernorm": "keep"}
     choices = {
-        site: choice for site, choice in choices_of(workload, inputs).items() if site.name == "layer_input"
+        site: choice
+        for site, choice in choices_of(workload, inputs).items()
+        if site.name == "layer_input"
     }
     for parts, paper in ((1, 33.0), (16, 2.0)):
         kept = activation_bytes(replace(workload, shared_bytes=0), choices, partition=parts).device
         what = "checkpoints of 100B at batch 32" + (", P_a over 16" if parts > 1 else "")
         note = "125 layers x 8192 x 32 x 1024 tokens x 2 bytes is twice the paper's figure, which fits batch 16"
         yield Row(source, what, paper, kept / GB, "GB", note)
-    yield Row(source, "reduction of checkpoints by P_a over 16", 33 / 2, 16.0, "x", "the paper rounds 33 / 16 to 2")
+    yield Row(
+        source,
+        "reduction of checkpoints by P_a over 16",
+        33 / 2,
+        16.0,
+        "x",
+        "the paper rounds 33 / 16 to 2",
+    )
 
     for stage, paper in ((2, 2.0), (3, 3.0)):
         volume = communication_volume(shape, Sharding(stage, 64)) / psi
@@ -121,12 +130,21 @@ def playbook_rows() -> Iterator[Row]:
     source = "Playbook"
     shape = plain_shape(layers=32, hidden=4096, heads=32, vocab=32000)
     psi = num_parameters(shape)
-    for billions, paper, accumulated in ((1, 16, 20), (7, 112, 140), (70, 1120, 1400), (405, 6480, 8100)):
+    for billions, paper, accumulated in (
+        (1, 16, 20),
+        (7, 112, 140),
+        (70, 1120, 1400),
+        (405, 6480, 8100),
+    ):
         plain = model_states(shape, ADAMW).total / psi * billions
         yield Row(source, f"states of {billions}B, bf16", paper, plain, "GB")
         # a second, fp32 copy of the gradients: 4 bytes more
         yield Row(
-            source, f"states of {billions}B, fp32 gradients too", accumulated, plain + 4 * billions, "GB"
+            source,
+            f"states of {billions}B, fp32 gradients too",
+            accumulated,
+            plain + 4 * billions,
+            "GB",
         )
 
     gpt3 = plain_shape(layers=96, hidden=12288, heads=96, vocab=51200)
@@ -137,13 +155,17 @@ def playbook_rows() -> Iterator[Row]:
     )
     yield Row(source, "GPT-3, activations spared without attention scores", 0.70, spared)
     again = 96 * attention_flops(gpt3, 1, 2048, "eager")[0] / eager.model_flops
-    note = "4bs^2h over 72bsh^2(1 + s/6h); 2.7 % is s/6h, attention of forward and backward together"
+    note = (
+        "4bs^2h over 72bsh^2(1 + s/6h); 2.7 % is s/6h, attention of forward and backward together"
+    )
     yield Row(source, "GPT-3, FLOPs of computing them again", 0.027, again, note=note)
 
 
 # -- FPDT -----------------------------------------------------------------------------------------------
 
-_FPDT = (  # model, GPUs, tokens of Ulysses and of FPDT
+_FPDT: tuple[
+    tuple[str, int, int, int, dict[str, Any]], ...
+] = (  # model, GPUs, tokens of Ulysses and of FPDT
     ("GPT 2.7B", 2, 256, 2048, {"layers": 32, "hidden": 2560, "heads": 32, "vocab": 50257}),
     ("GPT 6.7B", 4, 256, 2048, {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50257}),
     (

@@ -19,12 +19,12 @@ from hmt_deepspeed.planner.loads import (
     RunSetup,
     make_problem,
 )
-from hmt_deepspeed.planner.lohan import Load, Rates, Sweep, SwapLayer, sweep
+from hmt_deepspeed.planner.lohan import Load, Rates, SwapLayer, Sweep, sweep
 from hmt_deepspeed.planner.memory import MemoryBudget
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.reproduce import ADAMW, GB, GIB, Row
 from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, plain_shape
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, solve
+from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
 from hmt_deepspeed.planner.workload import Workload, build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
@@ -94,7 +94,10 @@ def _machine(ssds: int = 12, host_gib: int = 768, gpu: str = "rtx4090", gpus: in
 
 def _zero_infinity_machine(gpus: int = 1) -> Machine:
     """Its one process keeps the SSDs busy for 4P bytes in 6.25 s; several together up to the array's limit."""
-    machine, of_process = _machine(gpus=gpus), 4 * num_parameters(_shape("13B")) / _ZERO_INFINITY_SSD
+    machine, of_process = (
+        _machine(gpus=gpus),
+        4 * num_parameters(_shape("13B")) / _ZERO_INFINITY_SSD,
+    )
     assert machine.ssd_array_limit is not None
     return replace(machine, ssd_array_limit=min(gpus * of_process, machine.ssd_array_limit))
 
@@ -113,8 +116,8 @@ def _problem(
     return make_problem(_workload(name, batch), machine, setup, ADAMW, budget=budget)
 
 
-def _best(problem: Problem, allowed: Allowed | None = None, time_limit: float = _TIME) -> Plan | None:
-    return solve(problem, allowed or allowed_choices(problem.machine), time_limit=time_limit)
+def _best(problem: Problem, allowed: Allowed | None = None) -> Plan | None:
+    return solve(problem, allowed or allowed_choices(problem.machine), time_limit=_TIME)
 
 
 def _planned(problem: Problem, allowed: Allowed | None = None) -> Estimate:
@@ -134,10 +137,9 @@ def _largest_batch(
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if _best(_problem(name, middle, machine, setup), allowed, time_limit=0) is None:
-            high = middle
-        else:
-            low = middle
+        problem = _problem(name, middle, machine, setup)
+        found = fits(problem, allowed or allowed_choices(machine))
+        low, high = (middle, high) if found else (low, middle)
     return low
 
 
@@ -167,7 +169,9 @@ def _bytes_and_times() -> Iterator[Row]:
     early = estimate(ours, plan).phases[1].by_resource["gpu"]
     note = "our recompute stops before the down projection, whose output nothing in the layer reads"
     yield Row(source, "the same, recomputed our way", 17.6, early, "s", note)
-    again = sum(layer.count * layer.forward_flops for layer in workload.layers) / machine.matmul.bf16
+    again = (
+        sum(layer.count * layer.forward_flops for layer in workload.layers) / machine.matmul.bf16
+    )
     note = "ours without recompute still reruns what is cheap"
     ratio = (full - again) / _ZERO_INFINITY_SSD
     yield Row(source, "backward without recompute over SSD I/O", 1.91, ratio, "x", note)
@@ -220,7 +224,8 @@ def _swept(batch: int) -> Sweep:
         SwapLayer(13 * stream, 0.0),  # norms, GELU, the last mask: nearly free to make
     )
     rates = Rates(
-        gpu=_workload("13B", 32).forward_flops / _FORWARD,  # as LoHan has it, everything in one rate
+        gpu=_workload("13B", 32).forward_flops
+        / _FORWARD,  # as LoHan has it, everything in one rate
         link=machine.device_to_host,
         ssd_read=machine.total_ssd_read,
         ssd_write=machine.total_ssd_write,
@@ -259,8 +264,12 @@ def _figures_5() -> Iterator[Row]:
         batch = _largest_batch(name, _machine())
         found = _planned(_problem(name, batch, _machine()))
         reached = found.model_flops / found.seconds / _block_rate(name, batch)
-        note = f"batch {batch}, bound by {found.bottleneck}" + ("" if name == "175B" else "; the paper: 90 to 95 %")
-        yield Row("LoHan, figure 5c", f"{name}: part of the peak measured", paper, reached, note=note)
+        note = f"batch {batch}, bound by {found.bottleneck}" + (
+            "" if name == "175B" else "; the paper: 90 to 95 %"
+        )
+        yield Row(
+            "LoHan, figure 5c", f"{name}: part of the peak measured", paper, reached, note=note
+        )
 
 
 def _block_rate(name: str, batch: int) -> float:
@@ -282,14 +291,21 @@ def _figures_6_and_8() -> Iterator[Row]:
         ("175B", "rtx4080", 256, True),
         ("276B", "rtx4080", 256, False),
     ):
-        fits = _largest_batch(name, _machine(host_gib=host, gpu=gpu), most=1) == 1
+        trains = _largest_batch(name, _machine(host_gib=host, gpu=gpu), most=1) == 1
         quantity = f"{name} {'trains' if paper else 'does not train'} on {gpu} with {host} GB"
-        yield Row(source, quantity, True, fits == paper)
+        yield Row(source, quantity, True, trains == paper)
     # 6 bytes per parameter in host memory: fp16 weights and fp32 gradients, as 1.1 TB for 175B says
     largest = [n for n in _SHAPES if 6 * num_parameters(_shape(n)) <= 768 * GIB]
     note = "from 6 bytes per parameter in host memory, which the paper's 1.1 TB for 175B implies"
     sizes = {name: num_parameters(_shape(name)) / GB for name in _SHAPES}
-    yield Row(source, "ZeRO-Infinity's largest with 768 GB", 135.0, max(sizes[n] for n in largest), "B", note)
+    yield Row(
+        source,
+        "ZeRO-Infinity's largest with 768 GB",
+        135.0,
+        max(sizes[n] for n in largest),
+        "B",
+        note,
+    )
 
     host_only = {c: tuple(x for x in given if x != "swap_ssd") for c, given in _allowed().items()}
     source = "LoHan, figure 8"
@@ -299,7 +315,9 @@ def _figures_6_and_8() -> Iterator[Row]:
         note = f"{both[0]} against {both[1] or 'none'}"
         if host == 128:
             quantity = "128 GB, batch 32: with SSD 2 to 5 times the model without"
-            note += "; computed again, all but the layers' inputs (43 GB for 70B) leaves room in 128 GB"
+            note += (
+                "; computed again, all but the layers' inputs (43 GB for 70B) leaves room in 128 GB"
+            )
             yield Row(source, quantity, True, 2 <= ratio <= 5, note=note)
         else:
             quantity = "256 GB, batch 60: the same largest model with and without SSD"
@@ -314,7 +332,7 @@ def _allowed() -> Allowed:
 
 def _largest_model(host_gib: int, batch: int, allowed: Allowed) -> str:
     machine = _machine(host_gib=host_gib)
-    fitting = [n for n in _SHAPES if _best(_problem(n, batch, machine), allowed, 0) is not None]
+    fitting = [n for n in _SHAPES if fits(_problem(n, batch, machine), allowed)]
     return fitting[-1] if fitting else ""
 
 
@@ -323,7 +341,9 @@ def _policies() -> Mapping[str, Allowed]:
     exact = allowed_choices(_machine())
 
     def only(*choices: Choice) -> Allowed:
-        return {c: tuple(x for x in given if x in choices) or given[:1] for c, given in exact.items()}
+        return {
+            c: tuple(x for x in given if x in choices) or given[:1] for c, given in exact.items()
+        }
 
     return {
         "LoHan": only("recompute", "swap_host", "swap_ssd"),
@@ -342,7 +362,9 @@ def _figure_9a() -> Iterator[Row]:
         for host in (128, 256, 512):
             machine = _machine(host_gib=host)
             batch = _largest_batch("70B", machine, allowed, most=32)
-            speed[name, host] = _others_speed("70B", batch, machine, allowed, name) if batch else 0.0
+            speed[name, host] = (
+                _others_speed("70B", batch, machine, allowed, name) if batch else 0.0
+            )
     for name in ("ZeRO", "Capuchin", "Checkmate"):
         quantity = f"70B: {name} is slower with 128 than with 512 GB"
         note = f"{speed[name, 128]:.0f} against {speed[name, 512]:.0f} tokens/s"
@@ -352,13 +374,22 @@ def _figure_9a() -> Iterator[Row]:
     best = max(_policies(), key=lambda name: speed[name, 512])
     table = ", ".join(f"{name} {speed[name, 512]:.0f}" for name in _policies())
     fastest = speed["LoHan", 512] >= speed[best, 512] * (1 - 1e-3)
-    yield Row(source, "70B, 512 GB: none is faster than LoHan", True, fastest, note=f"{table} tokens/s")
+    yield Row(
+        source, "70B, 512 GB: none is faster than LoHan", True, fastest, note=f"{table} tokens/s"
+    )
 
 
 def _others_speed(name: str, batch: int, machine: Machine, allowed: Allowed, policy: str) -> float:
     problem = _problem(name, batch, machine)
     if policy in ("Capuchin", "Checkmate"):  # planned as if SSDs and CPU cost nothing
-        blind = replace(machine, ssd_array_limit=None, ssd_read=1e15, ssd_write=1e15, ssd_mixed=2e15, cpu_adam_ns=1e-9)
+        blind = replace(
+            machine,
+            ssd_array_limit=None,
+            ssd_read=1e15,
+            ssd_write=1e15,
+            ssd_mixed=2e15,
+            cpu_adam_ns=1e-9,
+        )
         plan = _best(replace(problem, machine=blind), allowed)
     else:
         plan = _best(problem, allowed)
@@ -369,17 +400,34 @@ def _others_speed(name: str, batch: int, machine: Machine, allowed: Allowed, pol
 def _figure_10() -> Iterator[Row]:
     source = "LoHan, figure 10"
     batch = _largest_batch("135B", _machine())
-    speed = {n: _planned(_problem("135B", batch, _machine(n))).tokens_per_second for n in (1, 3, 6, 12)}
+    speed = {
+        n: _planned(_problem("135B", batch, _machine(n))).tokens_per_second for n in (1, 3, 6, 12)
+    }
     note = f"batch {batch}"
     yield Row(source, "135B: 3 SSDs over 1", 3.0, speed[3] / speed[1], "x", note)
-    yield Row(source, "135B: small gain from 6 to 12 SSDs", True, speed[12] / speed[6] < 1.25, note=f"{speed[12] / speed[6]:.2f} x")
+    yield Row(
+        source,
+        "135B: small gain from 6 to 12 SSDs",
+        True,
+        speed[12] / speed[6] < 1.25,
+        note=f"{speed[12] / speed[6]:.2f} x",
+    )
     # 135 TFLOPS of the 155.8 that the paper reaches at best
     wanted = 135 / 155.8 * _planned(_problem("13B", 64, _machine())).tokens_per_second
     for size, paper in ((32, 12), (48, 6), (64, 3)):
-        reached = {n: _planned(_problem("13B", size, _machine(n))).tokens_per_second for n in (1, 2, 3, 6, 12)}
+        reached = {
+            n: _planned(_problem("13B", size, _machine(n))).tokens_per_second
+            for n in (1, 2, 3, 6, 12)
+        }
         enough = min((n for n, tokens in reached.items() if tokens >= wanted), default=0)
         note = f"the fewest of 1, 2, 3, 6, 12 that reach 135 / 155.8 of the best; twelve reach {reached[12] / wanted * 0.8665:.2f}"
-        yield Row(source, f"13B, batch {size}: SSDs needed for 135 TFLOPS", float(paper), float(enough), note=note)
+        yield Row(
+            source,
+            f"13B, batch {size}: SSDs needed for 135 TFLOPS",
+            float(paper),
+            float(enough),
+            note=note,
+        )
 
 
 def _figure_11() -> Iterator[Row]:
@@ -389,4 +437,11 @@ def _figure_11() -> Iterator[Row]:
         ours = _planned(_problem(name, batch, machine))
         theirs = _infinity(batch, name, gpus=4)
         note = f"batch {batch} per GPU for both; the paper's global batches are not in our text"
-        yield Row("LoHan, figure 11", f"{name}, four GPUs: over ZeRO-Infinity", paper, theirs.seconds / ours.seconds, "x", note)
+        yield Row(
+            "LoHan, figure 11",
+            f"{name}, four GPUs: over ZeRO-Infinity",
+            paper,
+            theirs.seconds / ours.seconds,
+            "x",
+            note,
+        )

@@ -128,7 +128,11 @@ def _units(problem: Problem, plan: Plan) -> list[_Unit]:
         loads |= dict.fromkeys(group.layers, load)
     for number, layer in sorted(by_number.items()):
         share = layer.parameters / workload.parameters
-        work = (layer.forward_flops + layer.projection_flops, layer.backward_flops, layer.saved_bytes)
+        work = (
+            layer.forward_flops + layer.projection_flops,
+            layer.backward_flops,
+            layer.saved_bytes,
+        )
         units.append(_Unit(f"layer {number}", *work, share, loads[number]))
     head = workload.head
     outside = 1 - sum(unit.share for unit in units)
@@ -141,7 +145,9 @@ def _contention(problem: Problem) -> Contention:
     machine = problem.machine
     one_way = machine.device_to_host + machine.host_to_device
     both = min(1.0, machine.both_directions / one_way)
-    found: dict[tuple[str, str], tuple[float, float]] = {("gpu_to_host", "host_to_gpu"): (both, both)}
+    found: dict[tuple[str, str], tuple[float, float]] = {
+        ("gpu_to_host", "host_to_gpu"): (both, both)
+    }
     if machine.num_ssds:
         half = machine.total_ssd_mixed / 2
         speeds = (half / machine.total_ssd_read, half / machine.total_ssd_write)
@@ -281,9 +287,14 @@ class _Builder:
             on_ssd = float(load.backward[Amount.SSD_READ])
             ahead = [self.behind(), *self.swapped_out[unit.name]]
             read = self.add(f"read, {unit.name}", "ssd_read", on_ssd, ahead)
-            returned = self.add(f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=back)
+            returned = self.add(
+                f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=back
+            )
             part = self.add(
-                f"gather inputs, {unit.name}", "network", float(load.backward[Amount.NETWORK]), ahead
+                f"gather inputs, {unit.name}",
+                "network",
+                float(load.backward[Amount.NETWORK]),
+                ahead,
             )
             gradients = self.problem.total.gradients * unit.share
             leaves = self.problem.setup.offload_optimizer != "none"
@@ -316,7 +327,11 @@ class _Builder:
         )
         if setup.offload_optimizer == "none":
             return sent if sent is not None else done
-        kept = problem.of_rank.gradients if setup.zero_stage >= 2 else problem.total.gradients * problem.shard
+        kept = (
+            problem.of_rank.gradients
+            if setup.zero_stage >= 2
+            else problem.total.gradients * problem.shard
+        )
         return self.add(
             f"gradients to host, {unit.name}",
             "gpu_to_host",

@@ -12,23 +12,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hmt_deepspeed.planner.cost import RESOURCES, fill_seconds, phase_seconds, rates
+from hmt_deepspeed.planner.cost import (
+    RESOURCES,
+    estimate,
+    fill_seconds,
+    phase_seconds,
+    rates,
+)
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.loads import (
     MEMORIES,
     Choices,
     LayerLoad,
+    Memory,
     Problem,
     layer_load,
     phases,
     static_bytes,
 )
-from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread
+from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread, uniform_plan
 from hmt_deepspeed.planner.program import Columns, Program, solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
 
-__all__ = ["Allowed", "allowed_choices", "solve"]
+__all__ = ["Allowed", "allowed_choices", "fits", "solve"]
 
 Allowed = Mapping[Component, tuple[Choice, ...]]
 
@@ -54,7 +61,9 @@ def allowed_choices(
         for component, choice in given.items():
             if component not in LEGAL_CHOICES or choice not in LEGAL_CHOICES[component]:
                 legal = LEGAL_CHOICES.get(component, COMPONENTS)
-                raise ValueError(f"{component}: {choice!r} is not legal; legal: {legal}. Choose one of them.")
+                raise ValueError(
+                    f"{component}: {choice!r} is not legal; legal: {legal}. Choose one of them."
+                )
     found: dict[Component, tuple[Choice, ...]] = {}
     for component, legal in LEGAL_CHOICES.items():
         exact = tuple(
@@ -62,11 +71,15 @@ def allowed_choices(
             for choice in legal
             if choice not in LOSSY and (choice != "swap_ssd" or machine.num_ssds)
         )
-        if component == "layernorm":  # what enters a norm must be held; its internals are always rerun
+        if (
+            component == "layernorm"
+        ):  # what enters a norm must be held; its internals are always rerun
             exact = ("keep",)
         permitted = (lossy or {}).get(component)
         if permitted is not None and permitted not in LOSSY:
-            raise ValueError(f"lossy {component}: {permitted!r} is exact; legal: {LOSSY}. Choose one of them.")
+            raise ValueError(
+                f"lossy {component}: {permitted!r} is exact; legal: {LOSSY}. Choose one of them."
+            )
         found[component] = exact if permitted is None else (*exact, permitted)
     return found | {component: (choice,) for component, choice in (fixed or {}).items()}
 
@@ -88,6 +101,42 @@ def solve(problem: Problem, allowed: Allowed, *, time_limit: float = 1.5) -> Pla
     return min((p for p in plans if p is not None), key=lambda plan: plan.seconds, default=None)
 
 
+def fits(problem: Problem, allowed: Allowed) -> bool:
+    """Whether any plan fits.
+
+    Decided by the plans that hold least on the GPU, which compute everything again that may be and treat
+    layers' inputs alike; the program is asked only where these fit the GPU and overflow host or SSD.
+    """
+    inputs: tuple[Choice, ...] = ("recompute", "keep", "int8", "fp8", "swap_host", "swap_ssd")
+    over: list[dict[Memory, float]] = []
+    for choice in inputs:
+        policy = {
+            c: "recompute" if c in _MADE_AGAIN and "recompute" in given else _least(given, choice)
+            for c, given in allowed.items()
+            if given
+        }
+        for partition in (False, True)[: 1 + (problem.setup.model_parallel > 1)]:
+            plan = uniform_plan(
+                problem.workload, problem.machine, policy, partition_activations=partition
+            )
+            found = estimate(problem, plan)
+            if found.fits:
+                return True
+            over.append(found.excess())
+    frugal = all("recompute" in allowed[c] or len(allowed[c]) == 1 for c in _MADE_AGAIN)
+    if frugal and all("gpu" in excess for excess in over):
+        return False
+    return solve(problem, allowed, time_limit=0) is not None
+
+
+_MADE_AGAIN: tuple[Component, ...] = ("attention_qkv", "attention_output", "mlp_intermediate")
+
+
+def _least(given: tuple[Choice, ...], of_inputs: Choice) -> Choice:
+    """The choice for inputs where it is legal, else the first that is."""
+    return of_inputs if of_inputs in given else given[0]
+
+
 def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None:
     parts: list[Layer | Head] = [*problem.workload.layers, problem.workload.head]
     columns = [list(_columns(part, allowed, problem)) for part in parts]
@@ -95,7 +144,9 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
     if solution is None:
         return None
     groups: list[LayerChoices] = []
-    for layer, options, counts in zip(problem.workload.layers, columns, solution.counts, strict=False):
+    for layer, options, counts in zip(
+        problem.workload.layers, columns, solution.counts, strict=False
+    ):
         used = np.flatnonzero(counts)
         dealt = spread(layer.layers, [int(counts[index]) for index in used])
         groups += [

@@ -46,7 +46,9 @@ def small_problem(
 ) -> Problem:
     """A GPT-3-like model; ``machine`` replaces fields of MACHINE."""
     shape = plain_shape(layers=layers, hidden=hidden, heads=hidden // 64, vocab=1000, dropout=0.0)
-    workload = build_workload(shape, micro_batch=batch, seq_length=seq_length, projected=mode.backward())
+    workload = build_workload(
+        shape, micro_batch=batch, seq_length=seq_length, projected=mode.backward()
+    )
     return make_problem(workload, replace(MACHINE, **machine), setup, mode, budget=budget)
 
 

@@ -19,7 +19,9 @@ def published(layers: Sequence[SwapLayer], must_swap: float, load: Load, rates: 
     fastest, amount, recomputed, swapped = math.inf, 0.0, sum(x.flops for x in layers), 0.0
     for layer in sorted(layers, key=lambda x: -x.benefit):
         amount, recomputed = amount + layer.nbytes, recomputed - layer.flops
-        seconds = sum(max(phase.values()) for phase in phase_seconds(load, rates, amount, recomputed))
+        seconds = sum(
+            max(phase.values()) for phase in phase_seconds(load, rates, amount, recomputed)
+        )
         if seconds >= fastest:
             if amount >= must_swap:
                 break
@@ -34,7 +36,9 @@ def published_ssd_seconds(load: Load, rates: Rates, swapped: float) -> float:
     return 2 * load.parameters / rates.ssd_read + (swapped - load.host_room) / rates.ssd_write
 
 
-def seconds_of(chosen: Sequence[SwapLayer], layers: Sequence[SwapLayer], load: Load, rates: Rates) -> float:
+def seconds_of(
+    chosen: Sequence[SwapLayer], layers: Sequence[SwapLayer], load: Load, rates: Rates
+) -> float:
     amount = sum(x.nbytes for x in chosen)
     again = sum(x.flops for x in layers) - sum(x.flops for x in chosen)
     return sum(max(phase.values()) for phase in phase_seconds(load, rates, amount, again))
@@ -92,7 +96,10 @@ def _program_seconds(layers: Sequence[SwapLayer], load: Load, rates: Rates) -> f
         Columns(
             num_layers=1,
             seconds=np.array(
-                [[0, 0, x.flops / rates.gpu, 0], [0, x.nbytes / rates.link, 0, x.nbytes / rates.link]]
+                [
+                    [0, 0, x.flops / rates.gpu, 0],
+                    [0, x.nbytes / rates.link, 0, x.nbytes / rates.link],
+                ]
             ),
             bytes=np.zeros((2, 1)),
             working=np.zeros(2),
@@ -113,7 +120,9 @@ def test_the_three_cases() -> None:
     def case(link: float) -> int:
         return sweep(layers, 0.0, load, Rates(gpu=1.0, link=link, ssd_read=1e9, ssd_write=1e9)).case
 
-    assert case(link=10.0) == 2  # the GPU is the bottleneck with everything swapped: swap everything
+    assert (
+        case(link=10.0) == 2
+    )  # the GPU is the bottleneck with everything swapped: swap everything
     assert case(link=0.3) == 3  # up to where the link is as busy as the GPU
     waits_anyway = Load(parameters=100.0, forward_flops=20.0)
     busy = Rates(gpu=1.0, link=2.4, ssd_read=30.0, ssd_write=30.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -39,7 +40,9 @@ def test_json_and_back(plan: Plan) -> None:
 def test_a_plan_of_something_else_is_refused(plan: Plan) -> None:
     plan.check_fits(WORKLOAD, MACHINE)
     other = small_problem(layers=6, hidden=512).workload
-    with pytest.raises(ValueError, match=f"of model {plan.model}, this one is {fingerprint(other.shape)}"):
+    with pytest.raises(
+        ValueError, match=f"of model {plan.model}, this one is {fingerprint(other.shape)}"
+    ):
         plan.check_fits(other)
     with pytest.raises(ValueError, match="micro_batch 8 and seq_length 512, the run has 4 and 512"):
         plan.check_fits(small_problem(layers=6, batch=4).workload)
@@ -53,7 +56,10 @@ def test_a_plan_of_something_else_is_refused(plan: Plan) -> None:
         (lambda found: found.pop("head"), "legal: exactly the keys"),
         (lambda found: found.update(colour=1), "legal: exactly the keys"),
         (lambda found: found.update(version=9), "another version; legal: 1"),
-        (lambda found: found["layers"][0]["choices"].update(residual="zip"), "residual: 'zip'; legal"),
+        (
+            lambda found: found["layers"][0]["choices"].update(residual="zip"),
+            "residual: 'zip'; legal",
+        ),
         (lambda found: found["layers"][0]["choices"].update(mlp="keep"), "component 'mlp'; legal"),
         (lambda found: found["layers"].pop(), "layers .0, 1, 3, 5.; legal"),
         (lambda found: found["layers"].append(found["layers"][0]), "each once"),
@@ -76,7 +82,9 @@ def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
     for number in range(6):
         for component, wanted in plan.choices_of(number).items():
             name = f"model.layers.{number}"
-            found = [c[component] for p, c in overrides.items() if component in c and re.search(p, name)]
+            found = [
+                c[component] for p, c in overrides.items() if component in c and re.search(p, name)
+            ]
             assert (found[0] if found else policy[component]) == wanted
     assert not any(re.search(pattern, "model.layers.12") for pattern in overrides)
     assert not any(re.search(pattern, "model.layers.2.self_attn") for pattern in overrides)
@@ -85,7 +93,8 @@ def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
 def test_counts(plan: Plan) -> None:
     counts = plan.counts()
     assert counts["attention_output"] == {"int8": 4, "recompute": 2}
-    assert counts["embedding"] == {"keep": 1} and counts["lm_head"] == {"keep": 1}
+    assert counts["embedding"] == {"keep": 1}
+    assert counts["lm_head"] == {"keep": 1}
     with pytest.raises(ValueError, match="layer is 6; legal: 0 to 5"):
         plan.choices_of(6)
 
@@ -95,5 +104,5 @@ def test_layers_are_dealt_evenly() -> None:
     assert sorted(n for group in groups for n in group) == list(range(12))
     assert [len(group) for group in groups] == [3, 6, 3]
     for group, size in zip(groups, (3, 6, 3), strict=True):
-        gaps = [b - a for a, b in zip(group, group[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(group)]
         assert max(gaps) <= 12 / size + 2

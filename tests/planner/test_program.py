@@ -8,7 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from hmt_deepspeed.planner.program import Columns, Program, Solution, round_and_repair, solve_program
+from hmt_deepspeed.planner.program import (
+    Columns,
+    Program,
+    Solution,
+    round_and_repair,
+    solve_program,
+)
 
 AS_FAST = 3e-7  # solve_program trades 1e-7 of the time for less movement, and floats round
 
@@ -35,7 +41,9 @@ def brute_force(program: Program) -> float:
     options = [
         [
             np.bincount(chosen, minlength=len(c.working))
-            for chosen in itertools.combinations_with_replacement(range(len(c.working)), c.num_layers)
+            for chosen in itertools.combinations_with_replacement(
+                range(len(c.working)), c.num_layers
+            )
         ]
         for c in program.classes
     ]
@@ -67,12 +75,16 @@ def test_the_counts_are_the_best_there_are() -> None:
 
 def test_the_largest_working_size_counts_and_not_each_layers() -> None:
     """One fast column fits once its working bytes are counted once, and not if they were counted per layer."""
-    columns = Columns(4, np.array([[1.0], [3.0]]), np.array([[1.0], [1.0]]), np.array([5.0, 0.0]), np.zeros(2))
+    columns = Columns(
+        4, np.array([[1.0], [3.0]]), np.array([[1.0], [1.0]]), np.array([5.0, 0.0]), np.zeros(2)
+    )
     program = Program((columns,), np.zeros(1), np.zeros(1, dtype=int), np.ones(1), np.array([9.0]))
     found = solve_program(program)
-    assert found is not None and found.objective == pytest.approx(4.0)
+    assert found is not None
+    assert found.objective == pytest.approx(4.0)
     found = solve_program(Program(*_with_limit(program, 8.9)))
-    assert found is not None and found.objective == pytest.approx(12.0)  # one byte short: not even once
+    assert found is not None
+    assert found.objective == pytest.approx(12.0)
 
 
 def _with_limit(program: Program, limit: float) -> tuple:
@@ -89,14 +101,20 @@ def test_of_equally_fast_counts_the_least_tie_cost() -> None:
     base = np.array([10.0])  # something else takes longer than any column
     seconds, tie = np.array([[1.0], [2.0], [0.5]]), np.array([3.0, 1.0, 2.0])
     columns = Columns(4, seconds, np.zeros((3, 1)), np.zeros(3), tie)
-    two_rows = Columns(4, np.hstack([seconds, np.zeros((3, 1))]), np.zeros((3, 1)), np.zeros(3), tie)
-    program = Program((two_rows,), np.array([0.0, *base]), np.zeros(2, dtype=int), np.ones(1), np.ones(1))
+    two_rows = Columns(
+        4, np.hstack([seconds, np.zeros((3, 1))]), np.zeros((3, 1)), np.zeros(3), tie
+    )
+    program = Program(
+        (two_rows,), np.array([0.0, *base]), np.zeros(2, dtype=int), np.ones(1), np.ones(1)
+    )
     found = solve_program(program)
-    assert found is not None and found.objective == 10.0
+    assert found is not None
+    assert found.objective == 10.0
     assert list(found.counts[0]) == [0, 4, 0]
     alone = Program((columns,), np.zeros(1), np.zeros(1, dtype=int), np.ones(1), np.ones(1))
     found = solve_program(alone)
-    assert found is not None and list(found.counts[0]) == [0, 0, 4]  # speed comes first
+    assert found is not None
+    assert list(found.counts[0]) == [0, 0, 4]
 
 
 def large_program(seed: int) -> Program:
@@ -123,9 +141,12 @@ def test_96_layers_of_200_columns_take_less_than_two_seconds() -> None:
 
 def test_rounding_repairs_what_it_breaks() -> None:
     """Half of three layers each: one is left over, and only the slow column still fits."""
-    columns = Columns(3, np.array([[1.0], [2.0]]), np.array([[2.0], [1.0]]), np.zeros(2), np.zeros(2))
+    columns = Columns(
+        3, np.array([[1.0], [2.0]]), np.array([[2.0], [1.0]]), np.zeros(2), np.zeros(2)
+    )
     program = Program((columns,), np.zeros(1), np.zeros(1, dtype=int), np.ones(1), np.array([4.5]))
     counts = round_and_repair(program, [np.array([1.5, 1.5])])
-    assert counts is not None and list(counts[0]) == [1, 2]
+    assert counts is not None
+    assert list(counts[0]) == [1, 2]
     tight = Program(*_with_limit(program, 2.9))
     assert round_and_repair(tight, [np.array([1.5, 1.5])]) is None

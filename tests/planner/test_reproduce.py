@@ -10,7 +10,9 @@ import pytest
 from hmt_deepspeed.planner import reproduce_lohan
 from hmt_deepspeed.planner.reproduce import Row, fpdt_rows, playbook_rows, table, zero_rows
 
-COMMITTED = Path(__file__).resolve().parents[2] / "launch" / "results" / "planner" / "reproduce.json"
+COMMITTED = (
+    Path(__file__).resolve().parents[2] / "launch" / "results" / "planner" / "reproduce.json"
+)
 
 
 def by_quantity(rows: list[Row]) -> dict[str, Row]:
@@ -21,13 +23,22 @@ def test_zero_and_playbook() -> None:
     rows = by_quantity([*zero_rows(), *playbook_rows()])
     for stage, paper in enumerate((120, 31.4, 16.6, 1.9)):
         found = rows[f"states of 7.5B on 64 ranks, stage {stage}"]
-        assert found.ours == pytest.approx(paper, rel=0.015)  # the paper rounds to two or three digits
+        assert found.ours == pytest.approx(
+            paper, rel=0.015
+        )  # the paper rounds to two or three digits
     assert rows["elements sent per step, stage 2"].ours == 2
     assert rows["elements sent per step, stage 3"].ours == 3
-    for size, plain, accumulated in ((1, 16, 20), (7, 112, 140), (70, 1120, 1400), (405, 6480, 8100)):
+    for size, plain, accumulated in (
+        (1, 16, 20),
+        (7, 112, 140),
+        (70, 1120, 1400),
+        (405, 6480, 8100),
+    ):
         assert rows[f"states of {size}B, bf16"].ours == pytest.approx(plain)
         assert rows[f"states of {size}B, fp32 gradients too"].ours == pytest.approx(accumulated)
-    assert rows["GPT-3, activations spared without attention scores"].difference == pytest.approx(0, abs=0.01)
+    assert rows["GPT-3, activations spared without attention scores"].difference == pytest.approx(
+        0, abs=0.01
+    )
 
 
 def test_lohan_times_and_cases() -> None:
@@ -41,7 +52,8 @@ def test_lohan_times_and_cases() -> None:
         ("ZeRO-Infinity, GPU busy", 0.05),
     ):
         difference = rows[quantity].difference
-        assert difference is not None and abs(difference) < within, quantity
+        assert difference is not None
+        assert abs(difference) < within, quantity
     assert [rows[f"13B, batch {batch}: case"].ours for batch in (24, 36, 48, 60)] == [1, 3, 3, 3]
 
 
@@ -62,20 +74,28 @@ def test_every_difference_over_5_percent_has_a_remark() -> None:
 
 def test_the_committed_rows_are_what_the_code_says() -> None:
     """Those that take no search; all of them are in `slow`."""
-    committed = {(row["source"], row["quantity"]): row["ours"] for row in json.loads(COMMITTED.read_text())}
+    committed = {
+        (row["source"], row["quantity"]): row["ours"] for row in json.loads(COMMITTED.read_text())
+    }
     for row in [*zero_rows(), *playbook_rows(), *fpdt_rows()]:
         assert committed[row.source, row.quantity] == pytest.approx(row.ours)
 
 
 @pytest.mark.slow
 def test_the_committed_lohan_rows_are_what_the_code_says() -> None:
-    committed = {(row["source"], row["quantity"]): row["ours"] for row in json.loads(COMMITTED.read_text())}
+    committed = {
+        (row["source"], row["quantity"]): row["ours"] for row in json.loads(COMMITTED.read_text())
+    }
     for row in reproduce_lohan.lohan_rows():
         # plans may stop at a time limit, with less than 2 % between them and the best
-        assert committed[row.source, row.quantity] == pytest.approx(row.ours, rel=0.02), row.quantity
+        assert committed[row.source, row.quantity] == pytest.approx(row.ours, rel=0.02), (
+            row.quantity
+        )
 
 
 def test_the_table_shows_difference_and_statements() -> None:
-    lines = table([Row("paper", "size", 10.0, 11.0, "GB", "why"), Row("paper", "claim", True, False)]).splitlines()
+    lines = table(
+        [Row("paper", "size", 10.0, 11.0, "GB", "why"), Row("paper", "claim", True, False)]
+    ).splitlines()
     assert lines[2] == "| paper | size | 10 GB | 11 GB | +10.0% | why |"
     assert lines[3] == "| paper | claim | yes | no |  |  |"

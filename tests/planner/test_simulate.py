@@ -14,7 +14,11 @@ from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
 from hmt_deepspeed.planner.solve import allowed_choices, solve
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
-SWAP: dict[Component, Choice] = {**dict.fromkeys(PAPER_POLICY, "swap_host"), "layernorm": "keep", "lm_head": "keep"}
+SWAP: dict[Component, Choice] = {
+    **dict.fromkeys(PAPER_POLICY, "swap_host"),
+    "layernorm": "keep",
+    "lm_head": "keep",
+}
 SETUPS = {
     "ssd": ON_SSD,
     "naive": replace(ON_SSD, schedule="naive"),
@@ -42,7 +46,9 @@ def test_closed_form_and_simulator_agree_on_long_pipelines(name: str) -> None:
     for plan in (planned(problem), uniform_plan(problem.workload, problem.machine, SWAP)):
         found, played = estimate(problem, plan), simulate(problem, plan)
         assert found.seconds == pytest.approx(played.seconds, rel=AGREEMENT)
-        assert played.gpu_peak <= found.peak("gpu") * 1.01  # the closed form's peak is one of all moments
+        assert (
+            played.gpu_peak <= found.peak("gpu") * 1.01
+        )  # the closed form's peak is one of all moments
 
 
 def test_the_simulator_is_believed_where_the_closed_form_fails() -> None:
@@ -50,10 +56,12 @@ def test_the_simulator_is_believed_where_the_closed_form_fails() -> None:
     problem = small_problem(layers=2, setup=SETUPS["naive"])
     plan, found, played = predict(problem, planned(problem))
     assert abs(found.seconds / played.seconds - 1) > AGREEMENT
-    assert plan.source == "simulator" and plan.seconds == played.seconds
+    assert plan.source == "simulator"
+    assert plan.seconds == played.seconds
     long = small_problem(layers=40, setup=SETUPS["ssd"])
     plan, found, _ = predict(long, planned(long))
-    assert plan.source == "closed form" and plan.seconds == found.seconds
+    assert plan.source == "closed form"
+    assert plan.seconds == found.seconds
 
 
 def test_no_resource_works_less_than_its_load_nor_longer_than_the_iteration() -> None:
@@ -74,7 +82,8 @@ def test_what_waits_for_what() -> None:
     span = {s.task.name: s for s in played.timeline.spans if "weights" not in s.task.name}
     for i in range(6):
         out, back = span[f"swap out, layer {i}"], span[f"swap in, layer {i}"]
-        assert span[f"forward, layer {i}"].end <= out.start and out.end <= back.start
+        assert span[f"forward, layer {i}"].end <= out.start
+        assert out.end <= back.start
         assert back.end <= span[f"backward, layer {i}"].start
         update = span[f"update, layer {i}"]
         assert span[f"backward, layer {i}"].end <= span[f"gradients to host, layer {i}"].start
@@ -85,13 +94,18 @@ def test_what_waits_for_what() -> None:
         assert span[f"forward, layer {i}"].end <= span[f"forward, layer {i + 1}"].start
         assert span[f"backward, layer {i + 1}"].end <= span[f"backward, layer {i}"].start
     # optimised: the states of a layer are read before those of the layer before are written back
-    assert all(span[f"read states, layer {i}"].start < span[f"write states, layer {i + 1}"].end for i in range(5))
+    assert all(
+        span[f"read states, layer {i}"].start < span[f"write states, layer {i + 1}"].end
+        for i in range(5)
+    )
 
 
 def test_updates_run_where_the_setup_says() -> None:
     def update_spans(name: str) -> tuple[float, float, float, float]:
         problem = small_problem(layers=6, setup=SETUPS[name])
-        spans = simulate(problem, uniform_plan(problem.workload, problem.machine, SWAP)).timeline.spans
+        spans = simulate(
+            problem, uniform_plan(problem.workload, problem.machine, SWAP)
+        ).timeline.spans
         updates = [s for s in spans if s.task.name.startswith("update")]
         forward = [s for s in spans if s.task.name.startswith("forward")]
         backward = [s for s in spans if s.task.name.startswith("backward")]

@@ -14,7 +14,7 @@ from problems import MACHINE, ON_SSD, small_problem, with_budget
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.loads import Problem, RunSetup, static_bytes
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, solve
+from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 EXACT = allowed_choices(MACHINE)
@@ -35,9 +35,14 @@ def every_plan(problem: Problem, allowed: Allowed) -> Iterator[Plan]:
         components = list(template.choices_of(number))
         combinations = itertools.product(*(allowed[c] for c in components))
         options.append([dict(zip(components, chosen, strict=True)) for chosen in combinations])
-    heads = [dict(zip(template.head, x, strict=True)) for x in itertools.product(*(allowed[c] for c in template.head))]
+    heads = [
+        dict(zip(template.head, x, strict=True))
+        for x in itertools.product(*(allowed[c] for c in template.head))
+    ]
     for *layers, head in itertools.product(*options, heads):
-        groups = tuple(LayerChoices((n,), chosen) for n, chosen in zip(numbers, layers, strict=True))
+        groups = tuple(
+            LayerChoices((n,), chosen) for n, chosen in zip(numbers, layers, strict=True)
+        )
         yield replace(template, layers=groups, head=head)
 
 
@@ -55,7 +60,9 @@ def random_problem(rng: np.random.Generator) -> tuple[Problem, Allowed]:
         cpu_adam_ns=float(rng.uniform(0.05, 1.0)),
     )
     allowed = {component: (given[0],) for component, given in EXACT.items()}
-    for component in rng.choice(["attention_qkv", "mlp_intermediate", "residual", "attention_output"], 2, False):
+    for component in rng.choice(
+        ["attention_qkv", "mlp_intermediate", "residual", "attention_output"], 2, False
+    ):
         legal = ("keep", "recompute", "swap_host", "swap_ssd")
         allowed[component] = tuple(x for x in legal if rng.random() < 0.8) or ("recompute",)
     activations = problem.workload.saved_bytes
@@ -77,6 +84,7 @@ def test_the_plan_is_the_best_there_is() -> None:
         scored = [estimate(problem, plan) for plan in every_plan(problem, allowed)]
         fitting = [found.seconds for found in scored if found.fits]
         plan = solve(problem, allowed)
+        assert fits(problem, allowed) == bool(fitting)
         if not fitting:
             assert plan is None
             continue
@@ -84,7 +92,9 @@ def test_the_plan_is_the_best_there_is() -> None:
         assert plan is not None
         found = estimate(problem, plan)
         assert found.fits
-        assert found.seconds == pytest.approx(plan.seconds)  # what the program counts is what the model says
+        assert found.seconds == pytest.approx(
+            plan.seconds
+        )  # what the program counts is what the model says
         assert found.seconds == pytest.approx(min(fitting), rel=3e-7)
         assert plan.gap <= 3e-7
     assert tight >= 4  # memory decided
@@ -98,7 +108,8 @@ def test_96_layers_are_planned_in_less_than_two_seconds() -> None:
     start = time.process_time()  # of this process alone, whatever else the machine does
     plan = solve(problem, allowed_choices(MACHINE, lossy))
     assert time.process_time() - start < 2
-    assert plan is not None and estimate(problem, plan).fits
+    assert plan is not None
+    assert estimate(problem, plan).fits
     assert plan.gap < 0.02
 
 
@@ -113,7 +124,9 @@ def test_with_memory_for_all_nothing_is_recomputed_moved_or_made_less_exact() ->
 def test_the_gpu_limit_holds_where_the_published_model_has_none() -> None:
     """Error 8: with less and less GPU memory activations leave it, and then nothing fits."""
     problem = small_problem(layers=8)
-    room = sum(static_bytes(problem)["gpu"].values()) + max(x.working_bytes for x in problem.workload.layers)
+    room = sum(static_bytes(problem)["gpu"].values()) + max(
+        x.working_bytes for x in problem.workload.layers
+    )
     kept = []
     for spare in (1e10, 2e8, 0.5e8):
         limited = with_budget(problem, gpu=room + spare)
@@ -151,25 +164,34 @@ def test_8_bits_only_where_permitted_and_worth_it() -> None:
     exact = solve(problem, EXACT)
     permitted: dict[Component, Choice] = {"mlp_intermediate": "fp8"}
     lossy = solve(problem, allowed_choices(MACHINE, permitted))
-    assert exact is not None and lossy is not None
+    assert exact is not None
+    assert lossy is not None
     chosen = {c: set(counts) for c, counts in lossy.counts().items()}
     assert "fp8" in chosen["mlp_intermediate"]
-    assert not any({"int8", "fp8"} & choices for c, choices in chosen.items() if c != "mlp_intermediate")
+    assert not any(
+        {"int8", "fp8"} & choices for c, choices in chosen.items() if c != "mlp_intermediate"
+    )
     assert lossy.seconds < exact.seconds
 
 
 def test_partitioned_inputs_are_a_choice() -> None:
     """ZeRO-R's P_a: taken where memory is short, left where the network would only slow it down."""
     setup = replace(ON_SSD, model_parallel=4)
-    problem = small_problem(layers=8, setup=setup, device_to_host=1e8, host_to_device=1e8, both_directions=2e8)
+    problem = small_problem(
+        layers=8, setup=setup, device_to_host=1e8, host_to_device=1e8, both_directions=2e8
+    )
     plenty = solve(with_budget(problem, gpu=10**12), EXACT)
-    assert plenty is not None and not plenty.partition_activations
-    needed = estimate(problem, uniform_plan(problem.workload, problem.machine, RECOMPUTE)).peak("gpu")
+    assert plenty is not None
+    assert not plenty.partition_activations
+    needed = estimate(problem, uniform_plan(problem.workload, problem.machine, RECOMPUTE)).peak(
+        "gpu"
+    )
     inputs = 8 * problem.workload.layers[0].sites[0].nbytes
     short = with_budget(problem, gpu=needed - 0.5 * inputs)
     fixed = allowed_choices(MACHINE, fixed=RECOMPUTE)
     plan = solve(short, fixed)
-    assert plan is not None and plan.partition_activations
+    assert plan is not None
+    assert plan.partition_activations
     found = estimate(short, plan)
     assert found.memory["gpu"]["activations"] == pytest.approx(inputs / 4 + _head_bytes(problem))
     assert found.fits
@@ -180,10 +202,12 @@ def _head_bytes(problem: Problem) -> int:
 
 
 def test_illegal_choices_are_refused() -> None:
-    with pytest.raises(ValueError, match="mlp: 'int8' is not legal; legal: .*mlp_intermediate"):
+    with pytest.raises(ValueError, match=r"mlp: 'int8' is not legal; legal: .*mlp_intermediate"):
         allowed_choices(MACHINE, {"mlp": "int8"})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="embedding: 'recompute' is not legal; legal: .*swap_host"):
+    with pytest.raises(
+        ValueError, match=r"embedding: 'recompute' is not legal; legal: .*swap_host"
+    ):
         allowed_choices(MACHINE, fixed={"embedding": "recompute"})
-    with pytest.raises(ValueError, match="lossy residual: 'keep' is exact; legal: .*int8"):
+    with pytest.raises(ValueError, match=r"lossy residual: 'keep' is exact; legal: .*int8"):
         allowed_choices(MACHINE, {"residual": "keep"})
     assert "swap_ssd" not in allowed_choices(replace(MACHINE, num_ssds=0))["residual"]

@@ -41,10 +41,19 @@ def test_memory_over_time() -> None:
     tasks = [
         Task("a", "gpu", 1.0, takes=(("gpu", 3.0),)),
         Task("b", "gpu", 1.0, after=(0,), takes=(("gpu", 2.0),), gives=(("gpu", 5.0),)),
-        Task("c", "gpu", 1.0, after=(1,), takes=(("gpu", 4.0), ("host", 9.0)), gives=(("gpu", 4.0),)),
+        Task(
+            "c", "gpu", 1.0, after=(1,), takes=(("gpu", 4.0), ("host", 9.0)), gives=(("gpu", 4.0),)
+        ),
     ]
     played = play(tasks)
-    assert played.memory("gpu", 1.0) == [(0.0, 1.0), (0.0, 4.0), (1.0, 6.0), (2.0, 1.0), (2.0, 5.0), (3.0, 1.0)]
+    assert played.memory("gpu", 1.0) == [
+        (0.0, 1.0),
+        (0.0, 4.0),
+        (1.0, 6.0),
+        (2.0, 1.0),
+        (2.0, 5.0),
+        (3.0, 1.0),
+    ]
     assert played.peak("gpu", 1.0) == 6.0
     assert played.peak("host") == 9.0
 
