@@ -14,7 +14,7 @@ from hmt_deepspeed.planner.advise import Advice, Request, advise, deepspeed_json
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.describe import describe, describe_plan
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
-from hmt_deepspeed.planner.memory import OptimizerMode
+from hmt_deepspeed.planner.memory import Method, OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.simulate import simulate
@@ -127,8 +127,9 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
-    methods = ("lowrank_adamw", "adamw") if args.method == "auto" else (args.method,)
-    return tuple(replace(OptimizerMode(rank=args.rank), method=method) for method in methods)
+    auto: tuple[Method, ...] = ("lowrank_adamw", "adamw")
+    methods = auto if args.method == "auto" else (args.method,)
+    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
 
 
 def _fallbacks(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
