@@ -27,7 +27,7 @@ from hmt_deepspeed.kernels.int8_weight import (
     encode_rows,
     tile_grid,
 )
-from hmt_deepspeed.kernels.low_rank_update import check_low_rank
+from hmt_deepspeed.kernels.low_rank_update import add_product_, as_factors, check_low_rank
 from hmt_deepspeed.kernels.noise import key_halves
 
 try:
@@ -57,16 +57,16 @@ def int8_low_rank_update_reference_(
 ) -> None:
     """Torch twin of the kernel; see :func:`int8_low_rank_update_`."""
     rows, n = codes.shape
-    columns, decay = projection.float().t(), 1 - lr * weight_decay
+    left, right = as_factors(update, projection)
     for chunk in row_chunks(rows, n):
         value = decode_weight_reference(codes[chunk], scales[chunk], torch.float32)
-        value.addmm_(update[chunk], columns, beta=decay, alpha=-lr)
+        add_product_(value, left[chunk], right.t(), lr, 1 - lr * weight_decay)
         codes[chunk], scales[chunk] = encode_rows(value, key, offset + chunk.start * n)
 
 
 if triton is not None:
     from hmt_deepspeed.kernels.int8_weight import load_decoded_jit, store_encoded_jit, tile_jit
-    from hmt_deepspeed.kernels.low_rank_update import low_rank_product_jit
+    from hmt_deepspeed.kernels.low_rank_update import low_rank_product_jit, widens
 
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
@@ -74,13 +74,13 @@ if triton is not None:
         codes_ptr, scales_ptr, update_ptr, projection_ptr, rows, n, width,
         update_row, update_column, projection_row, projection_column,
         lr, decay, offset, key_low, key_high,
-        STOCHASTIC: tl.constexpr,
+        STOCHASTIC: tl.constexpr, WIDEN: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
         row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
         product = low_rank_product_jit(
             update_ptr, projection_ptr, row, column, rows, n, width,
-            update_row, update_column, projection_row, projection_column,
+            update_row, update_column, projection_row, projection_column, WIDEN,
             BLOCK_ROWS, BLOCK, BLOCK_W,
         )  # fmt: skip
         weight = load_decoded_jit(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
@@ -102,12 +102,13 @@ if triton is not None:
     ) -> None:
         """Triton launcher; see :func:`int8_low_rank_update_`."""
         (rows, n), (low, high) = codes.shape, key_halves(key or 0)
+        update, projection = as_factors(update, projection)
         if codes.numel() > 0:
             _update_kernel[tile_grid(rows, n, _BLOCK_ROWS)](
                 codes, scales, update, projection, rows, n, update.shape[1],
                 *update.stride(), *projection.stride(),
                 lr, 1 - lr * weight_decay, offset, low, high,
-                STOCHASTIC=key is not None,
+                STOCHASTIC=key is not None, WIDEN=widens(update),
                 BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK, BLOCK_W=_BLOCK_W,
             )  # fmt: skip
 
@@ -129,8 +130,7 @@ def int8_low_rank_update_(
 
     Args:
         codes, scales: of :func:`encode_weight`; both are overwritten.
-        update: rows x w, fp32, any strides.
-        projection: n x w, fp32 or bf16, any strides.
+        update: rows x w. projection: n x w. Dtypes as in that module.
         lr, weight_decay: step length; decay per unit of step length.
         key, offset: of :func:`encode_weight`; a new key for every step.
 

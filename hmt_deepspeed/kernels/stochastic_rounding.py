@@ -51,6 +51,11 @@ if triton is not None:
         quiet = tl.where((bits & 0x007FFFFF) != 0, bits | 0x00400000, bits)
         return tl.where(special, quiet, bits + (noise & 0xFFFF)) >> 16
 
+    @triton.jit
+    def round_nearest_bits_jit(bits):  # type: ignore[no-untyped-def]
+        """The same to nearest, ties to even. By bits: the interpreter's own conversion truncates."""
+        return round_bits_jit(bits, 0x7FFF + ((bits >> 16) & 1))
+
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
     def _stochastic_round_kernel(  # type: ignore[no-untyped-def]

@@ -99,9 +99,7 @@ class Int8Weight:
         Args:
             left: m x w. right: n x w. key: seed of the rounding, a new one every step.
         """
-        int8_low_rank_update_(
-            self.codes, self.scales, left.float(), right.float(), lr, weight_decay, key
-        )
+        int8_low_rank_update_(self.codes, self.scales, left, right, lr, weight_decay, key)
         self._written()
 
     def update_whole_(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:

@@ -191,7 +191,7 @@ class Slot:
             else:
                 apply_whole_(weight, left, lr, decay)
         else:
-            low_rank_update_(weight, left.float(), right.float(), lr, decay, key)
+            low_rank_update_(weight, left, right, lr, decay, key)
         self._write_back(weight)
 
     def _dense_state(self) -> tuple[StateTensor, StateTensor, Tensor]:

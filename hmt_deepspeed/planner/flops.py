@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hmt_deepspeed.planner.shapes import Linear, ModelShape, Role, layer_linears
+from hmt_deepspeed.planner.shapes import (
+    ROLES,
+    Linear,
+    ModelShape,
+    Names,
+    Role,
+    is_selected,
+    layer_linears,
+)
 
 __all__ = ["Attention", "LayerFlops", "Projected", "attention_flops", "layer_flops"]
 
@@ -22,14 +30,18 @@ class Projected:
 
     Attributes:
         rank, probes: r and k of every projected linear, lowered to what a smaller matrix has.
-        side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only.
+        side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
+            GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
+        target_modules, exclude_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
     """
 
     rank: int
     probes: int
-    side: Literal["right", "left"] = "right"
+    side: Literal["right", "left", "auto"] = "right"
     shared: bool = False
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rank or a number of probes that no matrix can have."""
@@ -40,11 +52,21 @@ class Projected:
                     f"Projected: {field} is {value!r}; legal: an integer >= {least}. Give that."
                 )
 
-    def width(self, linear: Linear) -> int:
+    def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
+        """Which side of one linear is projected, None for neither."""
+        path = f"{names.layer}.{linear.name}.weight"
+        if not is_selected(path, self.target_modules, self.exclude_modules):
+            return None
+        if self.side == "auto":
+            return "left" if linear.outputs < linear.inputs else "right"
+        return self.side
+
+    def width(self, linear: Linear, side: Literal["right", "left"]) -> int:
         """Columns r + k of one linear."""
         rank = min(self.rank, linear.inputs, linear.outputs)
-        side = linear.inputs if self.side == "right" else linear.outputs
-        return rank + min(self.probes, side - rank)
+        return rank + min(
+            self.probes, (linear.inputs if side == "right" else linear.outputs) - rank
+        )
 
 
 class LayerFlops(NamedTuple):
@@ -54,6 +76,8 @@ class LayerFlops(NamedTuple):
         forward: of the linears of each role. attention, attention_backward: of the attention op.
         input_gradients: of all linears. weight_gradients: likewise, projected or not.
         projections: of ``X [Q | P]``, in forward. projection_columns: of all such products of the layer.
+        freed: roles whose input no linear needs for its weight gradient.
+        largest_gradient: elements of the largest weight gradient.
     """
 
     forward: dict[Role, int]
@@ -63,6 +87,8 @@ class LayerFlops(NamedTuple):
     weight_gradients: int
     projections: int
     projection_columns: int
+    freed: frozenset[Role]
+    largest_gradient: int
 
 
 def attention_flops(
@@ -95,23 +121,29 @@ def layer_flops(
     ``D^T (X [Q | P])`` in backward; from the left ``D B`` and ``(D B)^T X``, both in backward.
     """
     tokens = micro_batch * seq_length
-    forward: dict[Role, int] = {}
-    weight_gradients = projections = columns = 0
+    forward: dict[Role, int] = dict.fromkeys(ROLES, 0)
+    freed, sharing = set(ROLES), set()
+    weight_gradients = projections = columns = largest = 0
     for linear in layer_linears(shape):
-        first = linear.role not in forward  # of those that read one input
-        whole = 2 * tokens * linear.inputs * linear.outputs
-        forward[linear.role] = forward.get(linear.role, 0) + whole
-        if projected is None:
-            weight_gradients += whole
+        forward[linear.role] += 2 * tokens * linear.inputs * linear.outputs
+        side = None if projected is None else projected.side_of(linear, shape.names)
+        if side != "right":
+            freed.discard(linear.role)
+        if projected is None or side is None:
+            weight_gradients += 2 * tokens * linear.inputs * linear.outputs
+            largest = max(largest, linear.inputs * linear.outputs)
             continue
-        width = projected.width(linear)
-        if projected.side == "left":
+        width = projected.width(linear, side)
+        if side == "left":
             weight_gradients += 2 * tokens * width * (linear.inputs + linear.outputs)
+            largest = max(largest, linear.inputs * width)
             continue
         weight_gradients += 2 * tokens * linear.outputs * width
-        if first or not projected.shared:
+        largest = max(largest, linear.outputs * width)
+        if not (projected.shared and linear.role in sharing):
             projections += 2 * tokens * linear.inputs * width
             columns += width
+        sharing.add(linear.role)
     return LayerFlops(
         forward,
         *attention_flops(shape, micro_batch, seq_length, attention, window),
@@ -119,4 +151,6 @@ def layer_flops(
         weight_gradients=weight_gradients,
         projections=projections,
         projection_columns=columns,
+        freed=frozenset(freed),
+        largest_gradient=largest,
     )

@@ -2,13 +2,16 @@
 
 The modules are those of ``transformers`` on CUDA: RMSNorm in Python, of which autograd keeps the fp32 copy
 of the input and the normalised product; LayerNorm, GELU and dropout as single ops; rotary positions that
-save nothing but their tables; fused attention with its log-sum-exp, or eager attention with its
+save nothing but their tables; fused attention with its log-sum-exp (joining rotated channels to others by
+``cat`` leaves the queries in a layout for which its output is copied once more), or eager attention with its
 probabilities. A tensor that two ops save is counted once, views keep the whole of a fused projection.
 """
 
 from __future__ import annotations
 
-from hmt_deepspeed.planner.shapes import ModelShape
+from collections.abc import Collection
+
+from hmt_deepspeed.planner.shapes import ModelShape, Role
 
 __all__ = ["backward_extra", "head_saved", "layer_saved", "shared_saved"]
 
@@ -32,13 +35,13 @@ def layer_saved(
     itemsize: int,
     *,
     fused: bool,
-    projected: bool,
+    freed: Collection[Role] = (),
 ) -> dict[str, int]:
     """Bytes by tensor that autograd saves of one layer, parameters not counted.
 
     Args:
         itemsize: bytes of a computed element. fused: whether attention is one op.
-        projected: whether the inputs of linears are not saved (projected backward from the right); their
+        freed: roles of linears that do not save their input (projected backward from the right); their
             ``X [Q | P]`` is not counted here.
     """
     tokens = micro_batch * seq_length
@@ -48,32 +51,27 @@ def layer_saved(
         **_mlp_saved(shape, tokens, itemsize),
         "attention_norm": _norm(shape, tokens, shape.hidden, itemsize),
     }
-    linear_inputs = {
-        "attention_input": stream,
-        "attention_output": _output(shape, tokens, itemsize),
-    }
-    if not shape.shared_norm:
-        linear_inputs["mlp_input"] = stream
-        saved["mlp_norm"] = _norm(shape, tokens, shape.hidden, itemsize)
-        if shape.parallel and not shape.rms_norm:
-            saved["mlp_norm"] -= stream  # both norms read the layer's input
-    if shape.activation != "relu":
-        linear_inputs["down_input"] = tokens * shape.intermediate * itemsize
     if shape.sandwich:
         saved["post_norms"] = 2 * _norm(shape, tokens, shape.hidden, itemsize)
     if shape.dropout > 0:
         saved["dropout"] = 2 * tokens * shape.hidden * _MASK
-    if (
-        fused
-    ):  # attention itself keeps its output, and the projection a copy of it, or the same memory
-        saved["attention_output"] = linear_inputs.pop("attention_output")
-        if shape.rotary_cat:
-            linear_inputs["output_copy"] = saved["attention_output"]
-    return saved if projected else {**saved, **linear_inputs}
-
-
-def _output(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    return tokens * shape.query_width * itemsize
+    if not shape.shared_norm:
+        saved["mlp_norm"] = _norm(shape, tokens, shape.hidden, itemsize)
+        if shape.parallel and not shape.rms_norm:
+            saved["mlp_norm"] -= stream  # both norms read the layer's input
+    output = tokens * shape.query_width * itemsize
+    if fused:
+        saved["attention_output"] = output
+    return saved | {
+        f"{role}_input": nbytes
+        for role, nbytes in {
+            "qkv": 0 if shape.shared_norm and "up" not in freed else stream,
+            "out": output if not fused or shape.rotary_cat else 0,  # else the attention op keeps it
+            "up": stream,
+            "down": 0 if shape.activation == "relu" else tokens * shape.intermediate * itemsize,
+        }.items()
+        if role not in freed
+    }
 
 
 def _attention_saved(
@@ -141,9 +139,7 @@ def backward_extra(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 def head_saved(shape: ModelShape, tokens: int, itemsize: int) -> dict[str, int]:
     """Bytes by tensor from the final norm to the loss (of mean cross-entropy in fp32)."""
-    saved = {
-        "log_softmax": tokens * shape.vocab * FP32 + FP32
-    }  # with the sum of the loss's weights
+    saved = {"log_softmax": tokens * shape.vocab * FP32 + FP32}  # and the sum of the loss's weights
     if shape.final_soft_cap:
         saved["final_soft_cap"] = tokens * shape.vocab * itemsize
     if shape.names.final_norm:

@@ -6,10 +6,13 @@ A :class:`ModelShape` comes from a Hugging Face config (``families.py``) or from
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = [
+    "ROLES",
     "Activation",
     "Linear",
     "ModelShape",
@@ -17,6 +20,7 @@ __all__ = [
     "Parameter",
     "ParameterKind",
     "Role",
+    "is_selected",
     "layer_linears",
     "num_parameters",
     "parameters",
@@ -25,6 +29,7 @@ __all__ = [
 
 # Place of a linear in its layer; `up` includes the gate, `out` is the attention's output projection.
 Role = Literal["qkv", "out", "up", "down"]
+ROLES: tuple[Role, ...] = get_args(Role)
 ParameterKind = Literal["linear", "conv1d", "head", "embedding", "projection", "vector"]
 # silu, relu, gelu: one fused op (gelu of either kind); new_gelu: GPT-2's Python formula of the tanh one.
 Activation = Literal["silu", "relu", "gelu", "new_gelu"]
@@ -258,6 +263,20 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     if shape.head_bias:
         found.append(Parameter(f"{names.head}.bias", (shape.vocab,), "vector"))
     return tuple(found)
+
+
+def is_selected(
+    name: str, target_modules: Sequence[str] | None, exclude_modules: Sequence[str]
+) -> bool:
+    """Whether ``hmt.optimizer``'s patterns leave a linear of this name on the low-rank rule.
+
+    Args:
+        target_modules: regular expressions searched in the name; None for every one.
+        exclude_modules: likewise; a match is not selected.
+    """
+    if any(re.search(pattern, name) for pattern in exclude_modules):
+        return False
+    return target_modules is None or any(re.search(pattern, name) for pattern in target_modules)
 
 
 def num_parameters(shape: ModelShape) -> int:

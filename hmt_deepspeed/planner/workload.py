@@ -24,7 +24,6 @@ __all__ = ["OUTSIDE", "Head", "Layer", "Site", "Workload", "build_workload", "re
 
 OUTSIDE = -1  # number of the layer of a site that is in none
 
-
 _LOSSY: tuple[Choice, ...] = ("int8", "fp8")
 
 
@@ -92,6 +91,7 @@ class Layer:
         backward_flops: without any recompute.
         parameters: elements of its weights.
         projected_bytes: products ``X [Q | P]`` held for projected backward with every choice.
+        weight_gradient_bytes: of the linear with the largest, whole or projected.
         saved_bytes: activations that autograd would save with no checkpointing at all.
         working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
             its input were held.
@@ -104,6 +104,7 @@ class Layer:
     backward_flops: int
     parameters: int
     projected_bytes: int
+    weight_gradient_bytes: int
     saved_bytes: int
     working_bytes: int
 
@@ -118,7 +119,7 @@ class Head:
     """Final norm, language-model head and loss; with them what few FLOPs precede the layers.
 
     Attributes:
-        sites: ``final_norm`` (its input) and ``lm_head`` (its input).
+        sites: ``final_norm`` (its input, where there is one) and ``lm_head`` (its input).
         logits_bytes: alive at once at the loss: logits, their fp32 log-softmax and the gradient of both.
         saved_bytes: activations that autograd saves from the final norm to the loss.
     """
@@ -260,9 +261,8 @@ def build_workload(
     if shape.conv1d:
         projected = None
     windows = shape.windows or (0,) * shape.layers
-    groups: dict[
-        tuple[bool, int], list[int]
-    ] = {}  # the first layer's input is a component of its own
+    # alike but for the first, whose input is a component of its own
+    groups: dict[tuple[bool, int], list[int]] = {}
     for number, window in enumerate(windows):
         groups.setdefault((number == 0, window), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
@@ -294,8 +294,7 @@ def _layer(
 ) -> Layer:
     tokens, fused = micro_batch * seq_length, attention == "fused"
     flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
-    right = projected is not None and projected.side == "right"
-    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, projected=right)
+    saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, freed=flops.freed)
     projected_bytes = flops.projection_columns * tokens * itemsize
     saved_bytes = sum(saved.values()) + projected_bytes
     return Layer(
@@ -306,6 +305,7 @@ def _layer(
         backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
         parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
         projected_bytes=projected_bytes,
+        weight_gradient_bytes=flops.largest_gradient * itemsize,
         saved_bytes=saved_bytes,
         working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize),
     )
@@ -371,10 +371,9 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
     product = 2 * tokens * width * shape.vocab
     if width != shape.hidden:  # project_in and project_out
         product += 4 * tokens * width * shape.hidden
-    inputs: list[tuple[str, Component, int, tuple[str, ...]]] = [
-        ("final_norm", "layernorm", shape.hidden, ()),
-        ("lm_head", "lm_head", width, ("final_norm",)),
-    ]
+    inputs: list[tuple[str, Component, int]] = [("lm_head", "lm_head", width)]
+    if shape.names.final_norm:
+        inputs.insert(0, ("final_norm", "layernorm", shape.hidden))
     logits = tokens * shape.vocab
     return Head(
         sites=tuple(
@@ -387,11 +386,11 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
                 itemsize=itemsize,
                 flops=0,
                 raw_bytes=0,
-                depends=depends,
+                depends=(),
                 # a norm's input is held whatever becomes of its internals
                 legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
             )
-            for name, component, channels, depends in inputs
+            for name, component, channels in inputs
         ),
         forward_flops=product,
         backward_flops=2 * product,

@@ -275,7 +275,7 @@ class ZeroStep:
         if weight.by_rows:
             begin, end = weight.shards.rows(self.shard_rank)
             own = left if left.shape[0] == end - begin else left[begin:end]
-            weight.step_rows(own.float(), right, lr, decay, key)
+            weight.step_rows(own, right, lr, decay, key)
             self._gather_weight(entry, gather)
         else:
             weight.step_whole(left, right, lr, decay, key)

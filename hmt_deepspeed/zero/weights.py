@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
+from hmt_deepspeed.kernels.low_rank_update import low_rank_product, low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.apply import apply_whole_
 from hmt_deepspeed.optim.rules import adamw_
@@ -147,21 +147,26 @@ class Weight:
         values = self.master_values()
         if not values.numel():
             return
-        if self.shards.aligned:
-            whole_rows = values.view(-1, self.shards.n)
-            low_rank_update_(whole_rows, update.float(), projection.float(), lr, weight_decay)
-        else:
-            change = update.float() @ projection.float().t()
-            change = self.shards.rows_to_shard(change, self.rank)
-            values.mul_(1 - lr * weight_decay).add_(change, alpha=-lr)
-        self._write(values, key)
+        if not self.shards.aligned:
+            change = low_rank_product(update, projection)
+            apply_whole_(values, self.shards.rows_to_shard(change, self.rank), lr, weight_decay)
+            self._write(values, key)
+            return
+        rows = values.view(-1, self.shards.n)
+        if self.master is None or self._offloaded or self._master_is_shard():
+            low_rank_update_(rows, update, projection, lr, weight_decay)
+            self._write(values, key)
+            return
+        with self.shard(overwrite=True) as shard:
+            copy = shard.view(rows.shape)
+            low_rank_update_(rows, update, projection, lr, weight_decay, copy=copy)
 
     def step_whole(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
     ) -> None:
         """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
         whole = self.param.detach().view(self.shards.m, self.shards.n)
-        low_rank_update_(whole, update.float(), projection.float(), lr, weight_decay, key)
+        low_rank_update_(whole, update, projection, lr, weight_decay, key)
 
     def _write(self, values: Tensor, key: int) -> None:
         if self._master_is_shard():

@@ -47,10 +47,14 @@ CASES = [
     *(
         (
             low_rank_update._low_rank_update_kernel,
-            f"*{weight} *fp32 *{projection} i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
-            {"ROUND": weight == "i16", **UPDATE},
+            f"*{weight} *{copy} *{factor} *{factor} i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
+            {"ROUND": weight == "i16", "COPY": kind, "WIDEN": factor == "fp32", **UPDATE},
         )
-        for weight, projection in (("i16", "bf16"), ("fp32", "fp32"))
+        for weight, factor, copy, kind in (
+            ("i16", "bf16", "i16", "none"),
+            ("fp32", "bf16", "i16", "bf16"),
+            ("fp32", "fp32", "fp16", "fp16"),
+        )
     ),
     *(
         (
@@ -92,8 +96,8 @@ CASES = [
     ),
     (
         int8_low_rank_update._update_kernel,
-        f"*i8 *fp32 *fp32 *bf16 i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
-        {"STOCHASTIC": True, **INT8_UPDATE},
+        f"*i8 *fp32 *bf16 *bf16 i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
+        {"STOCHASTIC": True, "WIDEN": False, **INT8_UPDATE},
     ),
 ]
 

@@ -114,9 +114,9 @@ def test_refuses():
         {"codes": torch.zeros(6, 4).char().t()},
         {"scales": torch.zeros(4, 2)},
         {"update": torch.ones(3, 2)},
-        {"update": torch.ones(4, 2).bfloat16()},
+        {"update": torch.ones(4, 2).double()},
         {"projection": torch.ones(5, 2)},
-        {"projection": torch.ones(6, 2).half()},
+        {"projection": torch.ones(6, 2).int()},
     ):
         with pytest.raises(ValueError):
             int8_low_rank_update_(**arguments(**change), lr=0.1, weight_decay=0)
@@ -131,9 +131,9 @@ def check_kernel(device="cpu"):
             for columns in (on_device, strided(on_device), on_device.bfloat16()):
                 first = codes.clone(), scales.clone()
                 second = codes.to(device, copy=True), scales.to(device, copy=True)
-                int8_low_rank_update_reference_(
-                    *first, update, columns.cpu(), 0.125, 0.5, key, offset
-                )
+                # The twin rounds a bf16 product, the kernel does not: bf16 holds these factors exactly.
+                exact = columns.cpu().float()
+                int8_low_rank_update_reference_(*first, update, exact, 0.125, 0.5, key, offset)
                 kernel(
                     *second,
                     strided(update.to(device)),

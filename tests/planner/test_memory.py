@@ -88,6 +88,20 @@ def test_states_are_those_that_the_optimizer_reports(name, mode):
     assert planned.optimizer == reported
 
 
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_shared_bases_are_held_once(name):
+    """Who shares shows in the first forward: q, k and v; gate and up, but not Phi's fc1 after its dense."""
+    network = fresh(name, torch.bfloat16).train()
+    optimizer = HMT(network, lr=1e-3, rank=8, share_basis=True, max_full_gradient_bytes=2**30)
+    for _ in range(2):
+        run(network).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    mode = OptimizerMode(rank=8, share_basis=True)
+    assert model_states(shape_of_config(config(name)), mode).optimizer == reported
+
+
 def test_int8_weights_are_those_that_the_optimizer_holds():
     network = fresh("llama", torch.bfloat16)
     optimizer = HMT(network, lr=1e-3, rank=16, weight_dtype="int8")
@@ -154,6 +168,21 @@ def test_each_stage_divides_what_it_says():
     assert at[3].weights == at[0].weights / 4
     assert at[3].bases == at[0].bases / 4
     assert at[3].probes == at[0].probes / 4
+    left = OptimizerMode(
+        rank=16, projection="left"
+    )  # backward itself reads its bases: whole everywhere
+    whole = model_states(shape, left).bases
+    assert model_states(shape, left, Sharding(3, 4)).bases == whole
+
+
+@pytest.mark.parametrize("method", ["lowrank_adamw", "apollo"])
+def test_a_rank_above_a_matrix_smaller_side_is_lowered(method):
+    shape = shape_of_config(config("llama"))
+    high, low = (
+        model_states(shape, OptimizerMode(method=method, rank=rank, target_modules=("k_proj",)))
+        for rank in (4096, 32)
+    )
+    assert high == low
 
 
 def test_gradients_of_low_rank_matrices_are_projected():
@@ -346,6 +375,8 @@ def test_temporary_bytes_of_several_ranks():
     )  # without embedding, head and final norm: two layers
     assert split.gathered == layer * 2  # one computed, one prefetched
     assert split.buckets == 2 * 1000 * 2
+    in_backward = split.layer + split.weight_gradient + split.buckets
+    assert split.peak == split.gathered + max(split.logits, in_backward)
     low_rank = temporary_bytes(work, OptimizerMode(rank=8))
     assert low_rank.full_gradient == 2 * 64 * 160  # the largest matrix: a 32nd of all is less
     assert alone.peak == max(alone.logits, alone.layer + alone.weight_gradient)

@@ -139,16 +139,25 @@ MODES = {
     "right": {"rank": 8},
     "left": {"rank": 8, "projection": "left"},
     "two_sided": {"rank": 8, "projection": "two_sided"},
+    "smaller side": {"rank": 8, "projection": "auto"},
     "shared": {"rank": 8, "share_basis": True},
+    "targets": {"rank": 8, "target_modules": ("mlp", "q_proj"), "exclude_modules": ("up_proj",)},
+    "no q": {"rank": 8, "exclude_modules": ("q_proj", "embed", "lm_head")},
+    "no fc1": {"rank": 8, "exclude_modules": ("fc1", "embed", "lm_head")},
     "no probes": {"rank": 8, "residual": "none", "probes": 0},
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_projected_backward_is_what_the_optimizer_runs(mode):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # Phi's q, k, v and fc1 read the output of one norm
+    [("llama", mode) for mode in MODES if mode != "no fc1"]
+    + [("phi", "right"), ("phi", "no q"), ("phi", "no fc1")],
+)
+def test_projected_backward_is_what_the_optimizer_runs(name, mode):
     from transformers import AutoModelForCausalLM
 
-    made = config("llama")
+    made = config(name)
     network = AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
     optimizer = HMT(network, lr=1e-4, max_full_gradient_bytes=2**30, **MODES[mode])
     for _ in range(2):  # all bases are found in the first step, the second projects

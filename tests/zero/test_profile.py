@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hmt_deepspeed.memory.file_io import PositionalIO
+from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.zero import profile
 from hmt_deepspeed.zero.profile import Probe, measure_interconnect, measure_machine
@@ -83,6 +85,17 @@ def test_files_are_timed_all_the_way(measured):
     assert machine.ssd_capacity > 2 * BUFFER
 
 
+def test_bytes_of_a_call_are_all_that_it_moves(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(profile, "_rate", lambda work, seconds: work())
+    monkeypatch.setattr(profile.os, "fsync", synced.append)
+    with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
+        disk = profile._disk(engine, PositionalIO(), str(tmp_path), BUFFER, 0.0)
+    rates = [disk[key] for key in ("ssd_read", "ssd_write", "ssd_mixed")]
+    assert rates == [BUFFER, BUFFER, 2 * BUFFER]
+    assert len(synced) == 2 + 2  # both files as they are made; the write alone, and beside the read
+
+
 def test_nothing_stays_in_the_folder(measured):
     assert not [path for path in measured.folder.iterdir() if not path.name.startswith(".")]
 
@@ -120,25 +133,60 @@ def test_matmul_rate_is_flops_over_time(monkeypatch):
     assert rate <= 2 * 2 * 8 * 16 * 32 / 0.02  # both products, 10 ms each
 
 
-def test_median_call_withstands_a_stall():
-    calls = iter([0, 0, 0.2, 0, 0, 0, 0])  # the first is not timed, the third stalls
+@pytest.fixture
+def clock(monkeypatch):
+    """The profile's clock: only what is added to ``now`` passes."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(profile, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_the_median_call_withstands_a_stall(clock):
+    calls = iter(
+        [5.0, 0.01, 0.01, 0.2]
+    )  # the first, whatever it compiles, is not timed; one stalls
 
     def work():
-        time.sleep(0.01 + next(calls, 0))
+        clock.now += next(calls, 0.01)
         return 1
 
-    assert profile._rate(work, 0.3) > 50  # the mean of what fits would be below 40
+    assert profile._rate(work, 0.3) == pytest.approx(100)
+    assert clock.now == pytest.approx(5.0 + 0.3, abs=0.02)  # and ends when its time is up
+
+
+def test_a_slow_call_is_made_three_times_and_no_more(clock):
+    calls = []
+
+    def work():
+        calls.append(1)
+        clock.now += 10.0
+        return 1
+
+    assert profile._rate(work, 0.3) == pytest.approx(0.1)
+    assert len(calls) == 1 + 3
 
 
 def test_both_ways_move_both(monkeypatch):
-    from hmt_deepspeed.memory.transfer import TransferEngine
+    moved = []
 
-    engine = TransferEngine("cpu", 4 * BUFFER)
-    profile._link_rates(engine, BUFFER, 0.01, lambda: None)
-    counters = engine.counters
-    engine.close()
-    assert counters.bytes_in >= 6 * BUFFER
-    assert counters.bytes_out >= 6 * BUFFER
+    def once(work, seconds):
+        before = engine.counters.bytes_out, engine.counters.bytes_in
+        units = work()
+        moved.append((engine.counters.bytes_out - before[0], engine.counters.bytes_in - before[1]))
+        return units
+
+    monkeypatch.setattr(profile, "_rate", once)
+    with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
+        rates = profile._link_rates(engine, BUFFER, 0.0, lambda: None)
+    assert rates == (BUFFER, BUFFER, 2 * BUFFER)
+    assert moved == [(BUFFER, 0), (0, BUFFER), (BUFFER, BUFFER)]
+
+
+def test_both_ways_are_never_faster_than_their_sum(monkeypatch):
+    """Noise must not make a machine that is refused."""
+    monkeypatch.setattr(profile, "_link_rates", lambda *_: profile._LinkRates(10.0, 20.0, 31.0))
+    probe = Probe(products=((1, 1, 1),), seconds=0.01, adam_parameters=1, adam=SlowAdam)
+    assert measure_machine(ACCELERATOR, "cpu", probe).both_directions == 30.0
 
 
 def test_known_devices_have_their_datasheet_peak():

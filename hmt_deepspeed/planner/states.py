@@ -1,0 +1,317 @@
+"""Bytes of weights, gradients, masters and optimizer states on one rank.
+
+They follow ZeRO (1910.02054, section 5): stage 1 divides masters and optimizer states over the ranks,
+stage 2 gradients too, stage 3 weights too. HMT's states are those of ``optim``: what is divided are rows of
+a matrix, so a rank holds every row that its flat part touches, and a row that two ranks touch is held by
+both. The numbers are those of the rank that holds most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from hmt_deepspeed.planner.flops import Projected
+from hmt_deepspeed.planner.shapes import (
+    ModelShape,
+    Parameter,
+    is_selected,
+    num_parameters,
+    parameters,
+)
+
+__all__ = [
+    "REPLICATED",
+    "ModelStates",
+    "OptimizerMode",
+    "Sharding",
+    "StateDtype",
+    "communication_volume",
+    "model_states",
+]
+
+Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
+Projection = Literal["right", "left", "auto", "two_sided"]
+Residual = Literal["none", "probe", "full"]
+StateDtype = Literal["fp32", "bf16", "int8"]
+
+FP32 = 4
+STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
+LEAST_INT8 = 4096  # smaller states stay in fp32
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How model states are divided: ZeRO's stage over ``world_size`` ranks."""
+
+    stage: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for another stage or no ranks: field, value, legal range, what to do."""
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"ZeRO stage is {self.stage!r}; legal: 0, 1, 2 or 3. Choose one of them."
+            )
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(
+                f"world_size is {self.world_size!r}; legal: an integer >= 1. Give the number of ranks."
+            )
+
+    def ranks(self, stage: int) -> int:
+        """Over how many ranks is divided what ZeRO divides from ``stage`` on."""
+        return self.world_size if self.stage >= stage else 1
+
+
+REPLICATED = Sharding()
+
+
+@dataclass(frozen=True)
+class OptimizerMode:
+    """``hmt.optimizer`` as far as bytes depend on it; the defaults are its own.
+
+    Attributes:
+        rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
+        target_modules, exclude_modules: regular expressions searched in a parameter's name.
+        projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
+        share_basis: one basis for the linears that read one input.
+    """
+
+    method: Method = "lowrank_adamw"
+    projection: Projection = "right"
+    rank: int = 128
+    probes: int | None = None
+    residual: Residual = "probe"
+    state_dtype: StateDtype = "fp32"
+    master_weights: Literal["fp32", "none"] = "fp32"
+    weight_dtype: Literal["auto", "int8"] = "auto"
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ("embed", "lm_head")
+    projected_backward: bool = True
+    redrawn: bool = False
+    share_basis: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an illegal value: field, value, legal values, what to do."""
+        for field, legal in _LEGAL.items():
+            if getattr(self, field) not in legal:
+                raise ValueError(
+                    f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
+                )
+        for field, least in (("rank", 1), ("probes", 0)):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(
+                    f"hmt.optimizer.{field} is {value!r}; legal: an integer >= {least}. Give that."
+                )
+
+    def is_low_rank(self, parameter: Parameter) -> bool:
+        """Whether a parameter has a matrix rule."""
+        if self.method == "adamw" or parameter.kind in ("vector", "embedding"):
+            return False
+        return is_selected(parameter.name, self.target_modules, self.exclude_modules)
+
+    def is_projected(self, parameter: Parameter) -> bool:
+        """Whether its backward forms the projected gradient only."""
+        takes = self.method == "lowrank_adamw" and self.residual != "full"
+        patched = parameter.kind != "conv1d" and self.projected_backward
+        return takes and patched and self.is_low_rank(parameter)
+
+    def backward(self) -> Projected | None:
+        """What projected backward does to the layers' linears, None without it."""
+        if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
+            return None
+        return Projected(
+            self.rank,
+            self.probes_at(self.rank),
+            side="right" if self.projection == "two_sided" else self.projection,
+            shared=self.share_basis,
+            target_modules=self.target_modules,
+            exclude_modules=self.exclude_modules,
+        )
+
+    def probes_at(self, rank: int) -> int:
+        """k at a rank: a quarter of it and at least 8, when not given."""
+        return max(8, rank // 4) if self.probes is None else self.probes
+
+
+_LEGAL: dict[str, tuple[object, ...]] = {
+    "method": get_args(Method),
+    "projection": get_args(Projection),
+    "residual": get_args(Residual),
+    "state_dtype": get_args(StateDtype),
+    "master_weights": ("fp32", "none"),
+    "weight_dtype": ("auto", "int8"),
+}
+
+
+# -- model states -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of the model's states on the rank that holds most, between two steps.
+
+    Attributes:
+        weights: as computed with. gradients: accumulated over a window. masters: fp32 copies of 16-bit weights.
+        moments: the optimizer's, with scales and evidence. bases: of low-rank matrices. probes: columns
+            beside the bases, redrawn every step.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    bases: int
+    probes: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def optimizer(self) -> int:
+        """What the optimizer reports: masters, moments and bases."""
+        return self.masters + self.moments + self.bases
+
+
+def model_states(
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    itemsize: int = 2,
+    gradient_itemsize: int | None = None,
+) -> ModelStates:
+    """Bytes of weights, gradients, masters and optimizer states on one rank.
+
+    Args:
+        itemsize: of the weights. gradient_itemsize: of accumulated gradients, None for that of the weights.
+
+    Raises:
+        ValueError: int8 weights at stage 3.
+    """
+    if mode.weight_dtype == "int8" and sharding.stage == 3:
+        raise ValueError(
+            "hmt.optimizer.weight_dtype is 'int8' at ZeRO stage 3; legal: stages 0, 1 and 2, since every "
+            "rank holds all codes. Lower the stage, or use 'auto'."
+        )
+    names = shape.names
+    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
+    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
+    sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
+    each = gradient_itemsize or itemsize
+    for parameter in parameters(shape):
+        borrows = parameter.name in borrowers
+        found = _states_of(parameter, mode, sharding, itemsize, each, borrows)
+        for kind, nbytes in found.items():
+            sizes[kind] += parameter.count * nbytes
+    return ModelStates(**sizes)
+
+
+def _states_of(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    gradient_itemsize: int,
+    borrows: bool,
+) -> dict[str, int]:
+    """Bytes by kind of one parameter."""
+    encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
+    masters = itemsize != FP32 and mode.master_weights == "fp32" and not encoded
+    sizes = {
+        "weights": _part(parameter.numel, sharding.ranks(3)) * itemsize,
+        "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
+    }
+    if encoded:
+        rows, columns = parameter.shape
+        sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
+    if mode.is_low_rank(parameter):
+        return sizes | _matrix_states(
+            parameter, mode, sharding, itemsize, gradient_itemsize, borrows
+        )
+    dtype = mode.state_dtype if parameter.numel >= LEAST_INT8 else "fp32"
+    return sizes | {
+        "gradients": _part(parameter.numel, sharding.ranks(2)) * gradient_itemsize,
+        "moments": 2 * _state_bytes(_part(parameter.numel, sharding.ranks(1)), dtype),
+    }
+
+
+def _part(numel: int, ranks: int) -> int:
+    return -(-numel // ranks)
+
+
+def _state_bytes(numel: int, dtype: str) -> int:
+    """One moment: fp32, bf16, or uint8 codes with a scale for each block."""
+    if dtype == "int8":
+        return numel + -(-numel // STATE_BLOCK) * FP32
+    return numel * (FP32 if dtype == "fp32" else 2)
+
+
+def _most_rows(rows: int, columns: int, ranks: int) -> int:
+    """Most rows that a rank's flat part of ``ceil(rows columns / ranks)`` elements touches."""
+    part = _part(rows * columns, ranks)
+    starts = range(0, rows * columns, part)
+    ends = (min(start + part, rows * columns) for start in starts)
+    return max(
+        -(-end // columns) - start // columns for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _matrix_states(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    gradient_itemsize: int,
+    borrows: bool,
+) -> dict[str, int]:
+    """Gradients, moments, bases and probes of one matrix, m x n as its rule sees it.
+
+    Args:
+        borrows: it projects on the basis of another.
+    """
+    m, n = parameter.shape
+    apollo = mode.method in ("apollo", "apollo_mini")
+    transposed = m < n if apollo or mode.projection == "auto" else mode.projection == "left"
+    if transposed:
+        m, n = n, m
+    rows, reduced_rows = _most_rows(m, n, sharding.ranks(1)), _most_rows(m, n, sharding.ranks(2))
+    if apollo:
+        rank = 1 if mode.method == "apollo_mini" else min(mode.rank, m, n)
+        dtype = mode.state_dtype if m * rank >= LEAST_INT8 else "fp32"
+        return {
+            "gradients": reduced_rows * n * gradient_itemsize,
+            "moments": 2 * _state_bytes(rows * rank, dtype) + rank * FP32,
+        }
+    rank, two_sided = min(mode.rank, m, n), mode.projection == "two_sided"
+    full = (
+        rank == n and not two_sided
+    )  # a basis that would span everything gives way to plain AdamW
+    probes = 0 if full or mode.residual == "full" else min(mode.probes_at(rank), n - rank)
+    width = n if full or mode.residual == "full" else rank + probes
+    core = rank * rank if two_sided else rows * rank
+    evidence = (rank * rank if two_sided else rank) * FP32
+    held = 0 if full or mode.redrawn or borrows else n
+    if sharding.stage == 3 and mode.is_projected(parameter) and not transposed:
+        held = _part(held, sharding.world_size)
+    left = rows if two_sided else 0
+    return {
+        "gradients": reduced_rows * width * gradient_itemsize,
+        "moments": 2 * _state_bytes(core, mode.state_dtype) + evidence,
+        "bases": (held + left) * rank * itemsize,
+        "probes": held * probes * itemsize,
+    }
+
+
+def communication_volume(shape: ModelShape, sharding: Sharding) -> int:
+    """Elements that a rank sends per step with AdamW (1910.02054, section 7), for many ranks.
+
+    An all-reduce of the gradients, or a reduce-scatter of them and a gather of the weights: 2 Psi. Stage 3
+    gathers the weights in forward and in backward: 3 Psi.
+    """
+    if sharding.world_size == 1:
+        return 0
+    return (3 if sharding.stage == 3 else 2) * num_parameters(shape)
