@@ -26,14 +26,13 @@ from hmt_deepspeed.planner.loads import (
     LayerLoad,
     Memory,
     Phase,
-    Problem,
-    RunSetup,
     layer_load,
     phases,
     static_bytes,
 )
 from hmt_deepspeed.planner.memory import MemoryBudget
 from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.program import FEASIBILITY
 from hmt_deepspeed.planner.workload import Layer, Workload
 

@@ -24,11 +24,11 @@ from hmt_deepspeed.planner.loads import (
     FORWARD_PASSES,
     Amount,
     LayerLoad,
-    Problem,
     layer_load,
     static_bytes,
 )
 from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.timeline import Contention, Task, Timeline, play
 
 __all__ = ["AGREEMENT", "Simulation", "predict", "simulate"]

@@ -25,13 +25,14 @@ from hmt_deepspeed.planner.loads import (
     Choices,
     LayerLoad,
     Memory,
-    Problem,
     layer_load,
     phases,
     static_bytes,
 )
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread, uniform_plan
-from hmt_deepspeed.planner.program import Columns, Program, solve_program
+from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.program import Columns, Program
+from hmt_deepspeed.planner.search import solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates
-from hmt_deepspeed.planner.loads import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode
+from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.shapes import plain_shape
 from hmt_deepspeed.planner.workload import build_workload
 

@@ -13,19 +13,13 @@ import pytest
 from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.planner.advise import (
-    Request,
-    advise,
-    deepspeed_json,
-    evaluate,
-    largest_batch,
-    longest_sequence,
-)
+from hmt_deepspeed.planner.advise import Request, advise, evaluate, largest_batch, longest_sequence
 from hmt_deepspeed.planner.command import main
-from hmt_deepspeed.planner.loads import RunSetup
+from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
+from hmt_deepspeed.planner.problem import RunSetup
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.train.models import PRESETS
 

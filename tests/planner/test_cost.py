@@ -9,9 +9,10 @@ import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
 from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
-from hmt_deepspeed.planner.loads import Problem, RunSetup, layer_load, make_problem, static_bytes
+from hmt_deepspeed.planner.loads import layer_load, static_bytes
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
 from hmt_deepspeed.planner.plan import uniform_plan
+from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep")

@@ -8,8 +8,8 @@ import pytest
 from problems import ON_SSD, small_problem
 
 from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.loads import Problem, RunSetup
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
+from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
 from hmt_deepspeed.planner.solve import allowed_choices, solve
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component

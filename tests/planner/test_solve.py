@@ -12,8 +12,9 @@ import pytest
 from problems import MACHINE, ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.loads import Problem, RunSetup, static_bytes
+from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
+from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
