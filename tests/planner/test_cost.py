@@ -263,6 +263,28 @@ def test_swapped_and_8_bit_bytes() -> None:
     assert lossy.seconds > found_for(problem, KEEP).seconds  # encoding takes time
 
 
+def test_what_is_kept_is_not_counted_again_while_its_layer_runs() -> None:
+    problem = small_problem()
+    layer = problem.workload.layers[-1]
+    kept = sum(site.nbytes + site.raw_bytes for site in layer.sites)
+    assert found_for(problem, RECOMPUTE).memory["gpu"]["working"] == layer.working_bytes - (
+        layer.sites[0].nbytes  # residual recompute keeps what enters the layer
+    )
+    assert found_for(problem, KEEP).memory["gpu"]["working"] == max(
+        layer.working_bytes - kept, problem.workload.head.logits_bytes
+    )
+    # swapped: all of it comes back, and that of the next layer while this one runs
+    moved = sum(site.nbytes for site in layer.sites)
+    assert found_for(problem, SWAP).memory["gpu"]["working"] == layer.working_bytes + moved
+
+
+def test_states_on_ssd_take_two_slots() -> None:
+    problem = small_problem()
+    found = found_for(problem, RECOMPUTE)
+    assert found.memory["ssd"]["optimizer states"] == 2 * 12 * problem.workload.parameters
+    assert found.memory["ssd"]["weights"] == 2 * problem.workload.parameters
+
+
 def test_low_rank_states_and_projected_backward() -> None:
     """HMT's mode: smaller states and gradients, and a third of the linears' FLOPs less."""
     setup = RunSetup(zero_stage=2)

@@ -86,6 +86,8 @@ def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
                 c[component] for p, c in overrides.items() if component in c and re.search(p, name)
             ]
             assert (found[0] if found else policy[component]) == wanted
+    # layers that follow the policy have no override, the others only what differs
+    assert all(c[x] != policy[x] for c in overrides.values() for x in c)
     assert not any(re.search(pattern, "model.layers.12") for pattern in overrides)
     assert not any(re.search(pattern, "model.layers.2.self_attn") for pattern in overrides)
 

@@ -58,6 +58,17 @@ def test_memory_over_time() -> None:
     assert played.peak("host") == 9.0
 
 
+def test_memory_is_in_order_of_time_and_not_of_the_list() -> None:
+    tasks = [
+        Task("long", "gpu", 4.0),
+        Task("late", "gpu", 1.0, after=(0,), takes=(("gpu", 2.0),)),
+        Task("early", "link", 1.0, takes=(("gpu", 5.0),), gives=(("gpu", 5.0),)),
+    ]
+    played = play(tasks)
+    assert played.memory("gpu") == [(0.0, 0.0), (0.0, 5.0), (1.0, 0.0), (4.0, 2.0)]
+    assert played.peak("gpu") == 5.0
+
+
 def test_a_task_that_waits_for_a_later_one_is_refused() -> None:
     with pytest.raises(ValueError, match="waits for task 1"):
         play([Task("a", "gpu", 1.0, after=(1,)), Task("b", "gpu", 1.0)])
