@@ -377,24 +377,24 @@ class _Builder:
 
     def update_alone(self, times: float) -> None:
         """The whole pass after everything else."""
-        barrier = len(self.tasks) - 1
-        everything = [barrier, *self.computed[-1:], *self.written[-1:]]
-        ends = [index for index in range(len(self.tasks)) if index not in self._awaited()]
-        start = self.add("all gradients are there", "gpu", 0.0, [*everything, *ends])
+        start = self.add("all gradients are there", "gpu", 0.0, self.ends())
         self.written, self.updated = [], {}
         for unit in self.units:
             self.update(unit, start, times)
 
-    def _awaited(self) -> set[int]:
-        return {before for task in self.tasks for before in task.after}
+    def ends(self) -> list[int]:
+        """Tasks that nothing waits for yet."""
+        awaited = {before for task in self.tasks for before in task.after}
+        return [index for index in range(len(self.tasks)) if index not in awaited]
 
     def update_on_gpu(self) -> None:
         """The optimizer's pass on the GPU, and its weights' way home."""
         setup, problem = self.problem.setup, self.problem
         weights = problem.total.weights * problem.shard
         moved = 2 * problem.of_rank.optimizer + problem.of_rank.gradients + weights
-        ends = [index for index in range(len(self.tasks)) if index not in self._awaited()]
-        done = self.add("update", "gpu", 0.0, ends, extra=moved / problem.machine.gpu_bandwidth)
+        done = self.add(
+            "update", "gpu", 0.0, self.ends(), extra=moved / problem.machine.gpu_bandwidth
+        )
         if setup.offload_param != "none":
             home = self.add("weights to host", "gpu_to_host", weights, [done])
             if setup.offload_param == "nvme":
