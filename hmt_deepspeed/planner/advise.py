@@ -244,7 +244,8 @@ def _stock_setups(request: Request) -> Iterator[RunSetup]:
                 )
 
 
-# Checkpointing of whole layers, as transformers does it: what enters a layer is kept.
+# Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down
+# projection again too, which is not counted here.)
 _CHECKPOINTED: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
     "embedding": "keep",

@@ -31,7 +31,7 @@ from hmt_deepspeed.planner.loads import (
     static_bytes,
 )
 from hmt_deepspeed.planner.memory import MemoryBudget
-from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.plan import LayerChoices, Plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.program import FEASIBILITY
 from hmt_deepspeed.planner.workload import Layer, Workload
@@ -43,6 +43,7 @@ __all__ = [
     "Resource",
     "estimate",
     "fill_seconds",
+    "grouped_layers",
     "phase_seconds",
     "rates",
 ]
@@ -81,7 +82,8 @@ def ranks_per_node(machine: Machine, setup: RunSetup) -> int:
 def rates(problem: Problem) -> NDArray[np.float64]:
     """(amounts, resources) seconds of one rank per unit of an amount, with its share of what ranks share.
 
-    The two directions of a link run at the part ``f`` of their speeds while both are busy, so one that needs
+    Ranks beyond a node's GPUs are on nodes like it, and the network among them is taken to be as fast as the
+    node's own. The two directions of a link run at the part ``f`` of their speeds while both are busy, so one that needs
     t seconds alone needs ``t + (1/f - 1) u`` beside the other's u.
 
     SSDs reading r and writing w bytes at once, of which alone they move R or W and mixed half and half M per
@@ -248,8 +250,8 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
     if plan.partition_activations != setup.partition_activations:
         setup = replace(setup, partition_activations=plan.partition_activations)
     loads = [
-        (len(group.layers), layer_load(_equal_layers(workload, group.layers), group.choices, setup))
-        for group in plan.layers
+        (len(group.layers), layer_load(layer, group.choices, setup))
+        for layer, group in grouped_layers(workload, plan)
     ]
     loads.append((1, layer_load(workload.head, plan.head, setup)))
     memory = static_bytes(problem)
@@ -284,18 +286,27 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
     )
 
 
-def _equal_layers(workload: Workload, numbers: tuple[int, ...]) -> Layer:
-    for layer in workload.layers:
-        if numbers[0] in layer.layers:
-            if not set(numbers) <= set(layer.layers):
-                raise ValueError(
-                    f"layers {numbers} take the same choices but are not equal; legal: groups within "
-                    f"{[layer.layers for layer in workload.layers]}. Split the group."
-                )
-            return layer
-    raise ValueError(
-        f"layers {numbers} are not of this model; it has {workload.shape.layers}. Plan again."
-    )
+def grouped_layers(workload: Workload, plan: Plan) -> list[tuple[Layer, LayerChoices]]:
+    """Of each group of a plan's layers, what one of them does.
+
+    Raises:
+        ValueError: layers that the model does not have, that are missing, or that are not equal.
+    """
+    found = []
+    for group in plan.layers:
+        layer = next((x for x in workload.layers if set(group.layers) <= set(x.layers)), None)
+        if layer is None:
+            raise ValueError(
+                f"layers {group.layers} take the same choices; legal: some of one of "
+                f"{[x.layers for x in workload.layers]}, which are equal. Plan again for this model."
+            )
+        found.append((layer, group))
+    if plan.num_layers != workload.shape.layers:
+        raise ValueError(
+            f"the plan has {plan.num_layers} layers; legal: {workload.shape.layers}, the model's. Plan again "
+            "for this model."
+        )
+    return found
 
 
 def _of_sites(

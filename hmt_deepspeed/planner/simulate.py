@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
+from hmt_deepspeed.planner.cost import Estimate, estimate, grouped_layers, ranks_per_node
 from hmt_deepspeed.planner.loads import (
     BACKWARD_PASSES,
     FORWARD_PASSES,
@@ -30,6 +30,7 @@ from hmt_deepspeed.planner.loads import (
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.timeline import Contention, Task, Timeline, play
+from hmt_deepspeed.planner.workload import Layer
 
 __all__ = ["AGREEMENT", "Simulation", "predict", "simulate"]
 
@@ -121,19 +122,18 @@ class _Unit:
 def _units(problem: Problem, plan: Plan) -> list[_Unit]:
     workload = problem.workload
     units = []
-    by_number = {number: layer for layer in workload.layers for number in layer.layers}
-    loads: dict[int, LayerLoad] = {}
-    for group in plan.layers:
-        load = layer_load(by_number[group.layers[0]], group.choices, problem.setup)
-        loads |= dict.fromkeys(group.layers, load)
-    for number, layer in sorted(by_number.items()):
+    found: dict[int, tuple[Layer, LayerLoad]] = {}
+    for layer, group in grouped_layers(workload, plan):
+        load = layer_load(layer, group.choices, problem.setup)
+        found |= dict.fromkeys(group.layers, (layer, load))
+    for number, (layer, load) in sorted(found.items()):
         share = layer.parameters / workload.parameters
         work = (
             layer.forward_flops + layer.projection_flops,
             layer.backward_flops,
             layer.saved_bytes,
         )
-        units.append(_Unit(f"layer {number}", *work, share, loads[number]))
+        units.append(_Unit(f"layer {number}", *work, share, load))
     head = workload.head
     outside = 1 - sum(unit.share for unit in units)
     load = layer_load(head, plan.head, problem.setup)

@@ -13,6 +13,7 @@ from hmt_deepspeed.planner.loads import layer_load, static_bytes
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
 from hmt_deepspeed.planner.plan import uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.simulate import simulate
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep")
@@ -331,3 +332,14 @@ def test_ssds_that_are_not_there_are_refused() -> None:
     problem = small_problem()
     with pytest.raises(ValueError, match="offload to nvme on test, which has no SSD"):
         make_problem(problem.workload, replace(MACHINE, num_ssds=0), ON_SSD, ADAMW)
+
+
+@pytest.mark.parametrize("score", [estimate, simulate])
+def test_plans_of_other_layers_are_refused(score) -> None:  # type: ignore[no-untyped-def]
+    problem = small_problem(layers=4)
+    plan = uniform_plan(problem.workload, MACHINE, KEEP)
+    mixed = replace(plan.layers[1], layers=(0, 1))
+    with pytest.raises(ValueError, match=r"layers \(0, 1\) take the same choices; legal: .*equal"):
+        score(problem, replace(plan, layers=(mixed,)))
+    with pytest.raises(ValueError, match="the plan has 1 layers; legal: 4"):
+        score(problem, replace(plan, layers=plan.layers[:1]))
