@@ -92,14 +92,14 @@ def test_greedy_by_benefit_over_whole_layers_is_not_optimal() -> None:
 
 
 def _program_seconds(layers: Sequence[SwapLayer], load: Load, rates: Rates) -> float:
-    """The same choice as a program: each layer a class of one, rows (forward, backward) x (gpu, link)."""
+    """The same choice as a program: each layer a class of one, rows (forward, backward) x (gpu, link, others)."""
     classes = tuple(
         Columns(
             num_layers=1,
             seconds=np.array(
                 [
-                    [0, 0, x.flops / rates.gpu, 0],
-                    [0, x.nbytes / rates.link, 0, x.nbytes / rates.link],
+                    [0, 0, x.flops / rates.gpu, 0, 0, 0],
+                    [0, x.nbytes / rates.link, 0, x.nbytes / rates.link, 0, 0],
                 ]
             ),
             bytes=np.zeros((2, 1)),
@@ -108,26 +108,32 @@ def _program_seconds(layers: Sequence[SwapLayer], load: Load, rates: Rates) -> f
         )
         for x in layers
     )
-    base = np.array([load.forward_flops, 0, 2 * load.forward_flops, 0]) / rates.gpu
-    found = solve_program(Program(classes, base, np.array([0, 0, 1, 1]), np.ones(2), np.ones(1)))
+    forward, backward = phase_seconds(load, rates, 0.0, 0.0)
+    others = (
+        max(forward["host_to_gpu"], forward["ssd"]),
+        max(backward["gpu_to_host"], backward["ssd"]),
+    )
+    base = [forward["gpu"], 0, backward["gpu"], backward["host_to_gpu"], *others]
+    phase = np.array([0, 0, 1, 1, 0, 1])
+    found = solve_program(Program(classes, np.array(base), phase, np.ones(2), np.ones(1)))
     assert found is not None
     return found.objective
 
 
 def test_the_three_cases() -> None:
+    """With equal layers greedy is optimal: LoHan's rule is what the program says of two choices."""
     layers = [SwapLayer(1.0, 2.0)] * 10
-    load = Load(parameters=0.0, forward_flops=20.0)
-
-    def case(link: float) -> int:
-        return sweep(layers, 0.0, load, Rates(gpu=1.0, link=link, ssd_read=1e9, ssd_write=1e9)).case
-
-    assert (
-        case(link=10.0) == 2
-    )  # the GPU is the bottleneck with everything swapped: swap everything
-    assert case(link=0.3) == 3  # up to where the link is as busy as the GPU
-    waits_anyway = Load(parameters=100.0, forward_flops=20.0)
-    busy = Rates(gpu=1.0, link=2.4, ssd_read=30.0, ssd_write=30.0)
-    assert sweep(layers, 1.0, waits_anyway, busy).case == 1  # SSDs take longer than all recompute
+    load = Load(parameters=0.0, forward_flops=20.0, host_room=100.0)
+    waits_anyway = Load(parameters=100.0, forward_flops=20.0, host_room=100.0)
+    for case, given, link, ssd in (
+        (2, load, 10.0, 1e9),  # the GPU is the bottleneck with everything swapped: swap everything
+        (3, load, 0.3, 1e9),  # up to where the link is as busy as the GPU
+        (1, waits_anyway, 4.0, 30.0),  # SSDs take longer than all recompute: swap nothing
+    ):
+        rates = Rates(gpu=1.0, link=link, ssd_read=ssd, ssd_write=ssd)
+        found = sweep(layers, 0.0, given, rates)
+        assert found.case == case
+        assert _program_seconds(layers, given, rates) == pytest.approx(found.seconds[found.best])
 
 
 def test_cpu_adam_counts() -> None:
