@@ -207,9 +207,9 @@ def _checked_keys(found: Any, kind: Callable[..., Any], what: str) -> Mapping[st
 _DEFAULTED = {"num_gpus", "gpus_per_link", *_OF_SSDS, "num_ssds"}
 _DEFAULTED |= {"ssd_array_limit", "ssd_endurance", "price_per_hour"}
 
-# An SSD of the kind LoHan's server holds twelve of: PCIe 4.0 x4, TLC, 3.84 TB, one drive write per day for
-# five years (datasheet: 6.5 GB/s sequential read, 3.4 GB/s write). Mixed: reads and writes take turns,
-# 2 / (1/6.5 + 1/3.4).
+# A data-centre SSD on PCIe 4.0 x4, TLC, 3.84 TB, of the class that a server like LoHan's holds twelve of: 6.5
+# GB/s sequential read, 3.4 GB/s write, one drive write per day for five years are typical datasheet figures.
+# Mixed: reads and writes take turns, 2 / (1/6.5 + 1/3.4).
 _SSD = {
     "num_ssds": 1,
     "ssd_capacity": 3840 * GB,
@@ -227,8 +227,8 @@ _PCIE4 = {"device_to_host": 25.0 * GB, "host_to_device": 25.0 * GB, "both_direct
 _PCIE5 = {"device_to_host": 55.0 * GB, "host_to_device": 55.0 * GB, "both_directions": 88.0 * GB}
 
 # DeepSpeed's CPU Adam is limited by DRAM: 28 bytes per parameter (fp32 moments and master in and out, gradient
-# in, weight out). ZeRO-Offload's table 4 (2101.06840) has 2.57 s for 10^10 parameters on a two-socket server:
-# 0.26 ns. A desktop has two channels of DRAM, about a quarter of that bandwidth: 1 ns assumed.
+# in, weight out). About 0.26 ns is what ZeRO-Offload (2101.06840) reports of a two-socket server, some 110 GB/s;
+# a desktop has two channels of DRAM, about a quarter of that: 1 ns assumed.
 _SERVER_ADAM, _DESKTOP_ADAM = 0.26, 1.0
 
 
@@ -275,10 +275,10 @@ def _data_centre(
     )
 
 
-# Peaks are NVIDIA's, dense, 16-bit factors with fp32 sums (whitepapers of GA102 and Ada, datasheets of A100,
-# H100 SXM, H200 SXM); fp32 is that of the CUDA cores. What large products reach of a data-centre card's peak
-# is lower, limited by power: 85 % of A100's and 72 % of Hopper's are usual figures of matmul benchmarks. None
-# of these was measured here; a profile is better. Of a memory's datasheet bandwidth 90 % is assumed to arrive. Memory is what `nvidia-smi` reports in total.
+# NVIDIA's datasheets and whitepapers (GA102, Ada; A100, H100 SXM, H200 SXM): peaks are dense, 16-bit factors
+# with fp32 sums; fp32 is that of the CUDA cores. Assumed, none of it measured here, so that a profile is better:
+# large products reach 85 % of an A100's peak and 72 % of Hopper's, which power limits; 90 % of the memory's
+# bandwidth arrives. Memory is what `nvidia-smi` reports in total, rounded down to GiB.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (

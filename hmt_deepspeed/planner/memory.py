@@ -12,6 +12,7 @@ from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.shapes import Parameter, parameters
 from hmt_deepspeed.planner.states import (
     REPLICATED,
+    Method,
     ModelStates,
     OptimizerMode,
     Sharding,
@@ -25,6 +26,7 @@ from hmt_deepspeed.sites import Choice, Component
 __all__ = [
     "ActivationBytes",
     "MemoryBudget",
+    "Method",
     "ModelStates",
     "OptimizerMode",
     "Sharding",

@@ -22,6 +22,7 @@ from hmt_deepspeed.planner.shapes import (
 
 __all__ = [
     "REPLICATED",
+    "Method",
     "ModelStates",
     "OptimizerMode",
     "Sharding",
