@@ -9,7 +9,6 @@ from hmt_deepspeed.planner.cost import RESOURCES, Estimate
 from hmt_deepspeed.planner.loads import MEMORIES
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.shapes import num_parameters
-from hmt_deepspeed.planner.workload import Layer
 
 __all__ = ["describe", "describe_plan"]
 
@@ -163,7 +162,7 @@ def _what_to_change(advice: Advice) -> list[str]:
         changes.append(
             f"a GPU of {best.estimate.peak('gpu') / _GIB + 2:.0f} GiB, or more GPUs (--num_gpus)"
         )
-    if request.lossy is None and isinstance(best.problem.workload.layers[0], Layer):
+    if request.lossy is None:
         changes.append("--lossy, if int8 activations are acceptable")
     return [*lines, *(f"  {change}" for change in changes)]
 

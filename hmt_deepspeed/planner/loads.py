@@ -50,9 +50,7 @@ class Amount(IntEnum):
     """Entries of a vector of amounts, all of one rank."""
 
     FLOPS = 0
-    DEVICE = (
-        1  # bytes through the GPU's own memory: ops that are no products, codecs, the optimizer
-    )
+    DEVICE = 1  # bytes through the GPU's own memory: all but products
     TO_HOST = 2  # bytes
     TO_GPU = 3  # bytes
     SSD_READ = 4  # bytes
@@ -226,10 +224,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             backward += amounts(to_gpu=moved, ssd_read=on_ssd)
             held += (0.0, moved - on_ssd, on_ssd)
             swapped += moved
-        elif choice in (
-            "int8",
-            "fp8",
-        ):  # read and written once by the codec, in forward and in backward
+        elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
             forward += amounts(device=site.nbytes + device)
             backward += amounts(device=site.nbytes + device)
         elif choice == "keep" and parts == 1:
@@ -262,8 +257,8 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     total, of_rank = problem.total, problem.of_rank
     largest = max(layer.parameters for layer in workload.layers)
     outside = workload.parameters - sum(x.count * x.parameters for x in workload.layers)
-    two_layers = (largest + max(largest, outside)) / workload.parameters  # parts of the model
-    one_layer = max(largest, outside) / workload.parameters
+    one_layer = max(largest, outside) / workload.parameters  # parts of the model
+    two_layers = min(1.0, one_layer + largest / workload.parameters)
     gpu: dict[str, float] = {"outside the layers": workload.shared_bytes}
     host: dict[str, float] = {}
     ssd: dict[str, float] = {}
@@ -283,7 +278,7 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
         gpu["gradients"] = total.gradients * two_layers
         on_host = total.gradients * problem.shard
         kept = setup.offload_optimizer == "cpu" or setup.holds_gradients or setup.accumulation > 1
-        host["gradients"] = on_host * (1 if kept else min(1.0, two_layers))
+        host["gradients"] = on_host * (1 if kept else two_layers)
     if setup.offload_optimizer == "cpu":
         host["optimizer states"] = of_rank.optimizer
     elif setup.offload_optimizer == "nvme":

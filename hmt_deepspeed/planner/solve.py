@@ -72,10 +72,10 @@ def allowed_choices(
             for choice in legal
             if choice not in LOSSY and (choice != "swap_ssd" or machine.num_ssds)
         )
-        if (
-            component == "layernorm"
-        ):  # what enters a norm must be held; its internals are always rerun
-            exact = ("keep",)
+        if component == "layernorm":
+            exact = (
+                "keep",
+            )  # what enters the final norm is held, or there is nothing to run it from
         permitted = (lossy or {}).get(component)
         if permitted is not None and permitted not in LOSSY:
             raise ValueError(
@@ -114,7 +114,6 @@ def fits(problem: Problem, allowed: Allowed) -> bool:
         policy = {
             c: "recompute" if c in _MADE_AGAIN and "recompute" in given else _least(given, choice)
             for c, given in allowed.items()
-            if given
         }
         for partition in (False, True)[: 1 + (problem.setup.model_parallel > 1)]:
             plan = uniform_plan(
