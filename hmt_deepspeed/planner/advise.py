@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Place, Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.planner.simulate import Simulation, predict
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, solve
-from hmt_deepspeed.planner.solve import fits as plan_fits
+from hmt_deepspeed.planner.simulate import Simulation
+from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits
 from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
@@ -91,12 +91,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """One setup: its plan, or None with what its most frugal plan overflows."""
+    """One setup: its plan and how it plays, or None with what its most frugal plan overflows."""
 
     mode: OptimizerMode
     problem: Problem
     plan: Plan | None
     estimate: Estimate
+    simulation: Simulation | None
 
     @property
     def is_stock(self) -> bool:
@@ -141,13 +142,11 @@ class Advice:
     """``answers`` in the order of speed, those that do not fit last; ``best`` is the first of them.
 
     Attributes:
-        simulation: of the best, None if nothing fits.
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
     """
 
     request: Request
     answers: tuple[Answer, ...]
-    simulation: Simulation | None
     longest_sequence: int
     largest_batch: int
 
@@ -182,12 +181,10 @@ def advise(request: Request) -> Advice:
         answers += [evaluate(request, setup, mode) for setup in setups]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
     best = answers[0]
-    simulation = None if best.plan is None else predict(best.problem, best.plan)[2]
     limited = _as_run(request, best)
     return Advice(
         request,
         tuple(answers),
-        simulation,
         longest_sequence(limited, best.problem.setup, best.mode),
         largest_batch(limited, best.problem.setup, best.mode),
     )
@@ -268,16 +265,13 @@ def _as_run(request: Request, answer: Answer) -> Request:
 def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
     """The best plan of one setup."""
     problem = _problem(request, setup, mode)
-    plan = (
-        solve(problem, request.allowed, time_limit=_STEP_TIME)
-        if plan_fits(problem, request.allowed)
-        else None
-    )
-    if plan is None:
+    best = None
+    if fits(problem, request.allowed):
+        best = best_plan(problem, request.allowed, time_limit=_STEP_TIME)
+    if best is None:
         frugal = uniform_plan(problem.workload, problem.machine, _frugal_policy(request))
-        return Answer(mode, problem, None, estimate(problem, frugal))
-    plan, found, _ = predict(problem, plan)
-    return Answer(mode, problem, plan, found)
+        return Answer(mode, problem, None, estimate(problem, frugal), None)
+    return Answer(mode, problem, *best)
 
 
 def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
@@ -320,34 +314,34 @@ def _frugal_policy(request: Request) -> dict[Component, Choice]:
 def longest_sequence(request: Request, setup: RunSetup, mode: OptimizerMode) -> int:
     """The longest sequence that fits, by bisection to a multiple of 8 tokens; 0 if none does."""
 
-    def fits(eighths: int) -> bool:
+    def holds(eighths: int) -> bool:
         return _fits(replace(request, seq_length=_CHECKED * eighths), setup, mode)
 
     most = request.shape.positions // _CHECKED if request.shape.positions else None
-    return _CHECKED * _largest(fits, max(1, request.seq_length // _CHECKED), most)
+    return _CHECKED * _largest(holds, max(1, request.seq_length // _CHECKED), most)
 
 
 def largest_batch(request: Request, setup: RunSetup, mode: OptimizerMode) -> int:
     """The largest micro-batch that fits, by bisection; 0 if none does."""
 
-    def fits(batch: int) -> bool:
+    def holds(batch: int) -> bool:
         return _fits(replace(request, micro_batch=batch, global_batch=None), setup, mode)
 
-    return _largest(fits, request.micro_batch, None)
+    return _largest(holds, request.micro_batch, None)
 
 
 def _fits(request: Request, setup: RunSetup, mode: OptimizerMode) -> bool:
-    return plan_fits(_problem(request, setup, mode), request.allowed)
+    return fits(_problem(request, setup, mode), request.allowed)
 
 
-def _largest(fits: Callable[[int], bool], start: int, most: int | None) -> int:
+def _largest(holds: Callable[[int], bool], start: int, most: int | None) -> int:
     """The largest number from 1 that fits, 0 if none; what is larger than one that does not, does not."""
     low, high = 0, start
-    while (most is None or high <= most) and fits(high):
+    while (most is None or high <= most) and holds(high):
         low, high = high, 2 * high
     if most is not None:
         high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

@@ -170,13 +170,13 @@ def _compare(advice: Advice, path: str) -> None:
 def _draw(advice: Advice, path: str) -> None:
     from hmt_deepspeed.planner.picture import draw
 
-    assert advice.simulation is not None
+    assert advice.best.simulation is not None
     request, limit = advice.request, advice.best.problem.budget.gpu
     title = (
         f"{request.shape.family}, {request.machine.name}, {request.micro_batch} x {request.seq_length} tokens, "
         f"{advice.best.name}"
     )
-    draw(advice.simulation, path, gpu_limit=limit, title=title)
+    draw(advice.best.simulation, path, gpu_limit=limit, title=title)
     print(f"wrote {path}")
 
 

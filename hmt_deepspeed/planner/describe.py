@@ -88,13 +88,12 @@ def _speed(answer: Answer) -> str:
     scale = (
         found.seconds / plan.seconds
     )  # 1, or the closed form's error where the simulator is believed
-    other = ""
-    if plan.source == "simulator":  # few layers, or layers that differ much
-        other = f" (the closed form, {found.seconds:.4g} s, does not hold here)"
+    said = f"by the closed form, within {plan.gap:.2%} of any plan"
+    if plan.source == "simulator":  # few layers, layers that differ much, or every resource full
+        said = f"by the simulator; the closed form, {found.seconds:.4g} s, does not hold here"
     lines = [
         "",
-        f"iteration {plan.seconds:.4g} s by the {plan.source}{other}, at most {plan.gap:.2%} slower than any plan; "
-        f"bottleneck: {found.bottleneck}",
+        f"iteration {plan.seconds:.4g} s {said}; bottleneck: {found.bottleneck}",
         f"{answer.tokens_per_second:,.0f} tokens/s, {found.tflops * scale:.1f} TFLOPS per GPU, MFU "
         f"{found.mfu * scale:.1%}, HFU {found.hfu * scale:.1%}",
     ]

@@ -73,7 +73,7 @@ def test_the_fastest_that_fits_comes_first() -> None:
     assert advice.fits
     assert advice.best.problem.setup.offload_param == "none"  # nothing has to move
     assert advice.best.estimate.fits
-    assert advice.simulation is not None
+    assert advice.best.simulation is not None
     assert advice.largest_batch >= 4
     assert advice.longest_sequence >= 512
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from problems import ON_SSD, small_problem
+from problems import ON_SSD, small_problem, with_budget
 
+from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
@@ -130,3 +132,30 @@ def test_a_plan_of_a_longer_sequence_needs_more_memory_at_every_moment() -> None
         assert curve[-1][1] == pytest.approx(played.gpu_at_rest, abs=1)  # everything is given back
         peaks.append(played.gpu_peak)
     assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_where_the_simulator_disagrees_plans_with_slack_are_played_too() -> None:
+    """Every resource full and buffers of two layers: the program's plan need not be what plays fastest."""
+    setup = RunSetup(zero_stage=3, offload_param="cpu")
+    slow = {"ssd_read": 1.2e9, "ssd_write": 6e8, "ssd_mixed": 8e8}
+    problem = small_problem(layers=22, batch=12, setup=setup, **slow)
+    static = {name: sum(kinds.values()) for name, kinds in static_bytes(problem).items()}
+    working = max(layer.working_bytes for layer in problem.workload.layers)
+    limits = {"gpu": static["gpu"] + 1.4 * working, "host": static["host"] + 0.1 * working}
+    problem = with_budget(problem, **limits)
+    allowed = allowed_choices(problem.machine)
+    first, found = solve(problem, allowed), best_plan(problem, allowed)
+    assert first is not None
+    assert found is not None
+    plan, by_formula, played = found
+    assert plan.source == "simulator"
+    assert by_formula.fits
+    assert plan.seconds == played.seconds <= simulate(problem, first).seconds
+    assert (
+        by_formula.seconds >= first.seconds
+    )  # by the closed form nothing is faster than the first
+    assert plan.machine == first.machine  # planned for slower links, executed on this machine
+    long = small_problem(layers=40)
+    agreed = best_plan(long, allowed)
+    assert agreed is not None
+    assert agreed[0].source == "closed form"
