@@ -27,7 +27,9 @@ setup(
         "tqdm>=4.60",
         "psutil>=5.9",
         "numpy>=1.26",
+        "scipy>=1.11",  # HiGHS: milp, and linprog's marginals
     ],
+    entry_points={"console_scripts": ["hmt-plan = hmt_deepspeed.planner.command:main"]},
     extras_require={
         "test": [
             "pytest>=8",

@@ -1,0 +1,347 @@
+"""An answer before the run: does it fit, how fast is it, what to change, and the JSON that says so.
+
+The playbook's three steps: first something that fits (ZeRO's stage, offload, HMT's mode, what becomes of
+activations), then the global batch (accumulation), then the fastest of what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from hmt_deepspeed.planner.best import best_plan
+from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
+from hmt_deepspeed.planner.plan import Plan, uniform_plan
+from hmt_deepspeed.planner.problem import Place, Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.simulate import Simulation
+from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits
+from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
+
+__all__ = [
+    "Advice",
+    "Answer",
+    "Request",
+    "advise",
+    "evaluate",
+    "largest_batch",
+    "longest_sequence",
+]
+
+BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the JSON that is written
+_CHECKED = 8  # the longest sequence is found to so many tokens
+_STEP_TIME = 0.5  # seconds of search for each setup
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
+            ranks, None for one micro-step.
+        modes: optimizers to choose from. fallbacks: less exact ones, tried in turn while nothing fits.
+        stock: whether DeepSpeed's own AdamW with CPU Adam may be recommended, which runs without HMT.
+        zero_stage, offload_param: None to choose.
+        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`.
+        gpu_memory: bytes of a GPU to use, None for all but the context's.
+        nvme: whether SSDs may be used.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    seq_length: int
+    micro_batch: int = 1
+    global_batch: int | None = None
+    modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method="adamw"))
+    fallbacks: tuple[OptimizerMode, ...] = ()
+    stock: bool = True
+    zero_stage: int | None = None
+    offload_param: Place | None = None
+    lossy: Mapping[Component, Choice] | None = None
+    fixed: Mapping[Component, Choice] | None = None
+    gpu_memory: int | None = None
+    nvme: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a batch that no accumulation makes."""
+        each = self.micro_batch * self.machine.num_gpus
+        if self.global_batch is not None and (self.global_batch < each or self.global_batch % each):
+            raise ValueError(
+                f"global_batch is {self.global_batch}; legal: a multiple of {each}, micro_batch "
+                f"{self.micro_batch} x {self.machine.num_gpus} GPUs. Change one of them."
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps of an optimizer step."""
+        each = self.micro_batch * self.machine.num_gpus
+        return 1 if self.global_batch is None else self.global_batch // each
+
+    @property
+    def allowed(self) -> Allowed:
+        """Choices that the machine and the request leave."""
+        machine = self.machine if self.nvme else replace(self.machine, num_ssds=0)
+        return allowed_choices(machine, self.lossy, self.fixed)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One setup: its plan and how it plays, or None with what its most frugal plan overflows."""
+
+    mode: OptimizerMode
+    problem: Problem
+    plan: Plan | None
+    estimate: Estimate
+    simulation: Simulation | None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether DeepSpeed runs it without HMT: CPU Adam, and checkpointing of whole layers."""
+        return self.problem.setup.offload_optimizer != "none"
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        setup, mode = self.problem.setup, self.mode
+        parts = [f"ZeRO-{setup.zero_stage}"]
+        parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
+        if self.is_stock:
+            return ", ".join([*parts, f"DeepSpeed's CPU Adam, states on {setup.offload_optimizer}"])
+        parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
+        parts += ["no masters"] * (mode.master_weights == "none")
+        parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
+        parts += ["int8 weights"] * (mode.weight_dtype == "int8")
+        return ", ".join(parts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks, by the seconds to believe; 0 if it does not fit."""
+        return 0.0 if self.plan is None else self.estimate.tokens / self.plan.seconds
+
+    @property
+    def ssd_bytes_per_day(self) -> float:
+        """Written to the node's SSDs."""
+        assert self.plan is not None
+        sharing = ranks_per_node(self.problem.machine, self.problem.setup)
+        return self.estimate.ssd_written * sharing * SECONDS_PER_DAY / self.plan.seconds
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """In the price's currency; None without a price."""
+        price = self.problem.machine.price_per_hour
+        return None if price is None else price / 3600 / self.tokens_per_second * 1e6
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``answers`` in the order of speed, those that do not fit last; ``best`` is the first of them.
+
+    Attributes:
+        longest_sequence, largest_batch: of the best setup, 0 if nothing does.
+    """
+
+    request: Request
+    answers: tuple[Answer, ...]
+    longest_sequence: int
+    largest_batch: int
+
+    @property
+    def best(self) -> Answer:
+        """The fastest that fits, else what overflows least."""
+        return self.answers[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything does."""
+        return self.best.plan is not None
+
+
+def advise(request: Request) -> Advice:
+    """Try every setup that runs today and rank them.
+
+    Raises:
+        ValueError: sizes, stages or places that do not go together.
+    """
+    answers = [
+        evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)
+    ]
+    if request.stock:
+        answers += [_checkpointed(request, setup) for setup in _stock_setups(request)]
+    for mode in request.fallbacks:
+        if any(answer.plan is not None for answer in answers):
+            break
+        setups = [
+            s for s in _setups(request) if not (mode.weight_dtype == "int8" and s.zero_stage == 3)
+        ]
+        answers += [evaluate(request, setup, mode) for setup in setups]
+    answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
+    best = answers[0]
+    limited = _as_run(request, best)
+    return Advice(
+        request,
+        tuple(answers),
+        longest_sequence(limited, best.problem.setup, best.mode),
+        largest_batch(limited, best.problem.setup, best.mode),
+    )
+
+
+def _setups(request: Request) -> Iterator[RunSetup]:
+    """What HMT's engine runs: stages 0 to 3, and weights offloaded at stage 3."""
+    several = request.machine.num_gpus > 1
+    for stage in _stages(request, (1, 2, 3) if several else (2, 3)):
+        for place in _places(request):
+            if place != "none" and stage != 3:
+                continue
+            if stage == 3 and place == "none" and not several and request.zero_stage is None:
+                continue  # on one rank stage 3 shards nothing
+            yield RunSetup(
+                ranks=request.machine.num_gpus,
+                zero_stage=stage,
+                offload_param=place,
+                accumulation=request.accumulation,
+            )
+
+
+def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
+    if request.zero_stage is None:
+        return usual
+    if request.offload_param not in (None, "none"):
+        RunSetup(
+            zero_stage=request.zero_stage, offload_param=request.offload_param
+        )  # says what is wrong
+    return (request.zero_stage,)
+
+
+def _places(request: Request) -> tuple[Place, ...]:
+    if request.offload_param is not None:
+        return (request.offload_param,)
+    on_ssd = request.nvme and request.machine.num_ssds > 0
+    return ("none", "cpu", "nvme") if on_ssd else ("none", "cpu")
+
+
+def _stock_setups(request: Request) -> Iterator[RunSetup]:
+    """ZeRO-Offload and ZeRO-Infinity: DeepSpeed's CPU Adam after the backward, weights where they fit."""
+    for stage in _stages(request, (2, 3)):
+        for weights in _places(request):
+            if stage == 3 or (weights == "none" and stage > 0):
+                states: Place = "nvme" if weights == "nvme" else "cpu"
+                yield RunSetup(
+                    ranks=request.machine.num_gpus,
+                    zero_stage=stage,
+                    offload_param=weights,
+                    offload_optimizer=states,
+                    accumulation=request.accumulation,
+                    overlap="none",
+                    holds_gradients=True,
+                )
+
+
+# Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down
+# projection again too, which is not counted here.)
+_CHECKPOINTED: dict[Component, Choice] = {
+    **dict.fromkeys(PAPER_POLICY, "recompute"),
+    "embedding": "keep",
+    "layernorm": "keep",
+    "lm_head": "keep",
+}
+
+
+def _checkpointed(request: Request, setup: RunSetup) -> Answer:
+    return evaluate(
+        replace(request, lossy=None, fixed=_CHECKPOINTED), setup, OptimizerMode(method="adamw")
+    )
+
+
+def _as_run(request: Request, answer: Answer) -> Request:
+    """The request with the choices that an answer's engine leaves."""
+    return replace(request, lossy=None, fixed=_CHECKPOINTED) if answer.is_stock else request
+
+
+def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
+    """The best plan of one setup."""
+    problem = _problem(request, setup, mode)
+    best = None
+    if fits(problem, request.allowed):
+        best = best_plan(problem, request.allowed, time_limit=_STEP_TIME)
+    if best is None:
+        frugal = uniform_plan(problem.workload, problem.machine, _frugal_policy(request))
+        return Answer(mode, problem, None, estimate(problem, frugal), None)
+    return Answer(mode, problem, *best)
+
+
+def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
+    workload = build_workload(
+        request.shape,
+        micro_batch=request.micro_batch,
+        seq_length=request.seq_length,
+        attention="eager" if request.shape.soft_cap else "fused",
+        projected=mode.backward(),
+    )
+    sharding = Sharding(setup.zero_stage, setup.ranks)
+    temporary = temporary_bytes(workload, mode, sharding, bucket_elements=BUCKET_ELEMENTS)
+    buffers = float(temporary.buckets + temporary.full_gradient)
+    budget = MemoryBudget.of(request.machine)
+    if request.gpu_memory is not None:
+        if request.gpu_memory > request.machine.gpu_memory:
+            raise ValueError(
+                f"gpu_memory is {request.gpu_memory}; legal: up to {request.machine.gpu_memory} bytes, which is "
+                f"what {request.machine.name} has. Lower it or leave it out."
+            )
+        budget = replace(budget, gpu=request.gpu_memory)
+    return make_problem(
+        workload, request.machine, replace(setup, buffer_bytes=buffers), mode, budget=budget
+    )
+
+
+def _frugal_policy(request: Request) -> dict[Component, Choice]:
+    """Of each component the allowed choice that holds least on the GPU."""
+    least: tuple[Choice, ...] = ("recompute", "swap_host", "swap_ssd", "int8", "fp8", "keep")
+    return {
+        component: next(choice for choice in least if choice in given)
+        for component, given in request.allowed.items()
+        if component in PAPER_POLICY
+    }
+
+
+# -- how far it goes ------------------------------------------------------------------------------------
+
+
+def longest_sequence(request: Request, setup: RunSetup, mode: OptimizerMode) -> int:
+    """The longest sequence that fits, by bisection to a multiple of 8 tokens; 0 if none does."""
+
+    def holds(eighths: int) -> bool:
+        return _fits(replace(request, seq_length=_CHECKED * eighths), setup, mode)
+
+    most = request.shape.positions // _CHECKED if request.shape.positions else None
+    return _CHECKED * _largest(holds, max(1, request.seq_length // _CHECKED), most)
+
+
+def largest_batch(request: Request, setup: RunSetup, mode: OptimizerMode) -> int:
+    """The largest micro-batch that fits, by bisection; 0 if none does."""
+
+    def holds(batch: int) -> bool:
+        return _fits(replace(request, micro_batch=batch, global_batch=None), setup, mode)
+
+    return _largest(holds, request.micro_batch, None)
+
+
+def _fits(request: Request, setup: RunSetup, mode: OptimizerMode) -> bool:
+    return fits(_problem(request, setup, mode), request.allowed)
+
+
+def _largest(holds: Callable[[int], bool], start: int, most: int | None) -> int:
+    """The largest number from 1 that fits, 0 if none; what is larger than one that does not, does not."""
+    low, high = 0, start
+    while (most is None or high <= most) and holds(high):
+        low, high = high, 2 * high
+    if most is not None:
+        high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,197 @@
+"""``hmt-plan``: ask before the run. No GPU, no weights, no model on disk but its config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hmt_deepspeed.planner.advise import Advice, Request, advise
+from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.describe import describe, describe_plan
+from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
+from hmt_deepspeed.planner.models import SIZES, model_shape
+from hmt_deepspeed.planner.plan import plan_from_json
+from hmt_deepspeed.planner.simulate import simulate
+from hmt_deepspeed.planner.states import Method, OptimizerMode
+from hmt_deepspeed.sites import PAPER_POLICY
+
+__all__ = ["main"]
+
+GIB = 2**30
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hmt-plan",
+        description="Say before a run whether it fits, how fast it will be, and with which JSON.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help=f"{', '.join(SIZES)}, or a folder with a config.json")
+    add("--vocab_size", type=int, default=32000, help="tokens of a named size's vocabulary")
+    add("--machine", help=f"{', '.join(MACHINES)}, or a profile (JSON)")
+    add("--num_gpus", type=int, help="GPUs of the machine")
+    add("--host_memory", type=float, help="GiB of host memory that training may use")
+    add("--num_ssds", type=int, help="SSDs striped over; 0: plan without")
+    add("--gpu_memory", type=float, help="GiB of each GPU to use; all but 2 GiB")
+    add("--price_per_hour", type=float, help="of the machine, for the cost of a million tokens")
+    add("--seq_length", type=int, default=2048, help="tokens of a sequence")
+    add("--micro_batch", type=int, default=1, help="sequences of a GPU's micro-step")
+    add("--global_batch", type=int, help="sequences of an optimizer step; one micro-step")
+    add(
+        "--method",
+        choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"),
+        default="auto",
+    )
+    add("--rank", type=int, default=128, help="of low-rank methods")
+    add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
+    add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
+    add("--lossy", action="store_true", help="allow int8 where the HMT paper's policy has it")
+    add("--policy", choices=("plan", "paper"), default="plan", help="paper: the HMT paper's table")
+    add("--nvme_path", help="folder on the SSDs, for the JSON")
+    add("--write", metavar="FILE", help="write the DeepSpeed JSON of the recommendation")
+    add("--save_plan", metavar="FILE", help="write the plan of the recommendation")
+    add("--plan", metavar="FILE", help="what a saved plan does with the recommended setup")
+    add("--picture", metavar="FILE", help="draw the timeline and the GPU's memory (matplotlib)")
+    add(
+        "--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else"
+    )
+    add(
+        "--write_results",
+        metavar="FOLDER",
+        help="with --reproduce: write reproduce.json and .md there",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command; bad input ends it with one line and status 1."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.reproduce:
+            _reproduce(args.write_results)
+        else:
+            _answer(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def _answer(args: argparse.Namespace) -> None:
+    advice = advise(_request(args))
+    print(describe(advice))
+    if args.plan:
+        _compare(advice, args.plan)
+    if args.write:
+        config = deepspeed_json(advice.request, advice.best, nvme_path=args.nvme_path)
+        _write(args.write, json.dumps(config, indent=2))
+    if args.save_plan or args.picture:
+        plan = advice.best.plan
+        if plan is None:
+            raise ValueError(
+                "nothing fits: there is no plan to save or draw. Change what the report says first."
+            )
+        if args.save_plan:
+            _write(args.save_plan, plan.to_json())
+        if args.picture:
+            _draw(advice, args.picture)
+
+
+def _request(args: argparse.Namespace) -> Request:
+    for field in ("model", "machine"):
+        if getattr(args, field) is None:
+            known = SIZES if field == "model" else MACHINES
+            raise ValueError(
+                f"--{field} is missing; legal: {', '.join(known)}, or a file. Give one."
+            )
+    return Request(
+        shape=model_shape(args.model, args.vocab_size),
+        machine=_machine(args),
+        seq_length=args.seq_length,
+        micro_batch=args.micro_batch,
+        global_batch=args.global_batch,
+        modes=_modes(args),
+        fallbacks=_fallbacks(args),
+        stock=args.method in ("auto", "adamw"),
+        zero_stage=args.zero_stage,
+        offload_param=args.offload_param,
+        lossy={c: x for c, x in PAPER_POLICY.items() if x == "int8"} if args.lossy else None,
+        fixed=PAPER_POLICY if args.policy == "paper" else None,
+        gpu_memory=None if args.gpu_memory is None else int(args.gpu_memory * GIB),
+        nvme=args.num_ssds != 0,
+    )
+
+
+def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
+    auto: tuple[Method, ...] = ("lowrank_adamw", "adamw")
+    methods = auto if args.method == "auto" else (args.method,)
+    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
+
+
+def _fallbacks(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
+    """Smaller and less exact, from one to the next."""
+    if args.method not in ("auto", "lowrank_adamw"):
+        return ()
+    no_masters = OptimizerMode(rank=args.rank, master_weights="none")
+    small_states = replace(no_masters, state_dtype="int8")
+    return (no_masters, small_states, replace(small_states, weight_dtype="int8"))
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    given: dict[str, Any] = {
+        "num_gpus": args.num_gpus,
+        "num_ssds": args.num_ssds,
+        "host_memory": None if args.host_memory is None else int(args.host_memory * GIB),
+        "price_per_hour": args.price_per_hour,
+    }
+    given = {field: value for field, value in given.items() if value is not None}
+    if args.machine in MACHINES or not Path(args.machine).is_file():
+        return named_machine(args.machine, **given)
+    return replace(machine_from_json(Path(args.machine).read_text(encoding="utf-8")), **given)
+
+
+def _compare(advice: Advice, path: str) -> None:
+    """What a plan from a file does in place of the one just made."""
+    if not Path(path).is_file():
+        raise ValueError(f"--plan {path}: no such file. Write one with --save_plan.")
+    plan = plan_from_json(Path(path).read_text(encoding="utf-8"))
+    problem = advice.best.problem
+    plan.check_fits(problem.workload, problem.machine)
+    played = simulate(problem, plan)
+    print(f"\nthe plan in {path}:\n" + describe_plan(plan, estimate(problem, plan)))
+    print(f"simulated: {played.seconds:.4g} s")
+
+
+def _draw(advice: Advice, path: str) -> None:
+    from hmt_deepspeed.planner.picture import draw
+
+    assert advice.best.simulation is not None
+    request, limit = advice.request, advice.best.problem.budget.gpu
+    title = (
+        f"{request.shape.family}, {request.machine.name}, {request.micro_batch} x {request.seq_length} tokens, "
+        f"{advice.best.name}"
+    )
+    draw(advice.best.simulation, path, gpu_limit=limit, title=title)
+    print(f"wrote {path}")
+
+
+def _reproduce(folder: str | None) -> None:
+    from hmt_deepspeed.planner.reproduce import fpdt_rows, playbook_rows, table, zero_rows
+    from hmt_deepspeed.planner.reproduce_lohan import lohan_rows
+
+    rows = [*lohan_rows(), *zero_rows(), *playbook_rows(), *fpdt_rows()]
+    print(table(rows))
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write(f"{folder}/reproduce.json", json.dumps([row.as_json() for row in rows], indent=2))
+        _write(f"{folder}/reproduce.md", table(rows))
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text + "\n", encoding="utf-8")
+    print(f"wrote {path}")

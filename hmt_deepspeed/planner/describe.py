@@ -1,0 +1,175 @@
+"""Advice and plans in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hmt_deepspeed.planner.advise import Advice, Answer
+from hmt_deepspeed.planner.cost import RESOURCES, Estimate
+from hmt_deepspeed.planner.loads import MEMORIES
+from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.shapes import num_parameters
+
+__all__ = ["describe", "describe_plan"]
+
+_GIB = 2**30
+
+
+def describe(advice: Advice) -> str:
+    """The whole answer: whether it fits, what it takes, how fast it is, what else was tried."""
+    request, best = advice.request, advice.best
+    lines = [
+        f"{request.shape.family}, {num_parameters(request.shape):,} parameters, on {request.machine.name} "
+        f"with {request.machine.num_gpus} GPU(s): micro-batch {request.micro_batch} x {request.seq_length} tokens, "
+        f"accumulation {request.accumulation}",
+        "",
+        "setups, fastest first:",
+        _table(
+            ("setup", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", ""),
+            map(_row, advice.answers),
+        ),
+        "",
+    ]
+    if best.plan is None:
+        return "\n".join([*lines, *_what_to_change(advice)])
+    lines.append(f"fits. Recommended: {best.name}")
+    lines.append(describe_plan(best.plan, best.estimate))
+    lines.append(_speed(best))
+    lines.append(
+        f"longest sequence at this micro-batch: {advice.longest_sequence}; largest micro-batch at this sequence: "
+        f"{advice.largest_batch}"
+    )
+    return "\n".join(lines)
+
+
+def describe_plan(plan: Plan, found: Estimate) -> str:
+    """Choices, memory by kind, seconds by resource."""
+    choices: list[tuple[str, str]] = [
+        (component, ", ".join(f"{choice} x {number}" for choice, number in counts.items()))
+        for component, counts in plan.counts().items()
+    ]
+    if plan.partition_activations:
+        choices.append(("layers' inputs", "partitioned over model-parallel ranks"))
+    memory = [
+        (name, kind, f"{size / _GIB:.2f}")
+        for name in MEMORIES
+        for kind, size in found.memory[name].items()
+        if size
+    ]
+    for name in MEMORIES:
+        room = getattr(found.budget, name) / _GIB
+        memory.append((name, f"peak, of {room:.2f}", f"{found.peak(name) / _GIB:.2f}"))
+    busy = [
+        resource for resource in RESOURCES if any(p.by_resource[resource] for p in found.phases)
+    ]
+    times = [
+        (
+            f"{phase.name} x {phase.weight:g}",
+            f"{phase.seconds:.3g}",
+            phase.bottleneck,
+            *(f"{phase.by_resource[resource]:.3g}" for resource in busy),
+            f"{phase.fill:.2g}",
+        )
+        for phase in found.phases
+    ]
+    head = ("phase", "s", "bottleneck", *busy, "fill")
+    return "\n\n".join(
+        (
+            _table(("component", "choice x layers"), choices),
+            _table(("memory", "kind", "GiB"), sorted(memory)),
+            _table(head, times),
+        )
+    )
+
+
+def _speed(answer: Answer) -> str:
+    plan, found = answer.plan, answer.estimate
+    assert plan is not None
+    scale = (
+        found.seconds / plan.seconds
+    )  # 1, or the closed form's error where the simulator is believed
+    said = f"by the closed form, within {plan.gap:.2%} of any plan"
+    if plan.source == "simulator":  # few layers, layers that differ much, or every resource full
+        said = f"by the simulator; the closed form, {found.seconds:.4g} s, does not hold here"
+    lines = [
+        "",
+        f"iteration {plan.seconds:.4g} s {said}; bottleneck: {found.bottleneck}",
+        f"{answer.tokens_per_second:,.0f} tokens/s, {found.tflops * scale:.1f} TFLOPS per GPU, MFU "
+        f"{found.mfu * scale:.1%}, HFU {found.hfu * scale:.1%}",
+    ]
+    if answer.cost_per_million_tokens is not None:
+        lines.append(f"a million tokens cost {answer.cost_per_million_tokens:.3g}")
+    if found.ssd_written:
+        lines.append(
+            f"SSDs: {answer.ssd_bytes_per_day / 1e12:.3g} TB written per day" + _wear(answer)
+        )
+    return "\n".join(lines)
+
+
+def _wear(answer: Answer) -> str:
+    machine = answer.problem.machine
+    if machine.ssd_endurance is None:
+        return ""
+    days = machine.ssd_endurance * machine.num_ssds / answer.ssd_bytes_per_day
+    return f", worn out after {days:,.0f} days"
+
+
+def _row(answer: Answer) -> Sequence[str]:
+    found, plan = answer.estimate, answer.plan
+    memory = [f"{found.peak(name) / _GIB:.1f}" for name in MEMORIES]
+    if plan is None:
+        return (answer.name, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
+    mfu = found.mfu * found.seconds / plan.seconds
+    return (
+        answer.name,
+        f"{answer.tokens_per_second:,.0f}",
+        f"{plan.seconds:.3g}",
+        f"{mfu:.1%}",
+        *memory,
+        "",
+    )
+
+
+def _what_to_change(advice: Advice) -> list[str]:
+    """The closest setup's overflow, and each single change that would make it fit."""
+    best, request = advice.best, advice.request
+    over = best.estimate.excess()
+    lines = [f"does not fit. Closest: {best.name}, of whose most frugal plan too much is:"]
+    lines += [
+        f"  {name}: {size / _GIB:.2f} GiB over {getattr(best.problem.budget, name) / _GIB:.2f}"
+        for name, size in over.items()
+    ]
+    kinds = sorted(best.estimate.memory["gpu"].items(), key=lambda item: -item[1])[:3]
+    lines.append(
+        "largest on the GPU: " + ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in kinds)
+    )
+    lines.append("what would do:")
+    changes = []
+    if advice.largest_batch:
+        changes.append(
+            f"--micro_batch {advice.largest_batch} (and --global_batch for the batch you want)"
+        )
+    if advice.longest_sequence:
+        changes.append(f"--seq_length {advice.longest_sequence}")
+    if "host" in over:
+        changes.append(
+            f"--host_memory {best.estimate.peak('host') * request.machine.num_gpus / _GIB:.0f} GiB"
+        )
+    if "ssd" in over:
+        changes.append("more or larger SSDs (--num_ssds)")
+    if "gpu" in over:
+        changes.append(
+            f"a GPU of {best.estimate.peak('gpu') / _GIB + 2:.0f} GiB, or more GPUs (--num_gpus)"
+        )
+    if request.lossy is None:
+        changes.append("--lossy, if int8 activations are acceptable")
+    return [*lines, *(f"  {change}" for change in changes)]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,287 @@
+"""What an iteration asks of a rank, before any machine: FLOPs, bytes moved and bytes held.
+
+An iteration is ``accumulation`` micro-steps and one pass of the optimizer. It is cut into *phases* that do not
+overlap one another, each a vector of amounts; what the choices of a layer's sites add to forward and backward
+is such a vector too. `cost.py` turns amounts into seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hmt_deepspeed.planner.problem import Problem, RunSetup
+from hmt_deepspeed.planner.workload import Head, Layer, Site, recompute_flops
+from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
+
+__all__ = [
+    "BACKWARD_PASSES",
+    "FORWARD_PASSES",
+    "MEMORIES",
+    "Amount",
+    "Choices",
+    "LayerLoad",
+    "Memory",
+    "Phase",
+    "amounts",
+    "layer_load",
+    "phases",
+    "site_choices",
+    "static_bytes",
+]
+
+Memory = Literal["gpu", "host", "ssd"]
+MEMORIES: tuple[Memory, ...] = ("gpu", "host", "ssd")
+Choices = Mapping[Component, Choice]  # of one layer
+
+
+# How often the tensors that autograd would save pass through the GPU's memory in ops that are no products:
+# written and read in forward; in backward read, their gradients written and read, and, because what is cheap
+# is always run again under the backend, written and read once more.
+FORWARD_PASSES, BACKWARD_PASSES = 2, 5
+
+
+class Amount(IntEnum):
+    """Entries of a vector of amounts, all of one rank."""
+
+    FLOPS = 0
+    DEVICE = 1  # bytes through the GPU's own memory: all but products
+    TO_HOST = 2  # bytes
+    TO_GPU = 3  # bytes
+    SSD_READ = 4  # bytes
+    SSD_WRITE = 5  # bytes
+    ADAM = 6  # elements updated on the CPU
+    NETWORK = 7  # bytes sent
+
+
+Amounts = NDArray[np.float64]
+
+
+def amounts(**given: float) -> Amounts:
+    """A vector with the entries named, in lower case, and zeros."""
+    vector = np.zeros(len(Amount))
+    for name, value in given.items():
+        vector[Amount[name.upper()]] = value
+    return vector
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the iteration that ends before the next begins.
+
+    Attributes:
+        weight: times per iteration. base: amounts that no choice of a layer changes.
+        sites: which of a layer's amounts come on top.
+        update: amounts of an optimizer's pass that runs within, one layer after the other.
+    """
+
+    name: str
+    weight: float
+    base: Amounts
+    sites: Literal["forward", "backward"] | None
+    update: Amounts | None = None
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """What one layer adds under some choices.
+
+    Attributes:
+        forward, backward: amounts. held: (gpu, host, ssd) bytes until its backward.
+        working: GPU bytes needed only while it runs backward.
+        recomputed: FLOPs of its recompute, part of ``backward``.
+    """
+
+    forward: Amounts
+    backward: Amounts
+    held: NDArray[np.float64]
+    working: float
+    recomputed: float
+
+
+def phases(problem: Problem) -> tuple[Phase, ...]:
+    """The phases of an iteration, of weight above 0."""
+    setup, workload = problem.setup, problem.workload
+    n = setup.accumulation
+    fetch = _fetch(problem)
+    saved = workload.head.saved_bytes + sum(x.count * x.saved_bytes for x in workload.layers)
+    forward = fetch + amounts(flops=workload.forward_flops, device=FORWARD_PASSES * saved)
+    backward = fetch + amounts(flops=workload.backward_flops, device=BACKWARD_PASSES * saved)
+    backward += _each_micro_step(problem)
+    last = backward + _last_micro_step(problem)
+    update = _update(problem)
+    overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
+    found = [
+        Phase("forward", n - (overlap == "forward"), forward, "forward"),
+        Phase("backward", n - 1, backward, "backward"),
+        Phase("last backward", 1, last, "backward", update if overlap == "backward" else None),
+    ]
+    if overlap == "forward":
+        found.insert(0, Phase("first forward", 1, forward, "forward", update))
+    if overlap == "none":
+        found.append(Phase("update", 1, amounts(), None, update))
+    if overlap == "backward":
+        found.append(Phase("redo", setup.redo_fraction, amounts(), None, update))
+    return tuple(phase for phase in found if phase.weight > 0)
+
+
+def _fetch(problem: Problem) -> Amounts:
+    """Weights brought to the GPU for a forward, and again for a backward."""
+    setup, shard = problem.setup, problem.of_rank.weights
+    found = amounts()
+    if setup.offload_param != "none":
+        found += amounts(to_gpu=shard, ssd_read=shard if setup.offload_param == "nvme" else 0.0)
+    if setup.zero_stage == 3:
+        found += amounts(network=problem.total.weights * setup.others)
+    return found
+
+
+def _each_micro_step(problem: Problem) -> Amounts:
+    """Gradients that stages 2 and 3 reduce, and hand to the host, in every backward."""
+    setup = problem.setup
+    if setup.zero_stage < 2:
+        return amounts()
+    to_host = problem.of_rank.gradients if setup.offload_optimizer != "none" else 0.0
+    return amounts(network=problem.total.gradients * setup.others, to_host=to_host)
+
+
+def _last_micro_step(problem: Problem) -> Amounts:
+    """Gradients that stages 0 (all-reduce) and 1 (reduce-scatter) send once per iteration."""
+    setup = problem.setup
+    if setup.zero_stage >= 2:
+        return amounts()
+    to_host = problem.total.gradients * problem.shard if setup.offload_optimizer != "none" else 0.0
+    times = 2 if setup.zero_stage == 0 else 1
+    return amounts(network=times * problem.total.gradients * setup.others, to_host=to_host)
+
+
+def _update(problem: Problem) -> Amounts:
+    """The optimizer's pass: states, gradients and weights, wherever they live."""
+    setup, states = problem.setup, problem.of_rank.optimizer
+    weights = problem.total.weights * problem.shard
+    found = amounts()
+    if setup.offload_optimizer == "none":
+        found += amounts(device=2 * states + problem.of_rank.gradients + weights)
+        if setup.offload_param != "none":
+            found += amounts(to_host=weights)
+    else:
+        found += amounts(adam=problem.adam_elements * problem.shard)
+        if setup.offload_param == "none":
+            found += amounts(to_gpu=weights)
+        if setup.offload_optimizer == "nvme":
+            found += amounts(ssd_read=states, ssd_write=states)
+    if setup.offload_param == "nvme":
+        found += amounts(ssd_write=weights)
+    if setup.zero_stage in (1, 2):
+        found += amounts(network=problem.total.weights * setup.others)
+    return found
+
+
+def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
+    """Choices by component, as the JSON's policy has them, for the sites of a layer by name.
+
+    What enters a layer cannot be made again within it: with ``residual: recompute`` it is kept (`sites.py`).
+
+    Raises:
+        ValueError: a component of the layer without a choice, or one not legal there.
+    """
+    found: dict[str, Choice] = {}
+    for site in layer.sites:
+        choice = choices.get(site.component)
+        if choice is None or choice not in LEGAL_CHOICES[site.component]:
+            raise ValueError(
+                f"{site.component} of layers {site.layers}: choice is {choice!r}; legal: "
+                f"{', '.join(LEGAL_CHOICES[site.component])}. Give every component of the layer one of its own."
+            )
+        found[site.name] = choice if choice in site.legal else "keep"
+    return found
+
+
+def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerLoad:
+    """What one of ``layer``'s layers adds when its components take ``choices``; the head counts as a layer.
+
+    Raises:
+        ValueError: see :func:`site_choices`.
+    """
+    by_site = site_choices(layer, choices)
+    forward, backward = amounts(), amounts()
+    held = np.zeros(len(MEMORIES))
+    kept, swapped = 0.0, 0.0
+    for site in layer.sites:
+        choice = by_site[site.name]
+        parts = setup.model_parallel if _is_partitioned(site, setup) else 1
+        device = site.device_bytes(choice, setup.block_size)
+        held[0] += device / parts
+        if choice in ("swap_host", "swap_ssd"):
+            moved = site.nbytes / parts
+            on_ssd = moved if choice == "swap_ssd" else 0.0
+            forward += amounts(to_host=moved, ssd_write=on_ssd)
+            backward += amounts(to_gpu=moved, ssd_read=on_ssd)
+            held += (0.0, moved - on_ssd, on_ssd)
+            swapped += moved
+        elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
+            forward += amounts(device=site.nbytes + device)
+            backward += amounts(device=site.nbytes + device)
+        elif choice == "keep" and parts == 1:
+            kept += device
+        if parts > 1:
+            backward += amounts(network=site.nbytes * (1 - 1 / parts))
+    if isinstance(layer, Head):
+        return LayerLoad(forward, backward, held, layer.logits_bytes + swapped, 0.0)
+    recomputed = float(recompute_flops(layer, by_site))
+    backward += amounts(flops=recomputed)
+    held[0] += layer.projected_bytes
+    # what is kept is there already; what is swapped comes back one layer ahead
+    working = max(0.0, layer.working_bytes - layer.projected_bytes - kept) + swapped
+    working += setup.buffer_bytes
+    return LayerLoad(forward, backward, held, working, recomputed)
+
+
+def _is_partitioned(site: Site, setup: RunSetup) -> bool:
+    return setup.partition_activations and site.name == "layer_input"
+
+
+def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
+    """Bytes of each memory that a rank needs whatever is chosen for activations, by kind.
+
+    Offloaded or gathered weights pass through two layers' buffers (one computes, one arrives), offloaded
+    gradients through two (one is made, one leaves), states on SSD through three in host memory (one is read,
+    one updated, one written); states on SSD take two slots each, so that a step can be taken back.
+    """
+    setup, workload = problem.setup, problem.workload
+    total, of_rank = problem.total, problem.of_rank
+    largest = max(layer.parameters for layer in workload.layers)
+    outside = workload.parameters - sum(x.count * x.parameters for x in workload.layers)
+    one_layer = max(largest, outside) / workload.parameters  # parts of the model
+    two_layers = min(1.0, one_layer + largest / workload.parameters)
+    gpu: dict[str, float] = {"outside the layers": workload.shared_bytes}
+    host: dict[str, float] = {}
+    ssd: dict[str, float] = {}
+
+    homes = {"none": gpu, "cpu": host, "nvme": ssd}
+    homes[setup.offload_param]["weights"] = of_rank.weights
+    if setup.offload_param != "none" or (setup.zero_stage == 3 and setup.ranks > 1):
+        gpu["gathered weights"] = total.weights * two_layers
+    if setup.offload_param == "nvme":
+        host["weights in passing"] = of_rank.weights * two_layers
+
+    gpu["probes"] = of_rank.probes
+    if setup.offload_optimizer == "none":
+        gpu["gradients"] = of_rank.gradients
+        gpu["optimizer states"] = of_rank.optimizer
+    else:
+        gpu["gradients"] = total.gradients * two_layers
+        on_host = total.gradients * problem.shard
+        kept = setup.offload_optimizer == "cpu" or setup.holds_gradients or setup.accumulation > 1
+        host["gradients"] = on_host * (1 if kept else two_layers)
+    if setup.offload_optimizer == "cpu":
+        host["optimizer states"] = of_rank.optimizer
+    elif setup.offload_optimizer == "nvme":
+        host["states in passing"] = min(1.0, 3 * one_layer) * of_rank.optimizer
+        ssd["optimizer states"] = 2 * of_rank.optimizer
+    return {"gpu": gpu, "host": host, "ssd": ssd}

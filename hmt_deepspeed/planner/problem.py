@@ -1,0 +1,172 @@
+"""What a plan is made for: the work, the machine, how the run trains, and the optimizer's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.memory import (
+    MemoryBudget,
+    ModelStates,
+    OptimizerMode,
+    Sharding,
+    model_states,
+)
+from hmt_deepspeed.planner.workload import Workload
+
+__all__ = ["Overlap", "Place", "Problem", "RunSetup", "Schedule", "make_problem"]
+
+# DeepSpeed's words for where offload_param and offload_optimizer put things; "none": the GPU keeps them.
+Place = Literal["none", "cpu", "nvme"]
+# Where the optimizer's pass runs: in the last backward, in the next forward, or by itself (DESIGN, section 8).
+Overlap = Literal["backward", "forward", "none"]
+# optimised: a tensor's write overlaps the update of the next and the read of the one after (LoHan, figure 3b);
+# naive: the three follow one another.
+Schedule = Literal["optimised", "naive"]
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """How a run trains, apart from what becomes of its activations.
+
+    Attributes:
+        ranks: data-parallel ranks; every one runs the workload.
+        zero_stage: 0 to 3. offload_param, offload_optimizer: as in DeepSpeed's JSON.
+        accumulation: micro-steps in an iteration.
+        overlap, schedule: of the optimizer's pass when it runs on the CPU.
+        redo_fraction: share of the steps whose overlapped pass is done again because the gradient was clipped
+            or overflowed (``overlap: backward`` only; the other two wait for the verdict).
+        holds_gradients: gradients stay in host memory until the verdict of clipping and overflow.
+        model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
+            of them (ZeRO-R's P_a).
+        block_size: of the 8-bit codecs.
+        buffer_bytes: GPU bytes of reduction buckets and full gradients during a backward.
+    """
+
+    ranks: int = 1
+    zero_stage: int = 2
+    offload_param: Place = "none"
+    offload_optimizer: Place = "none"
+    accumulation: int = 1
+    overlap: Overlap = "backward"
+    schedule: Schedule = "optimised"
+    redo_fraction: float = 0.0
+    holds_gradients: bool = False
+    model_parallel: int = 1
+    partition_activations: bool = False
+    block_size: int = 256
+    buffer_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a setup that cannot run: field, value, legal values, what to do."""
+        for field in ("ranks", "accumulation", "model_parallel", "block_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"{field} is {getattr(self, field)}; legal: at least 1. Give that."
+                )
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"zero_stage is {self.zero_stage}; legal: 0, 1, 2, 3. Give one of them."
+            )
+        if not 0 <= self.redo_fraction <= 1:
+            raise ValueError(
+                f"redo_fraction is {self.redo_fraction}; legal: 0 to 1. Give a share of the steps."
+            )
+        if self.offload_param != "none" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_param is {self.offload_param!r} at zero_stage {self.zero_stage}; DeepSpeed offloads "
+                "parameters at stage 3 only. Set zero_stage 3 or offload_param none."
+            )
+        if self.offload_optimizer != "none" and self.zero_stage == 0:
+            raise ValueError(
+                f"offload_optimizer is {self.offload_optimizer!r} at zero_stage 0; DeepSpeed offloads the "
+                "optimizer at stages 1 to 3. Set one of them or offload_optimizer none."
+            )
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_optimizer is 'nvme' at zero_stage {self.zero_stage}; DeepSpeed puts states on SSD at "
+                "stage 3 only. Set zero_stage 3 or offload_optimizer cpu."
+            )
+        if self.partition_activations and self.model_parallel == 1:
+            raise ValueError(
+                "partition_activations with model_parallel 1; every rank's activations are its own then. Set "
+                "partition_activations false, or model_parallel to how many ranks compute the same ones."
+            )
+
+    def shard(self, stage: int) -> float:
+        """The part of a state that a rank holds if ZeRO shards it from ``stage`` on."""
+        return 1 / self.ranks if self.zero_stage >= stage else 1.0
+
+    @property
+    def others(self) -> float:
+        """The part of a sharded tensor that comes from other ranks."""
+        return 1 - 1 / self.ranks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a plan is made for; see :func:`make_problem`.
+
+    Attributes:
+        total: bytes of the whole model's states. of_rank: of those on the rank that holds most.
+        adam_elements: of the whole model's first moments, which is what CPU Adam walks over.
+    """
+
+    workload: Workload
+    machine: Machine
+    setup: RunSetup
+    budget: MemoryBudget
+    total: ModelStates
+    of_rank: ModelStates
+    adam_elements: float
+
+    @property
+    def shard(self) -> float:
+        """The part of the optimizer's states that one rank has."""
+        return self.setup.shard(1)
+
+
+def make_problem(
+    workload: Workload,
+    machine: Machine,
+    setup: RunSetup,
+    mode: OptimizerMode,
+    *,
+    budget: MemoryBudget | None = None,
+    gradient_itemsize: int | None = None,
+) -> Problem:
+    """The problem of training ``workload`` on ``machine`` with an optimizer.
+
+    Args:
+        budget: of one rank, None for all that the machine has.
+        gradient_itemsize: of accumulated gradients, None for that of the weights.
+
+    Raises:
+        ValueError: offload to SSDs that the machine does not have.
+    """
+    if "nvme" in (setup.offload_param, setup.offload_optimizer) and machine.num_ssds == 0:
+        raise ValueError(
+            f"offload to nvme on {machine.name}, which has no SSD; legal: none, cpu. Give num_ssds or offload "
+            "to cpu."
+        )
+    sharded = partial(
+        model_states,
+        workload.shape,
+        mode,
+        itemsize=workload.itemsize,
+        gradient_itemsize=gradient_itemsize,
+    )
+    total = sharded(Sharding())
+    sharding = Sharding(setup.zero_stage, setup.ranks)
+    state_itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[mode.state_dtype]
+    return Problem(
+        workload=workload,
+        machine=machine,
+        setup=setup,
+        budget=budget or MemoryBudget.of(machine),
+        total=total,
+        of_rank=sharded(sharding),
+        adam_elements=total.moments / (2 * state_itemsize),
+    )

@@ -1,0 +1,403 @@
+"""A plan played event by event: when each layer computes, moves and is updated, and what memory it takes.
+
+Independent of `cost.py`: durations come from the machine and the model, the order from what waits for what.
+Where the closed form's assumption fails (few layers, layers that differ much), this is the number to believe.
+
+Of each layer, per micro-step::
+
+    forward    [read weights] -> [to GPU] -> [gather] -> compute -> [swap to host] -> [write]
+    backward   the same for weights, and [read] -> [back to GPU] for what was swapped -> compute
+               -> [reduce gradients] -> [gradients to host] -> [read states] update [write states]
+
+Buffers are of constant size: weights and swapped activations are fetched one layer ahead, a layer computes
+only when what the layer before the last swapped has left, and three layers' states are in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from hmt_deepspeed.planner.cost import Estimate, estimate, grouped_layers, ranks_per_node
+from hmt_deepspeed.planner.loads import (
+    BACKWARD_PASSES,
+    FORWARD_PASSES,
+    Amount,
+    LayerLoad,
+    layer_load,
+    static_bytes,
+)
+from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.timeline import Contention, Task, Timeline, play
+from hmt_deepspeed.planner.workload import Layer
+
+__all__ = ["AGREEMENT", "Simulation", "predict", "simulate"]
+
+AGREEMENT = 0.05  # relative difference to the simulator beyond which the closed form is not used
+_AHEAD = 2  # layers in flight: one computes, one comes or leaves
+_STATES_AHEAD = 3  # one is read, one updated, one written
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One iteration of a plan.
+
+    Attributes:
+        gpu_at_rest: bytes of the GPU that are occupied all the time.
+    """
+
+    timeline: Timeline
+    gpu_at_rest: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the iteration."""
+        return self.timeline.seconds
+
+    @property
+    def gpu_memory(self) -> list[tuple[float, float]]:
+        """(time, bytes of the GPU from then on)."""
+        return self.timeline.memory("gpu", self.gpu_at_rest)
+
+    @property
+    def gpu_peak(self) -> float:
+        """Bytes."""
+        return max(held for _, held in self.gpu_memory)
+
+
+def simulate(problem: Problem, plan: Plan) -> Simulation:
+    """Play one iteration of ``plan``.
+
+    Raises:
+        ValueError: a plan of other layers, or a choice that is not legal.
+    """
+    if plan.partition_activations != problem.setup.partition_activations:
+        setup = replace(problem.setup, partition_activations=plan.partition_activations)
+        problem = replace(problem, setup=setup)
+    builder = _Builder(problem, _units(problem, plan))
+    setup = problem.setup
+    offloaded = setup.offload_optimizer != "none"
+    first_forward = offloaded and setup.overlap == "forward"
+    for step in range(setup.accumulation):
+        builder.forward(with_update=first_forward and step == 0)
+        last = step == setup.accumulation - 1
+        builder.backward(last, with_update=offloaded and setup.overlap == "backward" and last)
+    if not offloaded:
+        builder.update_on_gpu()
+    elif setup.overlap == "none":
+        builder.update_alone(1.0)
+    elif setup.overlap == "backward" and setup.redo_fraction > 0:
+        builder.update_alone(setup.redo_fraction)
+    static = static_bytes(problem)["gpu"]
+    passing = static.get("gathered weights", 0.0) + (static["gradients"] if offloaded else 0.0)
+    at_rest = sum(static.values()) - passing
+    return Simulation(play(builder.tasks, _contention(problem)), at_rest)
+
+
+def predict(problem: Problem, plan: Plan) -> tuple[Plan, Estimate, Simulation]:
+    """The plan with the seconds to believe: the closed form's where the simulator agrees, else the simulator's."""
+    by_formula, played = estimate(problem, plan), simulate(problem, plan)
+    if abs(by_formula.seconds / played.seconds - 1) <= AGREEMENT:
+        return replace(plan, seconds=by_formula.seconds, source="closed form"), by_formula, played
+    return replace(plan, seconds=played.seconds, source="simulator"), by_formula, played
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A layer or the head.
+
+    Attributes:
+        saved: bytes that autograd would save. share: its part of the model's weights. load: of its choices.
+    """
+
+    name: str
+    forward_flops: float
+    backward_flops: float
+    saved: float
+    share: float
+    load: LayerLoad
+
+
+def _units(problem: Problem, plan: Plan) -> list[_Unit]:
+    workload = problem.workload
+    units = []
+    found: dict[int, tuple[Layer, LayerLoad]] = {}
+    for layer, group in grouped_layers(workload, plan):
+        load = layer_load(layer, group.choices, problem.setup)
+        found |= dict.fromkeys(group.layers, (layer, load))
+    for number, (layer, load) in sorted(found.items()):
+        share = layer.parameters / workload.parameters
+        work = (
+            layer.forward_flops + layer.projection_flops,
+            layer.backward_flops,
+            layer.saved_bytes,
+        )
+        units.append(_Unit(f"layer {number}", *work, share, load))
+    head = workload.head
+    outside = 1 - sum(unit.share for unit in units)
+    load = layer_load(head, plan.head, problem.setup)
+    work = (head.forward_flops, head.backward_flops, head.saved_bytes)
+    return [*units, _Unit("head", *work, outside, load)]
+
+
+def _contention(problem: Problem) -> Contention:
+    machine = problem.machine
+    one_way = machine.device_to_host + machine.host_to_device
+    both = min(1.0, machine.both_directions / one_way)
+    found: dict[tuple[str, str], tuple[float, float]] = {
+        ("gpu_to_host", "host_to_gpu"): (both, both)
+    }
+    if machine.num_ssds:
+        half = machine.total_ssd_mixed / 2
+        speeds = (half / machine.total_ssd_read, half / machine.total_ssd_write)
+        found["ssd_read", "ssd_write"] = speeds
+    return found
+
+
+@dataclass
+class _Builder:
+    """Appends the tasks of an iteration in the order in which they are wanted."""
+
+    problem: Problem
+    units: list[_Unit]
+    tasks: list[Task] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)  # compute tasks, in order of time
+    written: list[int] = field(default_factory=list)  # last task of each update
+    updated: dict[str, int] = field(default_factory=dict)  # unit -> last task of its update
+    swapped_out: dict[str, list[int]] = field(default_factory=dict)  # unit -> its last tasks
+
+    # -- durations ------------------------------------------------------------------------------
+
+    def seconds(self, resource: str, size: float) -> float:
+        """Of moving ``size`` bytes, or of ``size`` FLOPs or Adam's elements, alone on this rank's share."""
+        machine = self.problem.machine
+        sharing = ranks_per_node(machine, self.problem.setup)
+        per_link = min(sharing, machine.gpus_per_link)
+        if resource == "gpu_to_host":
+            return size * per_link / machine.device_to_host
+        if resource == "host_to_gpu":
+            return size * per_link / machine.host_to_device
+        if resource == "ssd_read":
+            return size * sharing / machine.total_ssd_read
+        if resource == "ssd_write":
+            return size * sharing / machine.total_ssd_write
+        if resource == "cpu":
+            return size * sharing * machine.cpu_adam_ns * 1e-9
+        if resource == "network":
+            return size / machine.interconnect
+        assert resource == "gpu"
+        matmul = machine.matmul.bf16 if self.problem.workload.itemsize == 2 else machine.matmul.fp32
+        return size / matmul
+
+    # -- tasks ----------------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        resource: str,
+        size: float,
+        after: Iterable[int | None] = (),
+        takes: float = 0.0,
+        gives: float = 0.0,
+        extra: float = 0.0,
+    ) -> int | None:
+        """Append a task, None where there is nothing to do; takes and gives are bytes of the GPU."""
+        if size <= 0 and resource != "gpu":
+            return None
+        before = tuple(sorted({index for index in after if index is not None}))
+        held = (("gpu", takes),) if takes else ()
+        freed = (("gpu", gives),) if gives else ()
+        seconds = self.seconds(resource, size) + extra
+        self.tasks.append(Task(name, resource, seconds, before, held, freed))
+        return len(self.tasks) - 1
+
+    def chain(
+        self, unit: _Unit, steps: Iterable[tuple[str, str, float]], after: Iterable[int | None]
+    ) -> int | None:
+        """Append steps (name, resource, size) one after another; the last one's index."""
+        last: int | None = None
+        for name, resource, size in steps:
+            before = [last] if last is not None else after
+            added = self.add(f"{name}, {unit.name}", resource, size, before)
+            last = added if added is not None else last
+        return last
+
+    def behind(self, distance: int = _AHEAD) -> int | None:
+        """The compute task after which a buffer of the layer ``distance`` before this one is free."""
+        return self.computed[-distance] if len(self.computed) >= distance else None
+
+    def fetch(self, unit: _Unit) -> tuple[list[int | None], float]:
+        """Bring a unit's weights; (what compute waits for, bytes of the GPU they take)."""
+        setup, problem = self.problem.setup, self.problem
+        mine = problem.of_rank.weights * unit.share
+        offloaded = setup.offload_param != "none"
+        steps = (
+            ("read weights", "ssd_read", mine if setup.offload_param == "nvme" else 0.0),
+            ("weights to GPU", "host_to_gpu", mine if offloaded else 0.0),
+            (
+                "gather weights",
+                "network",
+                problem.total.weights * unit.share * setup.others if setup.zero_stage == 3 else 0.0,
+            ),
+        )
+        updated = self.updated.get(unit.name)
+        last = self.chain(unit, steps, [self.behind(), updated])
+        takes = problem.total.weights * unit.share if last is not None else 0.0
+        return [last, updated], takes
+
+    def device_seconds(self, unit: _Unit, forward: bool) -> float:
+        """Of ops that are no products, and of codecs."""
+        passes = FORWARD_PASSES if forward else BACKWARD_PASSES
+        codecs = (unit.load.forward if forward else unit.load.backward)[Amount.DEVICE]
+        return (passes * unit.saved + float(codecs)) / self.problem.machine.gpu_bandwidth
+
+    def forward(self, with_update: bool) -> None:
+        """One micro-step's forward; ``with_update``: each layer waits for its own update."""
+        for position, unit in enumerate(self.units):
+            if with_update:
+                self.update(unit, None, 1.0)
+            waits, weights = self.fetch(unit)
+            load = unit.load
+            before = self.units[position - _AHEAD].name if position >= _AHEAD else ""
+            moved = float(load.forward[Amount.TO_HOST])
+            done = self.add(
+                f"forward, {unit.name}",
+                "gpu",
+                unit.forward_flops,
+                [*waits, self.behind(1), *self.swapped_out.get(before, [])],
+                takes=weights + float(load.held[0]) + moved,
+                gives=weights,
+                extra=self.device_seconds(unit, True),
+            )
+            assert done is not None
+            self.computed.append(done)
+            out = self.add(f"swap out, {unit.name}", "gpu_to_host", moved, [done], gives=moved)
+            on_ssd = float(load.forward[Amount.SSD_WRITE])
+            stored = self.add(f"write, {unit.name}", "ssd_write", on_ssd, [out])
+            self.swapped_out[unit.name] = [index for index in (out, stored) if index is not None]
+
+    def backward(self, last: bool, with_update: bool) -> None:
+        """One micro-step's backward, head first."""
+        left: list[int | None] = []  # what frees each unit's gradients
+        for unit in reversed(self.units):
+            waits, weights = self.fetch(unit)
+            load = unit.load
+            back = float(load.backward[Amount.TO_GPU])
+            on_ssd = float(load.backward[Amount.SSD_READ])
+            ahead = [self.behind(), *self.swapped_out[unit.name]]
+            read = self.add(f"read, {unit.name}", "ssd_read", on_ssd, ahead)
+            returned = self.add(
+                f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=back
+            )
+            part = self.add(
+                f"gather inputs, {unit.name}",
+                "network",
+                float(load.backward[Amount.NETWORK]),
+                ahead,
+            )
+            gradients = self.problem.total.gradients * unit.share
+            leaves = self.problem.setup.offload_optimizer != "none"
+            # `working` counts what returned and as much of the next layer, both taken when they are sent for
+            working = max(0.0, load.working - 2 * back)
+            done = self.add(
+                f"backward, {unit.name}",
+                "gpu",
+                unit.backward_flops + load.recomputed,
+                [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
+                takes=weights + working + (gradients if leaves else 0.0),
+                gives=weights + working + back + float(load.held[0]),
+                extra=self.device_seconds(unit, False),
+            )
+            assert done is not None
+            self.computed.append(done)
+            left.append(self.reduce(unit, done, last))
+            if with_update:
+                self.update(unit, left[-1], 1.0)
+
+    def reduce(self, unit: _Unit, done: int, last: bool) -> int | None:
+        """Gradients to the ranks and places that update them; what ends it."""
+        setup, problem = self.problem.setup, self.problem
+        if setup.zero_stage < 2 and not last:
+            return done
+        times = 2 if setup.zero_stage == 0 else 1
+        gradients = problem.total.gradients * unit.share
+        sent = self.add(
+            f"reduce gradients, {unit.name}", "network", times * gradients * setup.others, [done]
+        )
+        if setup.offload_optimizer == "none":
+            return sent if sent is not None else done
+        kept = (
+            problem.of_rank.gradients
+            if setup.zero_stage >= 2
+            else problem.total.gradients * problem.shard
+        )
+        return self.add(
+            f"gradients to host, {unit.name}",
+            "gpu_to_host",
+            kept * unit.share,
+            [done, sent],
+            gives=gradients,
+        )
+
+    # -- the optimizer --------------------------------------------------------------------------
+
+    def update(self, unit: _Unit, arrived: int | None, times: float) -> None:
+        """CPU Adam of one unit, with its states' way from and to SSD."""
+        setup, problem = self.problem.setup, self.problem
+        states = problem.of_rank.optimizer * unit.share * times
+        states_on_ssd = states if setup.offload_optimizer == "nvme" else 0.0
+        weights = problem.total.weights * problem.shard * unit.share * times
+        buffer = self.written[-_STATES_AHEAD] if len(self.written) >= _STATES_AHEAD else None
+        naive = setup.schedule == "naive"
+        before = [arrived, self.written[-1] if self.written else None] if naive else [buffer]
+        read = self.add(f"read states, {unit.name}", "ssd_read", states_on_ssd, before)
+        adam = self.add(
+            f"update, {unit.name}",
+            "cpu",
+            problem.adam_elements * problem.shard * unit.share * times,
+            [arrived, read, buffer],
+        )
+        on_ssd = states_on_ssd + (weights if setup.offload_param == "nvme" else 0.0)
+        stored = self.add(f"write states, {unit.name}", "ssd_write", on_ssd, [adam])
+        last = stored if stored is not None else adam
+        assert last is not None
+        self.written.append(last)
+        self.updated[unit.name] = adam if adam is not None else last
+        if setup.offload_param == "none":
+            to_gpu = self.add(f"weights to GPU, {unit.name}", "host_to_gpu", weights, [adam])
+            self.gather_updated(unit, to_gpu, times)
+
+    def gather_updated(self, unit: _Unit, after: int | None, times: float) -> None:
+        """Stages 1 and 2: every rank gets the weights that the others updated."""
+        setup = self.problem.setup
+        if setup.zero_stage in (1, 2):
+            sent = self.problem.total.weights * unit.share * setup.others * times
+            self.add(f"gather weights, {unit.name}", "network", sent, [after])
+
+    def update_alone(self, times: float) -> None:
+        """The whole pass after everything else."""
+        start = self.add("all gradients are there", "gpu", 0.0, self.ends())
+        self.written, self.updated = [], {}
+        for unit in self.units:
+            self.update(unit, start, times)
+
+    def ends(self) -> list[int]:
+        """Tasks that nothing waits for yet."""
+        awaited = {before for task in self.tasks for before in task.after}
+        return [index for index in range(len(self.tasks)) if index not in awaited]
+
+    def update_on_gpu(self) -> None:
+        """The optimizer's pass on the GPU, and its weights' way home."""
+        setup, problem = self.problem.setup, self.problem
+        weights = problem.total.weights * problem.shard
+        moved = 2 * problem.of_rank.optimizer + problem.of_rank.gradients + weights
+        done = self.add(
+            "update", "gpu", 0.0, self.ends(), extra=moved / problem.machine.gpu_bandwidth
+        )
+        if setup.offload_param != "none":
+            home = self.add("weights to host", "gpu_to_host", weights, [done])
+            if setup.offload_param == "nvme":
+                self.add("write weights", "ssd_write", weights, [home])
+        if setup.zero_stage in (1, 2):
+            self.add("gather weights", "network", problem.total.weights * setup.others, [done])
