@@ -16,7 +16,7 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
-from hmt_deepspeed.zero.entries import ZeroSettings
+from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
@@ -136,7 +136,18 @@ class HMTEngine(DeepSpeedEngine):
             reduce_elements=int(self.zero_reduce_bucket_size()),
             gather_elements=int(self.zero_allgather_bucket_size()),
             scale=self._reduction_scale(),
+            host=self._host_settings(),
         )
+
+    def _host_settings(self) -> HostSettings | None:
+        config = self.zero_offload_optimizer()
+        if config is None or config.device == OffloadDeviceEnum.none:
+            return None
+        return HostSettings(pinned=bool(config.pin_memory))
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""
+        return self._hmt_options is None and bool(super().zero_force_ds_cpu_optimizer())
 
     def _reduction_scale(self) -> ReductionScale:
         """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""

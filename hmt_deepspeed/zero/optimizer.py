@@ -34,6 +34,7 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
 
@@ -85,8 +86,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
         whole = settings.stage == 0
         self.shard_rank = 0 if whole else self.collectives.rank
         shards = 1 if whole else self.collectives.world
+        placed = self._placed()
+        self.host: HostWorker | None = None
+        if settings.host is not None:
+            self.host = HostWorker(placed[0][1].device, settings.host.pinned)
         self.entries = build_entries(
-            self._placed(), self.options, settings, self._modules, shards, self.shard_rank
+            placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
         )
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
@@ -386,6 +391,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
+        if self.host is not None:
+            self.host.close()
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         get_accelerator().empty_cache()

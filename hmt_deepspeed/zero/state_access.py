@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class StateAccess:
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """Whole mean gradient; of a projected matrix the part that was kept, ``A Q^T``, m x n."""
         entry = self._entries[param]
-        matrix, reduced = entry.matrix, entry.gradient.reduced
+        matrix, reduced = entry.matrix, self.get_local_fp32_grad_for_param(param)
         if matrix is None:
             if reduced is None:
                 return None
@@ -111,7 +112,8 @@ class StateAccess:
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """This rank's rows of the reduced gradient (projected for a low-rank matrix)."""
-        return self._entries[param].gradient.reduced
+        gradient = self._entries[param].gradient
+        return gradient.reduced if gradient.host is None else gradient.host.read()
 
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite the reduced gradient of a dense parameter.
@@ -126,6 +128,9 @@ class StateAccess:
                 "set. Add the module to hmt.optimizer.exclude_modules to keep it dense."
             )
         flat = entry.gradient.shards.shard_of(value.reshape(-1), self.optimizer.shard_rank)
+        if entry.gradient.host is not None:
+            entry.gradient.host.replace(flat.to(entry.weight.device, copy=True))
+            return
         dtype = self.optimizer.settings.accumulate_dtype
         entry.gradient.reduced = flat.to(dtype, copy=True).view(-1, 1)
 
@@ -150,7 +155,8 @@ class StateAccess:
     def _whole_flat(self, entry: Entry, shard: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
         if shards.world == 1:
-            return shard.clone()
+            return shard.to(entry.weight.device, copy=True)
+        shard = shard.to(entry.weight.device)  # from the host, if it lives there
         part = padded(shard.contiguous(), shards.partition)
         packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=shard.device)
         collectives.all_gather(packed, part).wait()
@@ -201,13 +207,14 @@ def move_states(
 ) -> None:
     """Move moments and masters (not the weights themselves) to a device."""
     for entry in optimizer.entries:
-        if entry.weight.master_bytes():
+        on_host = isinstance(entry.weight, HostWeight)  # with its dense states, for good
+        if entry.weight.master_bytes() and not on_host:
             assert entry.weight.master is not None
             entry.weight.master = entry.weight.master.to(device, non_blocking=non_blocking)
         if entry.matrix is not None:
             for state in entry.matrix.states().values():
                 state.to(device, non_blocking=non_blocking)
-        elif entry.dense_state is not None:
+        elif entry.dense_state is not None and not on_host:
             first, second, step = entry.dense_state
             first.to(device, non_blocking=non_blocking)
             second.to(device, non_blocking=non_blocking)

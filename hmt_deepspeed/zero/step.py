@@ -21,6 +21,7 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
 from hmt_deepspeed.zero.gradients import Gradient
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.transpose import rows_from_columns
 from hmt_deepspeed.zero.weights import GatherPipeline
@@ -52,6 +53,7 @@ class ZeroStep:
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
+        self._unfinished: list[Entry] = []  # updates begun in host memory
 
     def found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite."""
@@ -60,11 +62,20 @@ class ZeroStep:
             t.sum(dtype=torch.float32) for g in held for t in (g.reduced, g.full) if t is not None
         ]
         device = self.entries[0].weight.device
+        sums += [squares.sum() for squares in self._host_square_norms(device)]
         bad = torch.zeros((), device=device)
         if sums:
             bad = (~torch.isfinite(torch.stack(sums))).any().float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
+
+    def _host_square_norms(self, device: torch.device) -> list[Tensor]:
+        """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
+        hosts = [e.gradient.host for e in self.entries if e.gradient.host is not None]
+        if not hosts:
+            return []
+        squares = torch.stack([host.square_norm() for host in hosts]).to(device)
+        return list(squares.split(1))
 
     def refresh_bases(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
         """New bases from the mean full gradients: found once, at the owner, and broadcast.
@@ -163,9 +174,12 @@ class ZeroStep:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
         and clips; 0-dim fp32."""
         device = self.entries[0].weight.device
-        parts = []
+        parts, on_host = [], iter(self._host_square_norms(device))
         for entry in self.entries:
             matrix, gradient = entry.matrix, entry.gradient
+            if gradient.host is not None:
+                parts.append(next(on_host))
+                continue
             if matrix is not None and gradient.reduced is None:
                 gradient.reduced = torch.zeros(matrix.num_rows, matrix.width, device=device)
             counted = gradient.shards.counted(self.shard_rank)
@@ -193,6 +207,8 @@ class ZeroStep:
     def update(self, factor: Tensor, step_count: int) -> None:
         """Moments, weights of the rows held here, and their gather; uses the gradients up."""
         updates = self._advance(factor)
+        on_host = any(e.gradient.host is not None for e in self.entries)
+        host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         for place, entry in enumerate(self.entries):
             key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
@@ -200,11 +216,15 @@ class ZeroStep:
                 update = entry.matrix.finish(*updates.pop(place))
                 with self.bases.whole(entry):
                     self._apply(entry, entry.matrix, update, key, gather)
+            elif entry.gradient.host is not None:
+                self._step_on_host(entry, host_factor, key)
+                self._gather_weight(entry, gather)
             else:
                 self._step_dense(entry, factor, key, step_count)
                 self._gather_weight(entry, gather)
             entry.gradient.clear()
         gather.finish()
+        self._finish_on_host(gather)
 
     def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Adam of every matrix; (update, sums over all rows) by place."""
@@ -240,6 +260,23 @@ class ZeroStep:
         moments = (state[0].read(), state[1].read())
         entry.weight.step_dense(gradient, (*moments, state[2]), key, **entry.hyper())
         write_moments(state, moments, self.options["seed"], entry.name, step_count)
+
+    def _step_on_host(self, entry: Entry, factor: float, key: int) -> None:
+        host, state = entry.gradient.host, entry.dense_state
+        assert isinstance(entry.weight, HostWeight)
+        assert host is not None
+        assert state is not None
+        moments = (state[0].data, state[1].data)
+        entry.weight.step_on_host(host, (*moments, state[2]), factor, key, **entry.hyper())
+
+    def _finish_on_host(self, gather: GatherPipeline) -> None:
+        """Gather each weight as its update ends, while the worker goes on with later ones."""
+        entries, self._unfinished = self._unfinished, []
+        for entry in entries:
+            assert isinstance(entry.weight, HostWeight)
+            entry.weight.finish()
+            self._gather_weight(entry, gather)
+        gather.finish()
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -308,6 +345,9 @@ class ZeroStep:
         gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
     def _gather_weight(self, entry: Entry, gather: GatherPipeline) -> None:
+        if isinstance(entry.weight, HostWeight) and entry.weight.pending:
+            self._unfinished.append(entry)
+            return
         if not self.sharded or entry.weight.partitioned:
             return
         shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)

@@ -25,7 +25,8 @@ def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]
     Raises:
         ValueError: naming every key, its value, what is legal and what to do.
     """
-    refusals = [*_precision(config, parsed, options), *_zero(parsed), *_parallelism(config, parsed)]
+    refusals = [*_precision(config, parsed, options), *_zero(parsed, options)]
+    refusals += _parallelism(config, parsed)
     refusals += _int8_weights(parsed, options)
     if refusals:
         raise ValueError(
@@ -146,16 +147,11 @@ def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
         yield "fp16.enabled", True, f"false {given}", remedy
 
 
-def _zero(parsed: Any) -> Iterator[Refusal]:
+def _zero(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     zero = parsed.zero_config
     offload = zero.offload_optimizer
     if offload is not None and offload.device != OffloadDeviceEnum.none:
-        yield (
-            "zero_optimization.offload_optimizer.device",
-            str(getattr(offload.device, "value", offload.device)),
-            '"none"',
-            "Remove the section: HMT keeps the moments in the low-rank space, on the device.",
-        )
+        yield from _offload_optimizer(zero.stage, offload, options)
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
         yield from _nvme(zero.stage, param)
@@ -174,6 +170,28 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
     if not getattr(zero, "compute_grad_norm", True):
         remedy = "Remove it: the norm falls out of the probe columns."
         yield "zero_optimization.compute_grad_norm", False, "true", remedy
+
+
+def _offload_optimizer(stage: int, offload: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+    key = "zero_optimization.offload_optimizer"
+    if offload.device != OffloadDeviceEnum.cpu:
+        remedy = 'States on an SSD are not supported yet: use "cpu".'
+        yield f"{key}.device", str(offload.device.value), '"none" or "cpu"', remedy
+    if stage == 0:
+        remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
+        yield f"{key}.device", str(offload.device.value), '"none" at stage 0', remedy
+    if offload.super_offload:
+        yield f"{key}.super_offload", True, "false", "Remove the key."
+    if offload.ratio != 1.0:
+        remedy = "What is offloaded is offloaded whole: remove the key."
+        yield f"{key}.ratio", offload.ratio, "1.0", remedy
+    if options["state_dtype"] != "fp32":
+        yield (
+            "hmt.optimizer.state_dtype",
+            options["state_dtype"],
+            '"fp32" with offload_optimizer',
+            "The CPU Adam kernel takes fp32 moments: remove the key, or offload_optimizer.",
+        )
 
 
 def _nvme(stage: int, param: Any) -> Iterator[Refusal]:
