@@ -53,6 +53,15 @@ class HostWorker:
         self._failure: RuntimeError | None = None
         self.nbytes = 0
 
+    def describe(self) -> str:
+        """What is where, for the start table."""
+        kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
+        pools = self.engine.pool.nbytes + self._outbound.nbytes
+        return (
+            f"{self.nbytes:,} bytes of masters, moments and gradients in host memory, {kind}; "
+            f"{pools:,} bytes of page-locked pools for what travels"
+        )
+
     # -- memory ---------------------------------------------------------------------------------
 
     def zeros(self, numel: int, owner: str) -> Tensor:
