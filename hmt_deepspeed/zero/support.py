@@ -174,12 +174,13 @@ def _zero(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
 
 def _offload_optimizer(stage: int, offload: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     key = "zero_optimization.offload_optimizer"
-    if offload.device != OffloadDeviceEnum.cpu:
+    device = str(getattr(offload.device, "value", offload.device))
+    if device != "cpu":
         remedy = 'States on an SSD are not supported yet: use "cpu".'
-        yield f"{key}.device", str(offload.device.value), '"none" or "cpu"', remedy
+        yield f"{key}.device", device, '"none" or "cpu"', remedy
     if stage == 0:
         remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
-        yield f"{key}.device", str(offload.device.value), '"none" at stage 0', remedy
+        yield f"{key}.device", device, '"none" at stage 0', remedy
     if offload.super_offload:
         yield f"{key}.super_offload", True, "false", "Remove the key."
     if offload.ratio != 1.0:
