@@ -9,6 +9,7 @@ from hmt_deepspeed.config.models import (
     BLOCK_NAME,
     HMTConfig,
     ModuleRule,
+    OffloadConfig,
     OptimizerConfig,
     describe_fields,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "BLOCK_NAME",
     "HMTConfig",
     "ModuleRule",
+    "OffloadConfig",
     "OptimizerConfig",
     "describe_fields",
     "read_json_config",

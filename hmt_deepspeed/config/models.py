@@ -20,7 +20,14 @@ from pydantic import (
 from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
-__all__ = ["BLOCK_NAME", "HMTConfig", "ModuleRule", "OptimizerConfig", "describe_fields"]
+__all__ = [
+    "BLOCK_NAME",
+    "HMTConfig",
+    "ModuleRule",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "describe_fields",
+]
 
 BLOCK_NAME = "hmt"
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
@@ -243,11 +250,25 @@ class OptimizerConfig(_StrictModel):
         return self
 
 
+class OffloadConfig(_StrictModel):
+    """`hmt.offload`: how the work on states in host memory goes beside the device's."""
+
+    overlap: Literal["auto", "backward", "forward", "none"] = Field(
+        default="auto",
+        description="When states that zero_optimization.offload_optimizer keeps in host memory are "
+        "updated: during backward, before the verdict over clipping and overflow; after it, beside the next "
+        "forward; or inside step. Every choice gives the same numbers.",
+    )
+
+
 class HMTConfig(_StrictModel):
     """The whole "hmt" block."""
 
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its projected backward."
+    )
+    offload: OffloadConfig = Field(
+        default_factory=OffloadConfig, description="The work on states in host memory."
     )
 
     @classmethod

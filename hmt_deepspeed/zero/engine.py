@@ -20,7 +20,7 @@ from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
-from hmt_deepspeed.zero.support import check_engine, check_supported
+from hmt_deepspeed.zero.support import check_engine, check_supported, resolved_overlap
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
 
@@ -65,6 +65,12 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
     return fields.model_dump()
 
 
+def hmt_overlap(config: dict[str, Any]) -> str | None:
+    """``hmt.offload.overlap`` of a config, None where it is not given."""
+    given = HMTConfig.from_block(config.get("hmt", {})).offload
+    return given.overlap if "overlap" in given.model_fields_set else None
+
+
 class HMTEngine(DeepSpeedEngine):
     """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered."""
 
@@ -75,7 +81,9 @@ class HMTEngine(DeepSpeedEngine):
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
-            check_supported(config, config_class, self._hmt_options)
+            overlap = hmt_overlap(config)
+            check_supported(config, config_class, self._hmt_options, overlap)
+            self._hmt_overlap = resolved_overlap(config_class, overlap)
             self._hmt_stage = int(config_class.zero_optimization_stage)
             if self._hmt_stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
@@ -143,7 +151,7 @@ class HMTEngine(DeepSpeedEngine):
         config = self.zero_offload_optimizer()
         if config is None or config.device == OffloadDeviceEnum.none:
             return None
-        return HostSettings(pinned=bool(config.pin_memory))
+        return HostSettings(pinned=bool(config.pin_memory), overlap=self._hmt_overlap)
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""

@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.sharing import takes_projection
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
+from hmt_deepspeed.zero.host_adamw import HostAdamW
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostGradient, HostWorker
 from hmt_deepspeed.zero.shards import RowShards
@@ -40,9 +41,13 @@ Placed = tuple[str, nn.Parameter, dict[str, Any]]  # name, parameter, its group
 
 @dataclass(frozen=True)
 class HostSettings:
-    """``zero_optimization.offload_optimizer``: pinned is its ``pin_memory``."""
+    """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
+
+    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+    """
 
     pinned: bool
+    overlap: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,16 @@ class ZeroSettings:
     scale: ReductionScale
     host: HostSettings | None = None
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether an update may turn out other than it looks before all gradients are known."""
+        return self.clip > 0 or self.check_overflow
+
+    @property
+    def undoes(self) -> bool:
+        """Whether updates begun before the verdict may have to be taken back."""
+        return self.host is not None and self.host.overlap == "backward" and self.has_verdict
+
 
 DenseState = tuple[StateTensor, StateTensor, Tensor]
 
@@ -83,6 +98,7 @@ class Entry:
     weight: Weight
     matrix: MatrixRule | None
     dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
+    host: HostAdamW | None = None  # steps the dense state where that lives in host memory
 
     @property
     def name(self) -> str:
@@ -136,20 +152,22 @@ def build_entries(
         site = _site(assignment, matrix, modules, options["projected_backward"])
         encoded = options["weight_dtype"] == "int8" and site is not None
         keep_master = options["master_weights"] == "fp32"
+        gradient = Gradient(index, name, param, shards, matrix, site)
+        state, host = None, None
         if encoded and can_encode(modules[name]):
             weight: Weight = EncodedWeight(param, by_weight, rank)
         elif worker is not None and (matrix is None or keep_master):
             weight = HostWeight(param, by_weight, rank, keep_master, worker, name)
         else:
             weight = Weight(param, by_weight, rank, keep_master)
-        gradient = Gradient(index, name, param, shards, matrix, site)
-        state = None
-        if matrix is None and worker is not None:
-            state = _host_state(worker, name, weight.num_elements)
-            gradient.host = HostGradient(worker, name, weight.num_elements)
+        if matrix is None and isinstance(weight, HostWeight):
+            state = _host_state(weight)
+            gradient.host = HostGradient(weight.worker, name, weight.num_elements)
+            moments = (state[0].data, state[1].data)
+            host = HostAdamW(weight, gradient.host, (*moments, state[2]), settings.undoes)
         elif matrix is None:
             state = _dense_state(weight, options["state_dtype"])
-        entries.append(Entry(assignment, group, gradient, weight, matrix, state))
+        entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
     return entries
 
 
@@ -161,13 +179,13 @@ def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
     return first, second, torch.zeros((), device=device)
 
 
-def _host_state(worker: HostWorker, name: str, num_elements: int) -> DenseState:
+def _host_state(weight: HostWeight) -> DenseState:
     """AdamW's moments in host memory, fp32: what its kernel takes."""
     moments = []
     for signed in (True, False):
         state = StateTensor((0,), "fp32", signed, torch.device("cpu"))
-        state.shape = torch.Size((num_elements,))
-        state.data = worker.zeros(num_elements, f"a moment of {name}")
+        state.shape = torch.Size((weight.num_elements,))
+        state.data = weight.worker.zeros(weight.num_elements, f"a moment of {weight.name}")
         moments.append(state)
     return moments[0], moments[1], torch.zeros(())
 

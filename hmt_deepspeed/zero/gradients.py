@@ -134,6 +134,7 @@ class GradientReducer:
     Attributes:
         events: ("arrive", name), ("launch", index), ("wait", index) in order, when recorded.
         peak_bytes: most bytes of gradient alive at once so far, buckets included.
+        last: whether what arrives is of the window's last micro-batch.
     """
 
     MAX_IN_FLIGHT = 2
@@ -156,6 +157,7 @@ class GradientReducer:
         self.scale = scale
         self.events: list[tuple[str, str | int]] | None = None
         self.peak_bytes = 0
+        self.last = False
         self._pool: list[Tensor] = []
         self._in_flight: list[_InFlight] = []
         self.plan()
@@ -326,7 +328,7 @@ class GradientReducer:
             return
         scaled = part if self.scale.after == 1.0 else part.mul_(self.scale.after)
         if gradient.host is not None:
-            gradient.host.add(scaled)
+            gradient.host.add(scaled, self.last)
         elif gradient.refreshing:
             gradient.full = self._accumulated(gradient.full, scaled)
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,14 @@ from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.apply import apply_whole_
-from hmt_deepspeed.zero.host_worker import HostGradient, HostWorker, chunks
+from hmt_deepspeed.zero.host_worker import HostWorker, chunks
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
 
 __all__ = ["HostWeight"]
 
-Step = Callable[[Tensor, Tensor, int, int], None]  # values of a chunk, what arrived, its range
+Step = Callable[[Tensor, int, int], None]  # fp32 values of a chunk, and its range
+ArrivalStep = Callable[[Tensor, Tensor, int, int], None]  # the same with what arrived between
 
 
 class HostWeight(Weight):
@@ -66,30 +66,17 @@ class HostWeight(Weight):
 
     # -- updates, each ended by finish() ----------------------------------------------------------
 
-    def step_on_host(
-        self,
-        gradient: HostGradient,
-        state: tuple[Tensor, Tensor, Tensor],
-        factor: float,
-        key: int,
-        **hyper: Any,
-    ) -> None:
-        """Begin AdamW on the shard; the gradient's sum is multiplied by ``factor`` and used up.
+    def step_with(self, step: Step, key: int) -> None:
+        """Begin an update whose data is on the host: ``step(values, begin, end)``, in jobs, on every chunk.
 
         Args:
-            state: (exp_avg, exp_avg_sq, step), fp32 on the host. key: seed of stochastic rounding.
+            key: seed of stochastic rounding.
         """
-        first, second, count = state
-        count += 1
-        taken, total = int(count), gradient.values()
+        self._begin(lambda values, _, begin, end: step(values, begin, end), None, key)
 
-        def step(values: Tensor, _: Tensor, begin: int, end: int) -> None:
-            part = total[begin:end].mul_(factor)
-            self.worker.adam.step_(
-                values, part, first[begin:end], second[begin:end], taken, **hyper
-            )
-
-        self._begin(step, None, key)
+    def send_master(self, key: int) -> None:
+        """Begin to send what a job has made of the master."""
+        self._begin(lambda *_: None, None, key)
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """Begin ``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` of its rows x n."""
@@ -134,7 +121,9 @@ class HostWeight(Weight):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _begin(self, step: Step, incoming: Callable[[int, int], Tensor] | None, key: int) -> None:
+    def _begin(
+        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
+    ) -> None:
         if self._offloaded:
             self._begin_beside_host_shard(step, incoming, key)
             return
@@ -150,7 +139,7 @@ class HostWeight(Weight):
                 self._jobs.append(self.worker.submit(self.name, job, piece))
 
     def _begin_beside_host_shard(
-        self, step: Step, incoming: Callable[[int, int], Tensor] | None, key: int
+        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
     ) -> None:
         """``offload_param``: the shard is on the host or on an SSD, and is written as a whole at the end."""
         if self.master is None:
@@ -168,7 +157,7 @@ class HostWeight(Weight):
             self._jobs.append(self.worker.submit(self.name, job, piece))
 
     def _update(
-        self, step: Step, begin: int, end: int, arrival: Arrival, key: int, piece: Tensor
+        self, step: ArrivalStep, begin: int, end: int, arrival: Arrival, key: int, piece: Tensor
     ) -> None:
         """Worker thread: one chunk."""
         values = piece.float() if self.master is None else self.master[begin:end]
@@ -184,7 +173,7 @@ class HostWeight(Weight):
             stochastic_round(values, out, key, self.shards.flat(self.rank)[0] + begin)
 
 
-def _addition(lr: float, weight_decay: float) -> Step:
+def _addition(lr: float, weight_decay: float) -> ArrivalStep:
     def step(values: Tensor, update: Tensor, begin: int, end: int) -> None:
         apply_whole_(values, update, lr, weight_decay)
 

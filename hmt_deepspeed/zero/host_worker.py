@@ -40,13 +40,14 @@ class HostWorker:
         pinned: page-lock the states and gradients too, not only what travels.
 
     Attributes:
-        engine: moves what travels. adam: the kernel. nbytes: host bytes of states and gradients.
+        engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs. nbytes: host bytes of states and gradients.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self.adam = CpuAdam()
         size = NUM_STAGED * CHUNK * torch.float32.itemsize
         self.engine = TransferEngine(device, size)
+        self.scratch = torch.empty(CHUNK)  # for a job's own use
         self._outbound = self.engine.new_pool(size, "pool of updated weights")
         self._pinned = pinned
         self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
@@ -58,7 +59,7 @@ class HostWorker:
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
         pools = self.engine.pool.nbytes + self._outbound.nbytes
         return (
-            f"{self.nbytes:,} bytes of masters, moments and gradients in host memory, {kind}; "
+            f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
             f"{pools:,} bytes of page-locked pools for what travels"
         )
 
@@ -144,22 +145,30 @@ class HostGradient:
 
     Attributes:
         num_elements: of the shard. filled: whether anything has come in this window.
+        complete: called when a part of the last micro-batch has been added, by default nothing.
     """
 
     def __init__(self, worker: HostWorker, name: str, num_elements: int) -> None:
         self.worker, self.name, self.num_elements = worker, name, num_elements
         self.filled = False
+        self.complete: Callable[[], None] = lambda: None
         self._values = worker.zeros(num_elements, f"the gradient of {name}")
         self._norms = torch.zeros(len(list(chunks(num_elements))))
         self._jobs: list[Future[None]] = []
 
-    def add(self, part: Tensor) -> None:
-        """Add a part of the shard's shape (on the device, nobody else's memory) to the sum."""
+    def add(self, part: Tensor, last: bool) -> None:
+        """Add a part of the shard's shape (on the device, nobody else's memory) to the sum.
+
+        Args:
+            last: it is of the last micro-batch.
+        """
         flat = part.reshape(-1)
         for index, (begin, end) in enumerate(chunks(self.num_elements)):
             rule = partial(self._sum, index, self.filled)
             self._jobs.append(self.worker.submit(self.name, rule, flat[begin:end]))
         self.filled = True
+        if last:
+            self.complete()
 
     def _sum(self, index: int, filled: bool, piece: Tensor) -> None:
         target = self._values[index * CHUNK :][: piece.numel()]
@@ -185,7 +194,7 @@ class HostGradient:
     def replace(self, values: Tensor) -> None:
         """Take flat values of the shard instead."""
         self.clear()
-        self.add(values)
+        self.add(values, last=False)
 
     def clear(self) -> None:
         """Begin a new window."""

@@ -10,7 +10,8 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
-from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.entries import Entry, Placed, ZeroSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.gates import Gates
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
@@ -93,6 +96,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.entries = build_entries(
             placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
         )
+        self._entry_of = {entry.gradient.param: entry for entry in self.entries}
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
         sites = [e.gradient.site for e in self.low_rank if e.gradient.site is not None]
@@ -116,8 +120,10 @@ class HMTZeroOptimizer(ZeROOptimizer):
             settings,
             self.options,
             self.shard_rank,
+            self._order_of_use(),
         )
         self._hooks = self._register_hooks()
+        self._overlap()
         state_access.link(self)
         self._form_groups()
         self._begin_window()
@@ -166,6 +172,30 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 param.partition()
         return hooks
 
+    def _order_of_use(self) -> list[int]:
+        """Places of the entries as forward meets their weights; those that stay whole at stage 3 are gathered
+        within the step, so they come first."""
+        places = {name: place for place, name in enumerate(self.param_names.values())}
+
+        def key(place: int) -> tuple[bool, int]:
+            param: Any = self.entries[place].gradient.param
+            return not getattr(param, "ds_persist", False), places[self.entries[place].name]
+
+        return sorted(range(len(self.entries)), key=key)
+
+    def _overlap(self) -> None:
+        """Let the work on the host run beside the device's: before the verdict, or after the step."""
+        self._gates: Gates | None = None
+        if self.settings.host is None:
+            return
+        if self.settings.host.overlap == "forward":
+            partitioned = self.parameter_offload is not None
+            self._gates = Gates(self.module, self._finish_updates_of, partitioned)
+        elif self.settings.host.overlap == "backward":
+            for entry in self.entries:
+                if entry.gradient.host is not None and entry.weight.master is not None:
+                    entry.gradient.host.complete = partial(self._step_early, entry)
+
     def _gradient_hook(self, gradient: Gradient, params: Sequence[nn.Parameter]) -> Any:
         """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
 
@@ -173,7 +203,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
-            reduce_now = self.partition_gradients or self.is_gradient_accumulation_boundary()
+            self.reducer.last = self.is_gradient_accumulation_boundary()
+            reduce_now = self.partition_gradients or self.reducer.last
             self.reducer.arrive(gradient, reduce_now and self.reduction_enabled)
             expected = self._max_expected_hooks_seen
             if refresh:
@@ -268,16 +299,19 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
+        self._step.finish()  # what forward did not ask for
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
-            self.reducer.reset()
+            self._drop_gradients()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
             norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
+            if self._gates is None:
+                self._step.finish()
             self.step_count += 1
             for number in self.policy.stale(self.step_count):
                 self.schedule.advance(self.groups[number][0], self.step_count)
@@ -296,6 +330,38 @@ class HMTZeroOptimizer(ZeROOptimizer):
             persistent = self.parameter_offload.persistent_parameters
             persistent[0].all_gather(persistent)
 
+    # -- updates in host memory that run beside the device's work ------------------------------------
+
+    def _step_early(self, entry: Entry) -> None:
+        """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
+        assert entry.host is not None
+        factor = torch.tensor(1.0 / self.loss_scale).item()  # in fp32, as the verdict's
+        entry.host.step_early(factor, entry.hyper())
+
+    def _drop_gradients(self) -> None:
+        self._take_back("had its gradients dropped between backward and step")
+        self.reducer.reset()
+
+    def _take_back(self, reason: str) -> None:
+        for entry in self.entries:
+            if entry.host is not None:
+                entry.host.take_back(reason)
+
+    def _finish_updates_of(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            entry = self._entry_of.get(param)
+            if entry is not None and isinstance(entry.weight, HostWeight) and entry.weight.pending:
+                self._step.finish(entry)
+
+    def drain(self) -> None:
+        """Make weights and states those of the last step; for whatever reads or replaces them.
+
+        Raises:
+            RuntimeError: an update has begun during backward and cannot be taken back.
+        """
+        self._step.finish()
+        self._take_back("was read or saved between backward and step")
+
     # -- what else the engine asks for --------------------------------------------------------------
 
     @property
@@ -305,6 +371,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
+        self.drain()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
 
     @property
@@ -317,17 +384,19 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
-        self.reducer.reset()
+        self._drop_gradients()
 
     def refresh_fp32_params(self) -> None:
         """Take masters anew from the model's weights."""
+        self.drain()
         for entry in self.entries:
             entry.weight.refresh_master()
 
     _restore_from_bit16_weights = refresh_fp32_params
 
     def checkpoint_event_prologue(self) -> None:
-        """Before saving or loading: parameters of stage 3 partitioned."""
+        """Before saving or loading: updates finished, parameters of stage 3 partitioned."""
+        self.drain()
         self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -363,6 +432,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             raise ValueError(
                 f"offload_states(include={include!r}): HMT moves moments and masters together; pass None"
             )
+        self.drain()
         state_access.move_states(self, "cpu", non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -371,10 +441,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; see :mod:`hmt_deepspeed.zero.checkpoint`."""
+        self.drain()
         return checkpoint.optimizer_state(self)
 
     def load_saved(self, saved: checkpoint.SavedState) -> None:
         """Restore states from a checkpoint of any world size and stage, then open the next window."""
+        self.drain()
         checkpoint.restore_optimizer(self, saved)
         self.reducer.reset()
         self._begin_window()
@@ -391,6 +463,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
+        if self._gates is not None:
+            self._step.finish()
+            self._gates.close()
         if self.host is not None:
             self.host.close()
         if self.parameter_offload is not None:

@@ -40,9 +40,14 @@ class StateAccess:
         self.optimizer = optimizer
         self._entries = {e.gradient.param: e for e in optimizer.entries}
 
+    def _settled(self, param: nn.Parameter) -> Entry:
+        """The entry of a parameter, when no update of it is under way."""
+        self.optimizer.drain()
+        return self._entries[param]
+
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             if isinstance(entry.weight, EncodedWeight):
                 return entry.weight.whole_values()
@@ -58,7 +63,7 @@ class StateAccess:
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite a whole weight or state; every rank passes the same value."""
-        entry, rank = self._entries[param], self.optimizer.shard_rank
+        entry, rank = self._settled(param), self.optimizer.shard_rank
         if optim_state_key is None:
             entry.weight.set_whole(value.reshape(-1).float())
         elif entry.matrix is None:
@@ -95,7 +100,7 @@ class StateAccess:
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor:
         """This rank's flat part of the weight, or its rows of a state."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             return entry.weight.master_values()
         return self._state(entry, optim_state_key)
@@ -104,7 +109,7 @@ class StateAccess:
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite this rank's part."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             entry.weight.set_values(value.reshape(-1).float())
         else:
@@ -121,7 +126,7 @@ class StateAccess:
         Raises:
             ValueError: for a low-rank matrix, whose full gradient is never kept.
         """
-        entry = self._entries[param]
+        entry = self._settled(param)
         if entry.matrix is not None:
             raise ValueError(
                 f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "

@@ -111,7 +111,9 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
     title = f"hmt: ZeRO stage {optimizer.settings.stage}, {optimizer.collectives.world} ranks, bytes per rank"
     lines = [title, format_table(rows, headers)]
     if optimizer.host is not None:
-        lines.append(f"offload_optimizer: {optimizer.host.describe()}")
+        assert optimizer.settings.host is not None
+        overlap = optimizer.settings.host.overlap
+        lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class ZeroStep:
         entries: of all trainable parameters. schedule: of the low-rank ones among them, in order.
         collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
         shard_rank: this process's place in the shards; 0 at stage 0.
+        order: places of the entries in the order in which their new weights are needed.
     """
 
     def __init__(
@@ -47,13 +49,15 @@ class ZeroStep:
         settings: ZeroSettings,
         options: Mapping[str, Any],
         shard_rank: int,
+        order: Sequence[int],
     ) -> None:
+        self.order = order
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
         self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
-        self._unfinished: list[Entry] = []  # updates begun in host memory
+        self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
 
     def found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite."""
@@ -205,26 +209,29 @@ class ZeroStep:
         return norm, factor
 
     def update(self, factor: Tensor, step_count: int) -> None:
-        """Moments, weights of the rows held here, and their gather; uses the gradients up."""
+        """Moments, weights of the rows held here, and their gather; uses the gradients up.
+
+        Weights in host memory are left to :meth:`finish`.
+        """
         updates = self._advance(factor)
-        on_host = any(e.gradient.host is not None for e in self.entries)
+        on_host = any(e.host is not None for e in self.entries)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        for place, entry in enumerate(self.entries):
+        for place in self.order:
+            entry = self.entries[place]
             key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
             if entry.matrix is not None:
                 update = entry.matrix.finish(*updates.pop(place))
                 with self.bases.whole(entry):
                     self._apply(entry, entry.matrix, update, key, gather)
-            elif entry.gradient.host is not None:
-                self._step_on_host(entry, host_factor, key)
+            elif entry.host is not None:
+                entry.host.step(host_factor, key, entry.hyper())
                 self._gather_weight(entry, gather)
             else:
                 self._step_dense(entry, factor, key, step_count)
                 self._gather_weight(entry, gather)
             entry.gradient.clear()
         gather.finish()
-        self._finish_on_host(gather)
 
     def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Adam of every matrix; (update, sums over all rows) by place."""
@@ -261,21 +268,21 @@ class ZeroStep:
         entry.weight.step_dense(gradient, (*moments, state[2]), key, **entry.hyper())
         write_moments(state, moments, self.options["seed"], entry.name, step_count)
 
-    def _step_on_host(self, entry: Entry, factor: float, key: int) -> None:
-        host, state = entry.gradient.host, entry.dense_state
-        assert isinstance(entry.weight, HostWeight)
-        assert host is not None
-        assert state is not None
-        moments = (state[0].data, state[1].data)
-        entry.weight.step_on_host(host, (*moments, state[2]), factor, key, **entry.hyper())
+    @torch.no_grad()
+    def finish(self, last: Entry | None = None) -> None:
+        """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
 
-    def _finish_on_host(self, gather: GatherPipeline) -> None:
-        """Gather each weight as its update ends, while the worker goes on with later ones."""
-        entries, self._unfinished = self._unfinished, []
-        for entry in entries:
+        Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
+        at different places still gather in the same order.
+        """
+        gather = GatherPipeline(self.collectives, self.settings.gather_elements)
+        while self._unfinished:
+            entry = self._unfinished.popleft()
             assert isinstance(entry.weight, HostWeight)
             entry.weight.finish()
             self._gather_weight(entry, gather)
+            if entry is last:
+                break
         gather.finish()
 
     # -- weights --------------------------------------------------------------------------------

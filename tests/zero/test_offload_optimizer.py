@@ -216,7 +216,7 @@ def test_states_leave_the_device(ranks: Ranks) -> None:
         assert before["device"] - after["device"] == pytest.approx(12 * dense, abs=4096)
         assert "whole, on host" in after["table"]
         assert ("whole, masters on host" in after["table"]) == (matrices > 0)
-        assert f"{after['host']:,} bytes of masters, moments and gradients" in after["table"]
+        assert f"{after['host']:,} bytes of states and gradients in host memory" in after["table"]
 
 
 # -- checkpoints and tools -----------------------------------------------------------------------------------
