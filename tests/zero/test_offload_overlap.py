@@ -64,7 +64,7 @@ def run(stage: int, overlap: str, options: dict[str, Any], gas: int, clip: float
         "losses": losses,
         "norms": norms,
         "weights": weights(engine),
-        "model": model_weights(engine),
+        "model": model_weights(engine),  # after weights(), which waits
         "steps of adam": len(taken),
         "table": engine.optimizer.describe(),
     }
@@ -72,9 +72,9 @@ def run(stage: int, overlap: str, options: dict[str, Any], gas: int, clip: float
 
 CASES = [
     # stage, world, options, accumulation, clip: clipped in some steps and not in others
-    (3, 2, ADAMW, 2, 0.85),
-    (3, 2, LOW_RANK, 1, 0.85),
-    (2, 2, LOW_RANK, 2, 0.85),
+    (3, 2, ADAMW, 2, 0.73),
+    (3, 2, LOW_RANK, 1, 0.73),
+    (2, 2, LOW_RANK, 2, 0.73),
     (1, 1, ADAMW, 1, 0.0),
 ]
 
@@ -219,7 +219,8 @@ def table(stage: int, clip: float) -> str:
 
 
 def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
-    engine = overlapped(stage, overlap, gradient_clipping=1.0)
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = overlapped(stage, overlap, gradient_clipping=1.0, zero_optimization=zero)
     slowed(engine)
     found: dict[str, Any] = {}
 
@@ -235,9 +236,10 @@ def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
         return {name: value.clone() for name, value in state.items()}
 
     after_a_step("masters", lambda: weights(engine))
-    after_a_step("gathered", lambda: model_weights(engine))
     after_a_step("evaluated", evaluated)
-    if stage < 3:
+    if stage == 3:  # below, GatheredParameters gathers nothing, so nothing can be gated
+        after_a_step("gathered", lambda: model_weights(engine))
+    else:
         after_a_step("module state", lambda: copied(engine.module.state_dict()))
     after_a_step("consolidated", lambda: engine.save_16bit_model(folder, "model.bin"))
     after_a_step("saved", lambda: engine.save_checkpoint(folder, tag="one"))
@@ -247,7 +249,7 @@ def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
     engine.backward(loss_of(engine, micro_batches(engine, 6)[0]))
     found["between"] = weights(engine)  # an update begun during backward is taken back
     engine.step()
-    found["end"] = model_weights(engine)
+    found["end"] = weights(engine)
     return found
 
 
