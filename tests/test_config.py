@@ -499,15 +499,26 @@ def test_a_bad_value_does_not_also_make_a_conflict(fields, blamed):
 
 def test_every_field_is_described_once():
     rows = describe_fields()
-    assert [row[0] for row in rows] == [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields = [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields += ["hmt.offload.overlap"]
+    assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
 
 def test_described_defaults_are_the_defaults():
-    fields = {
-        key.rpartition(".")[2]: json.loads(default) for key, _, default, _ in describe_fields()
-    }
-    assert HMTConfig.from_block({"optimizer": fields}) == HMTConfig()
+    block: dict = {}
+    for key, _, default, _ in describe_fields():
+        *sections, name = key.split(".")[1:]
+        section = block
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = json.loads(default)
+    assert HMTConfig.from_block(block) == HMTConfig()
+
+
+def test_a_wrong_overlap_is_named_with_what_is_legal():
+    with pytest.raises(ValueError, match=r'hmt\.offload\.overlap: got \'foreward\'.*"forward"'):
+        HMTConfig.from_block({"offload": {"overlap": "foreward"}})
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 2},
         ["zero_optimization.zero_hpz_partition_size is 2", "legal is 1", "remove"],
     ),
+    "overlap of nothing": (
+        {"hmt": {"offload": {"overlap": "none"}}},
+        ["hmt.offload.overlap is 'none'", 'without "offload_optimizer"', "remove the key"],
+    ),
+    "forward overlap over parameters on nvme": (
+        {
+            "hmt": {"offload": {"overlap": "forward"}},
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+        },
+        ["hmt.offload.overlap is 'forward'", '"none" or "backward"', "swap buffers"],
+    ),
     "SuperOffload": (
         {
             "zero_optimization.stage": 3,
