@@ -10,8 +10,7 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +32,10 @@ from hmt_deepspeed.zero import checkpoint, state_access, statistics
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
-from hmt_deepspeed.zero.entries import Entry, Placed, ZeroSettings, build_entries, build_schedule
-from hmt_deepspeed.zero.gates import Gates
+from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
-from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
+from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
 
@@ -96,7 +94,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.entries = build_entries(
             placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
         )
-        self._entry_of = {entry.gradient.param: entry for entry in self.entries}
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
         sites = [e.gradient.site for e in self.low_rank if e.gradient.site is not None]
@@ -120,10 +117,17 @@ class HMTZeroOptimizer(ZeROOptimizer):
             settings,
             self.options,
             self.shard_rank,
-            self._order_of_use(),
+            order_of_use(self.entries, param_names),
         )
         self._hooks = self._register_hooks()
-        self._overlap()
+        self.overlap = Overlap(
+            settings.host.overlap if settings.host is not None else "none",
+            self.entries,
+            self._step,
+            model,
+            parameter_offload is not None,
+            lambda: self.loss_scale,
+        )
         state_access.link(self)
         self._form_groups()
         self._begin_window()
@@ -171,30 +175,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if self.parameter_offload is not None:
                 param.partition()
         return hooks
-
-    def _order_of_use(self) -> list[int]:
-        """Places of the entries as forward meets their weights; those that stay whole at stage 3 are gathered
-        within the step, so they come first."""
-        places = {name: place for place, name in enumerate(self.param_names.values())}
-
-        def key(place: int) -> tuple[bool, int]:
-            param: Any = self.entries[place].gradient.param
-            return not getattr(param, "ds_persist", False), places[self.entries[place].name]
-
-        return sorted(range(len(self.entries)), key=key)
-
-    def _overlap(self) -> None:
-        """Let the work on the host run beside the device's: before the verdict, or after the step."""
-        self._gates: Gates | None = None
-        if self.settings.host is None:
-            return
-        if self.settings.host.overlap == "forward":
-            partitioned = self.parameter_offload is not None
-            self._gates = Gates(self.module, self._finish_updates_of, partitioned)
-        elif self.settings.host.overlap == "backward":
-            for entry in self.entries:
-                if entry.gradient.host is not None and entry.weight.master is not None:
-                    entry.gradient.host.complete = partial(self._step_early, entry)
 
     def _gradient_hook(self, gradient: Gradient, params: Sequence[nn.Parameter]) -> Any:
         """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
@@ -304,14 +284,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
-            self._drop_gradients()
+            self.zero_grad()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
             norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
-            if self._gates is None:
-                self._step.finish()
+            self.overlap.end_step()
             self.step_count += 1
             for number in self.policy.stale(self.step_count):
                 self.schedule.advance(self.groups[number][0], self.step_count)
@@ -330,38 +309,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
             persistent = self.parameter_offload.persistent_parameters
             persistent[0].all_gather(persistent)
 
-    # -- updates in host memory that run beside the device's work ------------------------------------
-
-    def _step_early(self, entry: Entry) -> None:
-        """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
-        assert entry.host is not None
-        factor = torch.tensor(1.0 / self.loss_scale).item()  # in fp32, as the verdict's
-        entry.host.step_early(factor, entry.hyper())
-
-    def _drop_gradients(self) -> None:
-        self._take_back("had its gradients dropped between backward and step")
-        self.reducer.reset()
-
-    def _take_back(self, reason: str) -> None:
-        for entry in self.entries:
-            if entry.host is not None:
-                entry.host.take_back(reason)
-
-    def _finish_updates_of(self, params: Iterable[nn.Parameter]) -> None:
-        for param in params:
-            entry = self._entry_of.get(param)
-            if entry is not None and isinstance(entry.weight, HostWeight) and entry.weight.pending:
-                self._step.finish(entry)
-
-    def drain(self) -> None:
-        """Make weights and states those of the last step; for whatever reads or replaces them.
-
-        Raises:
-            RuntimeError: an update has begun during backward and cannot be taken back.
-        """
-        self._step.finish()
-        self._take_back("was read or saved between backward and step")
-
     # -- what else the engine asks for --------------------------------------------------------------
 
     @property
@@ -371,7 +318,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
-        self.drain()
+        self.overlap.settle()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
 
     @property
@@ -384,11 +331,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
-        self._drop_gradients()
+        self.overlap.take_back("had its gradients dropped between backward and step")
+        self.reducer.reset()
 
     def refresh_fp32_params(self) -> None:
         """Take masters anew from the model's weights."""
-        self.drain()
+        self.overlap.settle()
         for entry in self.entries:
             entry.weight.refresh_master()
 
@@ -396,7 +344,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def checkpoint_event_prologue(self) -> None:
         """Before saving or loading: updates finished, parameters of stage 3 partitioned."""
-        self.drain()
+        self.overlap.settle()
         self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -432,7 +380,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             raise ValueError(
                 f"offload_states(include={include!r}): HMT moves moments and masters together; pass None"
             )
-        self.drain()
+        self.overlap.settle()
         state_access.move_states(self, "cpu", non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -441,12 +389,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; see :mod:`hmt_deepspeed.zero.checkpoint`."""
-        self.drain()
+        self.overlap.settle()
         return checkpoint.optimizer_state(self)
 
     def load_saved(self, saved: checkpoint.SavedState) -> None:
         """Restore states from a checkpoint of any world size and stage, then open the next window."""
-        self.drain()
+        self.overlap.settle()
         checkpoint.restore_optimizer(self, saved)
         self.reducer.reset()
         self._begin_window()
@@ -463,9 +411,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
-        if self._gates is not None:
-            self._step.finish()
-            self._gates.close()
+        self.overlap.close()
         if self.host is not None:
             self.host.close()
         if self.parameter_offload is not None:

@@ -42,7 +42,7 @@ class StateAccess:
 
     def _settled(self, param: nn.Parameter) -> Entry:
         """The entry of a parameter, when no update of it is under way."""
-        self.optimizer.drain()
+        self.optimizer.overlap.settle()
         return self._entries[param]
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:

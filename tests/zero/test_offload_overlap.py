@@ -24,7 +24,7 @@ from training import (
     weights,
 )
 
-STEPS = 12
+STEPS = 8
 
 
 def overlapped(
@@ -72,9 +72,9 @@ def run(stage: int, overlap: str, options: dict[str, Any], gas: int, clip: float
 
 CASES = [
     # stage, world, options, accumulation, clip: clipped in some steps and not in others
-    (3, 2, ADAMW, 2, 0.73),
-    (3, 2, LOW_RANK, 1, 0.73),
-    (2, 2, LOW_RANK, 2, 0.73),
+    (3, 2, ADAMW, 2, 0.7),
+    pytest.param(3, 2, LOW_RANK, 1, 0.7, marks=pytest.mark.slow),
+    (2, 2, LOW_RANK, 2, 0.7),
     (1, 1, ADAMW, 1, 0.0),
 ]
 
@@ -253,7 +253,10 @@ def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "overlap"), [(2, "forward"), (3, "forward"), (3, "backward")])
+READERS = [(2, "forward"), (3, "forward"), pytest.param(3, "backward", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("stage", "overlap"), READERS)
 def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path, stage: int, overlap: str) -> None:
     mine, plain = tmp_path / overlap, tmp_path / "none"
     ours = ranks.run(readers, 2, stage, overlap, str(mine))[0]
