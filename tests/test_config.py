@@ -670,6 +670,7 @@ def test_every_field_is_described_once():
     fields += [f"hmt.activations.policy.{key}" for key in POLICY]
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
+    fields += ["hmt.offload.overlap"]
     assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
@@ -697,6 +698,11 @@ def test_described_defaults_are_the_defaults():
 )
 def test_bad_fields_of_fpdt_are_named(fields):
     assert set(problems_of({"fpdt": fields})) == {f"hmt.fpdt.{next(iter(fields))}"}
+
+
+def test_a_wrong_overlap_is_named_with_what_is_legal():
+    with pytest.raises(ValueError, match=r'hmt\.offload\.overlap: got \'foreward\'.*"forward"'):
+        HMTConfig.from_block({"offload": {"overlap": "foreward"}})
 
 
 @pytest.mark.parametrize(

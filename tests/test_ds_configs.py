@@ -36,8 +36,13 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "activations": 2,
     "activations_swap": 2,
     "fpdt": 3,
+    "adamw_offload": 3,
 }
-MATRICES = {"hmt_adamw": 0, "small_states": 9}  # embedding and head too; the others: the linears
+MATRICES = {
+    "hmt_adamw": 0,
+    "adamw_offload": 0,
+    "small_states": 9,
+}  # embedding and head too; the others: the linears
 
 
 def trained(names: list[str], steps: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hmt_deepspeed.config.models import (
     FpdtConfig,
     HMTConfig,
     ModuleRule,
+    OffloadConfig,
     OptimizerConfig,
     describe_fields,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
+    "OffloadConfig",
     "OptimizerConfig",
     "describe_fields",
     "read_json_config",

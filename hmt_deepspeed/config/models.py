@@ -26,6 +26,7 @@ __all__ = [
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
+    "OffloadConfig",
     "OptimizerConfig",
     "describe_fields",
 ]
@@ -226,6 +227,17 @@ class FpdtConfig(StrictModel):
     )
 
 
+class OffloadConfig(StrictModel):
+    """`hmt.offload`: how the work on states in host memory goes beside the device's."""
+
+    overlap: Literal["auto", "backward", "forward", "none"] = Field(
+        default="auto",
+        description="When states that zero_optimization.offload_optimizer keeps in host memory are "
+        "updated: during backward, before the verdict over clipping and overflow; after it, beside the next "
+        "forward; or inside step. Every choice gives the same numbers.",
+    )
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -237,6 +249,9 @@ class HMTConfig(StrictModel):
         description="What becomes of activations; the backend is on where this is given.",
     )
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
+    offload: OffloadConfig = Field(
+        default_factory=OffloadConfig, description="The work on states in host memory."
+    )
 
     def gives(self, section: str) -> bool:
         """Whether the block has the section, if only as {}."""

@@ -213,6 +213,17 @@ class TransferEngine:
         self.streams.scrub(flat)
         return Arrival(name, tensor, flat, home, self.streams.mark())
 
+    def into(self, tensor: Tensor, name: str) -> Arrival:
+        """An existing contiguous device tensor whose bytes will be replaced by :meth:`deliver`, after the work
+        submitted so far to the caller's current stream. The caller does not touch it before :meth:`receive`.
+        """
+        if tensor.device != self.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name!r} must be contiguous and on {self.device}, is on {tensor.device}"
+            )
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        return Arrival(name, tensor, flat, self.streams.current(), self.streams.mark())
+
     def deliver(self, arrival: Arrival, pool: PinnedPool, buffer: Buffer) -> None:
         """Starts the copy of an expected tensor's bytes; releases the buffer. For any thread."""
         try:

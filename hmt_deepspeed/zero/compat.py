@@ -22,7 +22,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "reduce_scatter_tensor",
     ),
     "deepspeed.ops.adam": ("DeepSpeedCPUAdam",),
-    "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+    "deepspeed.ops.op_builder": ("AsyncIOBuilder", "CPUAdamBuilder"),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         "CONTIGUOUS_CHECKPOINTING",
         "CPU_CHECKPOINT",

@@ -19,12 +19,17 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
-from hmt_deepspeed.zero.entries import ZeroSettings
+from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
-from hmt_deepspeed.zero.support import check_activations, check_engine, check_supported
+from hmt_deepspeed.zero.support import (
+    check_activations,
+    check_engine,
+    check_supported,
+    resolved_overlap,
+)
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
 
@@ -80,12 +85,16 @@ class HMTEngine(DeepSpeedEngine):
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
         config: Any = keyword.get("config")
         config_class: Any = keyword.get("config_class")
+        block = config.get("hmt") if isinstance(config, dict) else None
+        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt_options: dict[str, Any] | None = None
         self.hmt_activations: Activations | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
-            check_supported(config, config_class, self._hmt_options)
+            overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
+            check_supported(config, config_class, self._hmt_options, overlap)
+            self._hmt_overlap = resolved_overlap(config_class, overlap)
             self._hmt_stage = int(config_class.zero_optimization_stage)
             if self._hmt_stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
@@ -97,8 +106,6 @@ class HMTEngine(DeepSpeedEngine):
                 "optimizer"
             ].close()  # the engine's optimizer patches and encodes the linears itself
         release(model)
-        block = config.get("hmt") if isinstance(config, dict) else None
-        hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         if hmt.gives("activations"):
             check_activations(config, hmt, self._hmt_options)
         prepare_for_fpdt(model, hmt.fpdt)
@@ -183,7 +190,18 @@ class HMTEngine(DeepSpeedEngine):
             reduce_elements=int(self.zero_reduce_bucket_size()),
             gather_elements=int(self.zero_allgather_bucket_size()),
             scale=self._reduction_scale(),
+            host=self._host_settings(),
         )
+
+    def _host_settings(self) -> HostSettings | None:
+        config = self.zero_offload_optimizer()
+        if config is None or config.device == OffloadDeviceEnum.none:
+            return None
+        return HostSettings(pinned=bool(config.pin_memory), overlap=self._hmt_overlap)
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""
+        return self._hmt_options is None and bool(super().zero_force_ds_cpu_optimizer())
 
     def _reduction_scale(self) -> ReductionScale:
         """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""

@@ -20,12 +20,34 @@ from hmt_deepspeed.optim.sharing import takes_projection
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
+from hmt_deepspeed.zero.host_adamw import HostAdamW
+from hmt_deepspeed.zero.host_weight import HostWeight
+from hmt_deepspeed.zero.host_worker import HostGradient, HostWorker
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
 
-__all__ = ["Entry", "Placed", "ZeroSettings", "build_entries", "build_schedule", "whole_shape"]
+__all__ = [
+    "Entry",
+    "HostSettings",
+    "Placed",
+    "ZeroSettings",
+    "build_entries",
+    "build_schedule",
+    "whole_shape",
+]
 
 Placed = tuple[str, nn.Parameter, dict[str, Any]]  # name, parameter, its group
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
+
+    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+    """
+
+    pinned: bool
+    overlap: str
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,7 @@ class ZeroSettings:
     clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
     check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
     reduce_elements, gather_elements: sizes of the buckets. scale: factors that make a sum a mean.
+    host: where masters and dense states live in host memory, else None.
     """
 
     stage: int
@@ -49,6 +72,17 @@ class ZeroSettings:
     reduce_elements: int
     gather_elements: int
     scale: ReductionScale
+    host: HostSettings | None = None
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether an update may turn out other than it looks before all gradients are known."""
+        return self.clip > 0 or self.check_overflow
+
+    @property
+    def undoes(self) -> bool:
+        """Whether updates begun before the verdict may have to be taken back."""
+        return self.host is not None and self.host.overlap == "backward" and self.has_verdict
 
 
 DenseState = tuple[StateTensor, StateTensor, Tensor]
@@ -64,6 +98,7 @@ class Entry:
     weight: Weight
     matrix: MatrixRule | None
     dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
+    host: HostAdamW | None = None  # steps the dense state where that lives in host memory
 
     @property
     def name(self) -> str:
@@ -81,6 +116,7 @@ def build_entries(
     modules: Mapping[str, nn.Module],
     world: int,
     rank: int,
+    worker: HostWorker | None = None,
 ) -> list[Entry]:
     """One entry per trainable parameter, in the order of the parameter groups.
 
@@ -88,6 +124,7 @@ def build_entries(
         placed: every trainable parameter. options: fields of ``hmt.optimizer``.
         modules: linear layers by the name of their weight.
         world, rank: of the shards; 1 and 0 at stage 0.
+        worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
         ValueError: options that cannot be honoured for these parameters.
@@ -114,13 +151,23 @@ def build_entries(
             matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
         site = _site(assignment, matrix, modules, options["projected_backward"])
         encoded = options["weight_dtype"] == "int8" and site is not None
+        keep_master = options["master_weights"] == "fp32"
+        gradient = Gradient(index, name, param, shards, matrix, site)
+        state, host = None, None
         if encoded and can_encode(modules[name]):
             weight: Weight = EncodedWeight(param, by_weight, rank)
+        elif worker is not None and (matrix is None or keep_master):
+            weight = HostWeight(param, by_weight, rank, keep_master, worker, name)
         else:
-            weight = Weight(param, by_weight, rank, options["master_weights"] == "fp32")
-        state = None if matrix is not None else _dense_state(weight, options["state_dtype"])
-        gradient = Gradient(index, name, param, shards, matrix, site)
-        entries.append(Entry(assignment, group, gradient, weight, matrix, state))
+            weight = Weight(param, by_weight, rank, keep_master)
+        if matrix is None and isinstance(weight, HostWeight):
+            state = _host_state(weight)
+            gradient.host = HostGradient(weight.worker, name, weight.num_elements)
+            moments = (state[0].data, state[1].data)
+            host = HostAdamW(weight, gradient.host, (*moments, state[2]), settings.undoes)
+        elif matrix is None:
+            state = _dense_state(weight, options["state_dtype"])
+        entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
     return entries
 
 
@@ -130,6 +177,17 @@ def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
     shape, device = (weight.num_elements,), weight.device
     first, second = (StateTensor(shape, kind, signed, device) for signed in (True, False))
     return first, second, torch.zeros((), device=device)
+
+
+def _host_state(weight: HostWeight) -> DenseState:
+    """AdamW's moments in host memory, fp32: what its kernel takes."""
+    moments = []
+    for signed in (True, False):
+        state = StateTensor((0,), "fp32", signed, torch.device("cpu"))
+        state.shape = torch.Size((weight.num_elements,))
+        state.data = weight.worker.zeros(weight.num_elements, f"a moment of {weight.name}")
+        moments.append(state)
+    return moments[0], moments[1], torch.zeros(())
 
 
 def _site(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.optim.linear import ProjectedSite
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.zero.collectives import Collectives, Work
+from hmt_deepspeed.zero.host_worker import HostGradient
 from hmt_deepspeed.zero.shards import RowShards
 
 __all__ = ["Gradient", "GradientReducer", "ReductionScale"]
@@ -37,6 +38,7 @@ class Gradient:
         local: contributions of earlier micro-batches that were not reduced.
         reduced: mean over ranks of the rows held here, rows x width; None when nothing came.
         full: mean full gradient, m x n, at the owner of a refreshing matrix.
+        host: takes the place of ``reduced`` where the parameter is updated in host memory.
     """
 
     index: int
@@ -51,6 +53,7 @@ class Gradient:
     local: Tensor | None = None
     reduced: Tensor | None = None
     full: Tensor | None = None
+    host: HostGradient | None = None
 
     @property
     def width(self) -> int:
@@ -75,13 +78,15 @@ class Gradient:
         return product
 
     def nbytes(self) -> int:
-        """Bytes of gradient alive in this object."""
+        """Bytes of gradient alive in this object, on the device."""
         tensors = (self.arrived, self.local, self.reduced, self.full)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def clear(self) -> None:
         """Forget everything accumulated."""
         self.arrived = self.local = self.reduced = self.full = self.param.grad = None
+        if self.host is not None:
+            self.host.clear()
         if self.site is not None:
             self.site.take()
 
@@ -129,6 +134,7 @@ class GradientReducer:
     Attributes:
         events: ("arrive", name), ("launch", index), ("wait", index) in order, when recorded.
         peak_bytes: most bytes of gradient alive at once so far, buckets included.
+        last: whether what arrives is of the window's last micro-batch.
     """
 
     MAX_IN_FLIGHT = 2
@@ -151,6 +157,7 @@ class GradientReducer:
         self.scale = scale
         self.events: list[tuple[str, str | int]] | None = None
         self.peak_bytes = 0
+        self.last = False
         self._pool: list[Tensor] = []
         self._in_flight: list[_InFlight] = []
         self.plan()
@@ -320,7 +327,9 @@ class GradientReducer:
         if part is None:
             return
         scaled = part if self.scale.after == 1.0 else part.mul_(self.scale.after)
-        if gradient.refreshing:
+        if gradient.host is not None:
+            gradient.host.add(scaled, self.last)
+        elif gradient.refreshing:
             gradient.full = self._accumulated(gradient.full, scaled)
         else:
             gradient.reduced = self._accumulated(gradient.reduced, scaled)

@@ -34,6 +34,8 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.host_worker import HostWorker
+from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.step import ZeroStep
 
@@ -85,8 +87,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
         whole = settings.stage == 0
         self.shard_rank = 0 if whole else self.collectives.rank
         shards = 1 if whole else self.collectives.world
+        placed = self._placed()
+        self.host: HostWorker | None = None
+        if settings.host is not None:
+            self.host = HostWorker(placed[0][1].device, settings.host.pinned)
         self.entries = build_entries(
-            self._placed(), self.options, settings, self._modules, shards, self.shard_rank
+            placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
         )
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
@@ -111,8 +117,17 @@ class HMTZeroOptimizer(ZeROOptimizer):
             settings,
             self.options,
             self.shard_rank,
+            order_of_use(self.entries, param_names),
         )
         self._hooks = self._register_hooks()
+        self.overlap = Overlap(
+            settings.host.overlap if settings.host is not None else "none",
+            self.entries,
+            self._step,
+            model,
+            parameter_offload is not None,
+            lambda: self.loss_scale,
+        )
         state_access.link(self)
         self._form_groups()
         self._begin_window()
@@ -168,7 +183,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
-            reduce_now = self.partition_gradients or self.is_gradient_accumulation_boundary()
+            self.reducer.last = self.is_gradient_accumulation_boundary()
+            reduce_now = self.partition_gradients or self.reducer.last
             self.reducer.arrive(gradient, reduce_now and self.reduction_enabled)
             expected = self._max_expected_hooks_seen
             if refresh:
@@ -263,16 +279,18 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
+        self._step.finish()  # what forward did not ask for
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
-            self.reducer.reset()
+            self.zero_grad()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
             norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
+            self.overlap.end_step()
             self.step_count += 1
             for number in self.policy.stale(self.step_count):
                 self.schedule.advance(self.groups[number][0], self.step_count)
@@ -300,6 +318,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
+        self.overlap.settle()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
 
     @property
@@ -312,17 +331,20 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
+        self.overlap.take_back("had its gradients dropped between backward and step")
         self.reducer.reset()
 
     def refresh_fp32_params(self) -> None:
         """Take masters anew from the model's weights."""
+        self.overlap.settle()
         for entry in self.entries:
             entry.weight.refresh_master()
 
     _restore_from_bit16_weights = refresh_fp32_params
 
     def checkpoint_event_prologue(self) -> None:
-        """Before saving or loading: parameters of stage 3 partitioned."""
+        """Before saving or loading: updates finished, parameters of stage 3 partitioned."""
+        self.overlap.settle()
         self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -358,6 +380,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             raise ValueError(
                 f"offload_states(include={include!r}): HMT moves moments and masters together; pass None"
             )
+        self.overlap.settle()
         state_access.move_states(self, "cpu", non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -366,10 +389,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; see :mod:`hmt_deepspeed.zero.checkpoint`."""
+        self.overlap.settle()
         return checkpoint.optimizer_state(self)
 
     def load_saved(self, saved: checkpoint.SavedState) -> None:
         """Restore states from a checkpoint of any world size and stage, then open the next window."""
+        self.overlap.settle()
         checkpoint.restore_optimizer(self, saved)
         self.reducer.reset()
         self._begin_window()
@@ -386,6 +411,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
+        self.overlap.close()
+        if self.host is not None:
+            self.host.close()
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         get_accelerator().empty_cache()

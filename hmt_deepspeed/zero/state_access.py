@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:
@@ -39,9 +40,14 @@ class StateAccess:
         self.optimizer = optimizer
         self._entries = {e.gradient.param: e for e in optimizer.entries}
 
+    def _settled(self, param: nn.Parameter) -> Entry:
+        """The entry of a parameter, when no update of it is under way."""
+        self.optimizer.overlap.settle()
+        return self._entries[param]
+
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             if isinstance(entry.weight, EncodedWeight):
                 return entry.weight.whole_values()
@@ -57,7 +63,7 @@ class StateAccess:
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite a whole weight or state; every rank passes the same value."""
-        entry, rank = self._entries[param], self.optimizer.shard_rank
+        entry, rank = self._settled(param), self.optimizer.shard_rank
         if optim_state_key is None:
             entry.weight.set_whole(value.reshape(-1).float())
         elif entry.matrix is None:
@@ -72,7 +78,7 @@ class StateAccess:
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """Whole mean gradient; of a projected matrix the part that was kept, ``A Q^T``, m x n."""
         entry = self._entries[param]
-        matrix, reduced = entry.matrix, entry.gradient.reduced
+        matrix, reduced = entry.matrix, self.get_local_fp32_grad_for_param(param)
         if matrix is None:
             if reduced is None:
                 return None
@@ -94,7 +100,7 @@ class StateAccess:
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor:
         """This rank's flat part of the weight, or its rows of a state."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             return entry.weight.master_values()
         return self._state(entry, optim_state_key)
@@ -103,7 +109,7 @@ class StateAccess:
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite this rank's part."""
-        entry = self._entries[param]
+        entry = self._settled(param)
         if optim_state_key is None:
             entry.weight.set_values(value.reshape(-1).float())
         else:
@@ -111,7 +117,8 @@ class StateAccess:
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """This rank's rows of the reduced gradient (projected for a low-rank matrix)."""
-        return self._entries[param].gradient.reduced
+        gradient = self._entries[param].gradient
+        return gradient.reduced if gradient.host is None else gradient.host.read()
 
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite the reduced gradient of a dense parameter.
@@ -119,13 +126,16 @@ class StateAccess:
         Raises:
             ValueError: for a low-rank matrix, whose full gradient is never kept.
         """
-        entry = self._entries[param]
+        entry = self._settled(param)
         if entry.matrix is not None:
             raise ValueError(
                 f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
                 "set. Add the module to hmt.optimizer.exclude_modules to keep it dense."
             )
         flat = entry.gradient.shards.shard_of(value.reshape(-1), self.optimizer.shard_rank)
+        if entry.gradient.host is not None:
+            entry.gradient.host.replace(flat.to(entry.weight.device, copy=True))
+            return
         dtype = self.optimizer.settings.accumulate_dtype
         entry.gradient.reduced = flat.to(dtype, copy=True).view(-1, 1)
 
@@ -150,7 +160,8 @@ class StateAccess:
     def _whole_flat(self, entry: Entry, shard: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
         if shards.world == 1:
-            return shard.clone()
+            return shard.to(entry.weight.device, copy=True)
+        shard = shard.to(entry.weight.device)  # from the host, if it lives there
         part = padded(shard.contiguous(), shards.partition)
         packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=shard.device)
         collectives.all_gather(packed, part).wait()
@@ -201,13 +212,14 @@ def move_states(
 ) -> None:
     """Move moments and masters (not the weights themselves) to a device."""
     for entry in optimizer.entries:
-        if entry.weight.master_bytes():
+        on_host = isinstance(entry.weight, HostWeight)  # with its dense states, for good
+        if entry.weight.master_bytes() and not on_host:
             assert entry.weight.master is not None
             entry.weight.master = entry.weight.master.to(device, non_blocking=non_blocking)
         if entry.matrix is not None:
             for state in entry.matrix.states().values():
                 state.to(device, non_blocking=non_blocking)
-        elif entry.dense_state is not None:
+        elif entry.dense_state is not None and not on_host:
             first, second, step = entry.dense_state
             first.to(device, non_blocking=non_blocking)
             second.to(device, non_blocking=non_blocking)

@@ -11,6 +11,7 @@ from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
+from hmt_deepspeed.zero.host_weight import HostWeight
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.entries import Entry
@@ -64,6 +65,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
         "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
         "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
+        "host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,
         "stock_zero_communication_bytes_per_step": stock_communication_bytes(optimizer),
@@ -90,23 +92,29 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
             _backward(entry),
             _state_dtype(entry, optimizer.options["state_dtype"]),
             entry.weight.kind,
+            _placement(optimizer, entry),
             entry.assignment.reason or "linear",
         )
         kinds[kind].append(entry)
     rows = []
-    for (*leading, backward, dtype, kept, reason), entries in kinds.items():
+    for (*leading, backward, dtype, kept, placement, reason), entries in kinds.items():
         group, rule, projection, shape, rank = leading
         numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
         held = sum(e.weight.weight_bytes() for e in entries)
         masters = sum(e.weight.master_bytes() for e in entries)
         counts = [len(entries), f"{numel:,}"]
         states = [f"{held:,} ({kept})", dtype, f"{sum(map(state_bytes, entries)):,}"]
-        states += [f"{masters:,}" if masters else _masters_kind(entries[0]), _placement(optimizer)]
+        states += [f"{masters:,}" if masters else _masters_kind(entries[0]), placement]
         rows.append([group, rule, projection, shape, *counts, rank, backward, *states, reason])
     headers = ["group", "rule", "projection", "shape", "tensors", "elements", "rank", "backward"]
     headers += ["weight bytes", "states", "state bytes", "master bytes", "shard", "because"]
     title = f"hmt: ZeRO stage {optimizer.settings.stage}, {optimizer.collectives.world} ranks, bytes per rank"
-    return f"{title}\n{format_table(rows, headers)}"
+    lines = [title, format_table(rows, headers)]
+    if optimizer.host is not None:
+        assert optimizer.settings.host is not None
+        overlap = optimizer.settings.host.overlap
+        lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
+    return "\n".join(lines)
 
 
 def _projection(entry: Entry) -> str:
@@ -154,11 +162,12 @@ def _masters_kind(entry: Entry) -> str:
     return "weights are fp32" if entry.weight.master is not None else "none"
 
 
-def _placement(optimizer: HMTZeroOptimizer) -> str:
+def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
     world, stage = optimizer.collectives.world, optimizer.settings.stage
-    if stage == 0 or world == 1:
-        return "whole"
-    return f"1/{world} of rows"
+    part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
+    if not isinstance(entry.weight, HostWeight):
+        return part
+    return f"{part}, on host" if entry.matrix is None else f"{part}, masters on host"
 
 
 def _size(dtype: torch.dtype) -> int:

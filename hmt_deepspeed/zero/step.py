@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
 from hmt_deepspeed.zero.gradients import Gradient
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.transpose import rows_from_columns
 from hmt_deepspeed.zero.weights import GatherPipeline
@@ -35,6 +37,7 @@ class ZeroStep:
         entries: of all trainable parameters. schedule: of the low-rank ones among them, in order.
         collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
         shard_rank: this process's place in the shards; 0 at stage 0.
+        order: places of the entries in the order in which their new weights are needed.
     """
 
     def __init__(
@@ -46,12 +49,15 @@ class ZeroStep:
         settings: ZeroSettings,
         options: Mapping[str, Any],
         shard_rank: int,
+        order: Sequence[int],
     ) -> None:
+        self.order = order
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
         self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
+        self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
 
     def found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite."""
@@ -60,11 +66,20 @@ class ZeroStep:
             t.sum(dtype=torch.float32) for g in held for t in (g.reduced, g.full) if t is not None
         ]
         device = self.entries[0].weight.device
+        sums += [squares.sum() for squares in self._host_square_norms(device)]
         bad = torch.zeros((), device=device)
         if sums:
             bad = (~torch.isfinite(torch.stack(sums))).any().float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
+
+    def _host_square_norms(self, device: torch.device) -> list[Tensor]:
+        """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
+        hosts = [e.gradient.host for e in self.entries if e.gradient.host is not None]
+        if not hosts:
+            return []
+        squares = torch.stack([host.square_norm() for host in hosts]).to(device)
+        return list(squares.split(1))
 
     def refresh_bases(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
         """New bases from the mean full gradients: found once, at the owner, and broadcast.
@@ -163,9 +178,12 @@ class ZeroStep:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
         and clips; 0-dim fp32."""
         device = self.entries[0].weight.device
-        parts = []
+        parts, on_host = [], iter(self._host_square_norms(device))
         for entry in self.entries:
             matrix, gradient = entry.matrix, entry.gradient
+            if gradient.host is not None:
+                parts.append(next(on_host))
+                continue
             if matrix is not None and gradient.reduced is None:
                 gradient.reduced = torch.zeros(matrix.num_rows, matrix.width, device=device)
             counted = gradient.shards.counted(self.shard_rank)
@@ -191,15 +209,24 @@ class ZeroStep:
         return norm, factor
 
     def update(self, factor: Tensor, step_count: int) -> None:
-        """Moments, weights of the rows held here, and their gather; uses the gradients up."""
+        """Moments, weights of the rows held here, and their gather; uses the gradients up.
+
+        Weights in host memory are left to :meth:`finish`.
+        """
         updates = self._advance(factor)
+        on_host = any(e.host is not None for e in self.entries)
+        host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        for place, entry in enumerate(self.entries):
+        for place in self.order:
+            entry = self.entries[place]
             key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
             if entry.matrix is not None:
                 update = entry.matrix.finish(*updates.pop(place))
                 with self.bases.whole(entry):
                     self._apply(entry, entry.matrix, update, key, gather)
+            elif entry.host is not None:
+                entry.host.step(host_factor, key, entry.hyper())
+                self._gather_weight(entry, gather)
             else:
                 self._step_dense(entry, factor, key, step_count)
                 self._gather_weight(entry, gather)
@@ -240,6 +267,23 @@ class ZeroStep:
         moments = (state[0].read(), state[1].read())
         entry.weight.step_dense(gradient, (*moments, state[2]), key, **entry.hyper())
         write_moments(state, moments, self.options["seed"], entry.name, step_count)
+
+    @torch.no_grad()
+    def finish(self, last: Entry | None = None) -> None:
+        """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
+
+        Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
+        at different places still gather in the same order.
+        """
+        gather = GatherPipeline(self.collectives, self.settings.gather_elements)
+        while self._unfinished:
+            entry = self._unfinished.popleft()
+            assert isinstance(entry.weight, HostWeight)
+            entry.weight.finish()
+            self._gather_weight(entry, gather)
+            if entry is last:
+                break
+        gather.finish()
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -308,6 +352,9 @@ class ZeroStep:
         gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
     def _gather_weight(self, entry: Entry, gather: GatherPipeline) -> None:
+        if isinstance(entry.weight, HostWeight) and entry.weight.pending:
+            self._unfinished.append(entry)
+            return
         if not self.sharded or entry.weight.partitioned:
             return
         shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)

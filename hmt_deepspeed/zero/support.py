@@ -13,21 +13,25 @@ from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 
-__all__ = ["check_activations", "check_engine", "check_supported"]
+__all__ = ["check_activations", "check_engine", "check_supported", "resolved_overlap"]
 
 Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
 
 
-def check_supported(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> None:
+def check_supported(
+    config: dict[str, Any], parsed: Any, options: dict[str, Any], overlap: str | None
+) -> None:
     """Refuse DeepSpeed features that would be ignored or would change results.
 
     Args:
         config: the DeepSpeed JSON. parsed: its ``DeepSpeedConfig``. options: fields of ``hmt.optimizer``.
+        overlap: ``hmt.offload.overlap`` where it is given.
 
     Raises:
         ValueError: naming every key, its value, what is legal and what to do.
     """
-    refusals = [*_precision(config, parsed, options), *_zero(parsed), *_parallelism(config, parsed)]
+    refusals = [*_precision(config, parsed, options), *_zero(parsed, options, overlap)]
+    refusals += _parallelism(config, parsed)
     refusals += _int8_weights(parsed, options)
     if refusals:
         raise ValueError(
@@ -180,15 +184,45 @@ def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
         yield "fp16.enabled", True, f"false {given}", remedy
 
 
-def _zero(parsed: Any) -> Iterator[Refusal]:
+def resolved_overlap(parsed: Any, wanted: str | None) -> str:
+    """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
+
+    "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
+    never lets weights be read that a gate does not see, as "forward" does below stage 3.
+    """
+    if wanted not in (None, "auto"):
+        assert wanted is not None
+        return wanted
+    if not (parsed.gradient_clipping or parsed.float16_config.enabled or _checks_overflow(parsed)):
+        return "backward"
+    if parsed.zero_optimization_stage == 3 and not _on_nvme(parsed.zero_config.offload_param):
+        return "forward"
+    return "none"
+
+
+def _checks_overflow(parsed: Any) -> bool:
+    return bool(parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow)
+
+
+def _on_nvme(param: Any) -> bool:
+    return param is not None and param.device == OffloadDeviceEnum.nvme
+
+
+def _zero(parsed: Any, options: dict[str, Any], overlap: str | None) -> Iterator[Refusal]:
     zero = parsed.zero_config
     offload = zero.offload_optimizer
     if offload is not None and offload.device != OffloadDeviceEnum.none:
+        yield from _offload_optimizer(zero.stage, offload, options)
+    elif overlap is not None:
+        remedy = "There is nothing to overlap: remove the key, or add offload_optimizer."
+        yield "hmt.offload.overlap", overlap, 'unset without "offload_optimizer"', remedy
+    if overlap == "forward" and _on_nvme(zero.offload_param):
+        remedy = 'DeepSpeed\'s swap buffers are busy with the forward: use "none" or "backward".'
         yield (
-            "zero_optimization.offload_optimizer.device",
-            str(getattr(offload.device, "value", offload.device)),
-            '"none"',
-            "Remove the section: HMT keeps the moments in the low-rank space, on the device.",
+            "hmt.offload.overlap",
+            overlap,
+            '"none" or "backward" with offload_param on nvme',
+            remedy,
         )
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
@@ -208,6 +242,29 @@ def _zero(parsed: Any) -> Iterator[Refusal]:
     if not getattr(zero, "compute_grad_norm", True):
         remedy = "Remove it: the norm falls out of the probe columns."
         yield "zero_optimization.compute_grad_norm", False, "true", remedy
+
+
+def _offload_optimizer(stage: int, offload: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+    key = "zero_optimization.offload_optimizer"
+    device = str(getattr(offload.device, "value", offload.device))
+    if device != "cpu":
+        remedy = 'States on an SSD are not supported yet: use "cpu".'
+        yield f"{key}.device", device, '"none" or "cpu"', remedy
+    if stage == 0:
+        remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
+        yield f"{key}.device", device, '"none" at stage 0', remedy
+    if offload.super_offload:
+        yield f"{key}.super_offload", True, "false", "Remove the key."
+    if offload.ratio != 1.0:
+        remedy = "What is offloaded is offloaded whole: remove the key."
+        yield f"{key}.ratio", offload.ratio, "1.0", remedy
+    if options["state_dtype"] != "fp32":
+        yield (
+            "hmt.optimizer.state_dtype",
+            options["state_dtype"],
+            '"fp32" with offload_optimizer',
+            "The CPU Adam kernel takes fp32 moments: remove the key, or offload_optimizer.",
+        )
 
 
 def _nvme(stage: int, param: Any) -> Iterator[Refusal]:

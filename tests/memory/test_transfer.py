@@ -321,3 +321,23 @@ def test_threads():
     assert not failures
     assert engine.counters.num_out == engine.counters.num_in == 160
     assert engine.counters.bytes_out == engine.counters.bytes_in == 160 * 2800
+
+
+def test_bytes_go_into_an_existing_tensor_once_they_are_received():
+    engine, target = make(), torch.zeros(10)
+    arrival = engine.into(target[2:6], "x")
+    buffer = engine.pool.take(16, "x")
+    buffer.memory[:16].view(torch.float32).copy_(torch.ones(4))
+    engine.deliver(arrival, engine.pool, buffer)
+    assert target.sum() == 0  # the twin copies as late as it may
+    assert engine.receive(arrival).data_ptr() == target[2:].data_ptr()
+    assert target.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert (engine.counters.bytes_in, engine.pool.used_bytes) == (16, PAGE)
+    engine.pool.take(16 * PAGE, "all")  # the buffer is free again
+
+
+def test_into_what_cannot_be_written():
+    with pytest.raises(ValueError, match="'columns' must be contiguous"):
+        make().into(torch.zeros(4, 4)[:, 1], "columns")
+    with pytest.raises(ValueError, match="on cpu, is on meta"):
+        make().into(torch.zeros(4, device="meta"), "elsewhere")

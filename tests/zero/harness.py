@@ -115,10 +115,15 @@ def _serve() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
     from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from torch.utils import cpp_extension
 
     import hmt_deepspeed.zero.engine  # noqa: F401
 
     build_shm_op()  # what init_distributed looks up and loads, half a second each time
+    built = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cpp_extension.get_default_build_root()}/*"
+    if glob.glob(f"{built}/cpu_adam/cpu_adam.so"):
+        CPUAdamBuilder().load()  # the same for offloaded states; starts no thread before a step
     assert torch.get_num_threads() == 1  # a pool of threads would not survive the fork
     for line in sys.stdin:
         print(json.dumps(_run_job(json.loads(line))), file=answers, flush=True)

@@ -171,10 +171,11 @@ def swapped(folder: str) -> dict[str, Any]:
     for name, section in {"without": None, "ssd": to_ssd(Path(folder))}.items():
         engine = make_engine(with_activations(ds_config(2), section), tiny_llama(layers=6))
         if section is not None:
-            engine.register_forward_hook(lambda *_: engine.hmt_activations.memory.files.flush())
+            files = engine.hmt_activations.memory.files
+            engine.register_forward_hook(lambda *_, files=files: files.flush())
         losses = train(engine, STEPS)
-        files = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]
-        found[name] = {"losses": losses, "metrics": engine_metrics(engine), "files": sum(files)}
+        sizes = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]
+        found[name] = {"losses": losses, "metrics": engine_metrics(engine), "files": sum(sizes)}
         engine.destroy()
     found["left"] = os.listdir(folder)
     return found

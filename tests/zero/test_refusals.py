@@ -45,9 +45,30 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"master_weights": "none"}}},
         ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
     ),
-    "offload_optimizer": (
-        {"zero_optimization.offload_optimizer": {"device": "cpu"}},
-        ["zero_optimization.offload_optimizer.device is 'cpu'", '"none"', "Remove"],
+    "offload_optimizer to nvme": (
+        {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+        ["zero_optimization.offload_optimizer.device is 'nvme'", '"none" or "cpu"', 'use "cpu"'],
+    ),
+    "offload_optimizer at stage 0": (
+        {
+            "zero_optimization.stage": 0,
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+        },
+        ["zero_optimization.offload_optimizer.device is 'cpu'", "at stage 0", "use stage 1"],
+    ),
+    "offload_optimizer in part": (
+        {
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_optimizer": {"device": "cpu", "ratio": 0.5},
+        },
+        ["zero_optimization.offload_optimizer.ratio is 0.5", "legal is 1.0", "remove the key"],
+    ),
+    "offload_optimizer with small states": (
+        {
+            "hmt": {"optimizer": {"state_dtype": "int8"}},
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+        },
+        ["hmt.optimizer.state_dtype is 'int8'", '"fp32" with offload_optimizer', "remove"],
     ),
     "offload_param to nvme at stage 2": (
         {"zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"}},
@@ -65,12 +86,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 2},
         ["zero_optimization.zero_hpz_partition_size is 2", "legal is 1", "remove"],
     ),
+    "overlap of nothing": (
+        {"hmt": {"offload": {"overlap": "none"}}},
+        ["hmt.offload.overlap is 'none'", 'without "offload_optimizer"', "remove the key"],
+    ),
+    "forward overlap over parameters on nvme": (
+        {
+            "hmt": {"offload": {"overlap": "forward"}},
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+        },
+        ["hmt.offload.overlap is 'forward'", '"none" or "backward"', "swap buffers"],
+    ),
     "SuperOffload": (
         {
             "zero_optimization.stage": 3,
             "zero_optimization.offload_optimizer": {"device": "cpu", "super_offload": True},
         },
-        ["zero_optimization.offload_optimizer.device is 'cpu'", "Remove the section"],
+        ["zero_optimization.offload_optimizer.super_offload is True", "legal is false"],
     ),
     "ZenFlow": (
         {

@@ -1,0 +1,307 @@
+"""The host's work beside the device's: every overlap gives the bits of none, and none of it is pretended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from test_offload_optimizer import ADAMW, offloaded, small_chunks
+from training import (
+    LOW_RANK,
+    ds_config,
+    furthest,
+    loss_of,
+    make_engine,
+    micro_batches,
+    model_weights,
+    train,
+    train_step,
+    weights,
+)
+
+STEPS = 8
+
+
+def overlapped(
+    stage: int, overlap: str, options: dict[str, Any] | None = None, gas: int = 1, **changes: Any
+) -> Any:
+    small_chunks()
+    config = offloaded(ds_config(stage, options or ADAMW, gas=gas, **changes))
+    config["hmt"]["offload"] = {"overlap": overlap}
+    return make_engine(config)
+
+
+def slowed(engine: Any) -> list[int]:
+    """A worker that is always late; the steps of Adam that it takes, by number."""
+    adam, taken = engine.optimizer.host.adam, []
+    step = adam.step_
+
+    def late(*arguments: Any, **keyword: Any) -> None:
+        taken.append(arguments[4])
+        time.sleep(1e-4)
+        step(*arguments, **keyword)
+
+    adam.step_ = late
+    return taken
+
+
+# -- the same bits ------------------------------------------------------------------------------------------
+
+
+def run(stage: int, overlap: str, options: dict[str, Any], gas: int, clip: float) -> dict[str, Any]:
+    engine = overlapped(stage, overlap, options, gas, gradient_clipping=clip)
+    taken = slowed(engine)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(train_step(engine, step))
+        norms.append(float(engine.get_global_grad_norm()))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights(engine),
+        "model": model_weights(engine),  # after weights(), which waits
+        "steps of adam": len(taken),
+        "table": engine.optimizer.describe(),
+    }
+
+
+CASES = [
+    # stage, world, options, accumulation, clip: clipped in some steps and not in others
+    (3, 2, ADAMW, 2, 0.7),
+    pytest.param(3, 2, LOW_RANK, 1, 0.7, marks=pytest.mark.slow),
+    (2, 2, LOW_RANK, 2, 0.7),
+    (1, 1, ADAMW, 1, 0.0),
+]
+
+
+@pytest.mark.parametrize(("stage", "world", "options", "gas", "clip"), CASES)
+def test_every_overlap_gives_the_same_bits(
+    ranks: Ranks, stage: int, world: int, options: dict[str, Any], gas: int, clip: float
+) -> None:
+    found = {
+        overlap: ranks.run(run, world, stage, overlap, options, gas, clip)[0]
+        for overlap in ("none", "forward", "backward")
+    }
+    none = found["none"]
+    clipped = sum(norm > clip > 0 for norm in none["norms"])
+    assert clip == 0 or STEPS // 4 <= clipped < STEPS
+    for overlap, other in found.items():
+        assert f"overlap {overlap}" in other["table"]
+        assert other["losses"] == none["losses"]
+        assert other["norms"] == none["norms"]
+        assert furthest(other["weights"], none["weights"]) == 0
+        assert furthest(other["model"], none["model"]) == 0
+    # what was clipped was stepped twice, and nothing else
+    per_step = none["steps of adam"] // STEPS
+    assert found["forward"]["steps of adam"] == none["steps of adam"] == per_step * STEPS
+    assert found["backward"]["steps of adam"] == per_step * (STEPS + clipped)
+
+
+def overflowing(overlap: str) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 3}
+    engine = overlapped(3, overlap, fp16=fp16)
+    losses = []
+    for step in range(8):
+        loss = loss_of(engine, micro_batches(engine, step)[0])
+        engine.backward(loss * (1e8 if step in (2, 5) and torch.distributed.get_rank() else 1.0))
+        engine.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": weights(engine), "skipped": engine.skipped_steps}
+
+
+def test_overflows_are_taken_back(ranks: Ranks) -> None:
+    """Injected on one rank; the scale grows in between, which a guess made during backward cannot know."""
+    none = ranks.run(overflowing, 2, "none")[0]
+    assert none["skipped"] == 2
+    for overlap in ("forward", "backward"):
+        other = ranks.run(overflowing, 2, overlap)[0]
+        assert other["losses"] == none["losses"]
+        assert furthest(other["weights"], none["weights"]) == 0
+
+
+# -- what runs when --------------------------------------------------------------------------------------------
+
+
+def during_forward(stage: int) -> dict[str, Any]:
+    """The update of the second layer cannot go on before the first layer's next forward has begun."""
+    prefetch = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    engine = overlapped(stage, "forward", zero_optimization=prefetch)
+    train(engine, 2)
+    optimizer, began, waited = engine.optimizer, threading.Event(), []
+    late = next(e for e in optimizer.entries if "layers.1.self_attn.q_proj" in e.name)
+    step = late.host._next_step
+
+    def blocked(*arguments: Any) -> Any:
+        inner = step(*arguments)
+
+        def wait(*chunk: Any) -> None:
+            waited.append(began.wait(timeout=30))
+            inner(*chunk)
+
+        return wait
+
+    late.host._next_step = blocked
+    first, second = engine.module.model.layers
+    first.register_forward_pre_hook(lambda *_: began.set())
+    before = late.weight.master.clone()
+    seen = {}
+
+    def look(*_: Any) -> None:
+        seen["pending at use"] = late.weight.pending
+        seen["changed"] = not torch.equal(late.weight.master, before)
+
+    train_step(engine, 2)
+    second.self_attn.q_proj.register_forward_hook(look)
+    pending = sum(e.weight.pending for e in optimizer.entries)
+    began.clear()  # set by the forward before the step
+    return {"pending": pending, "loss": train_step(engine, 3), "waited": waited, **seen}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_forward_runs_over_the_updates_of_later_layers(ranks: Ranks, stage: int) -> None:
+    for found in ranks.run(during_forward, 2, stage):
+        assert found["pending"] > 10  # the step returned before they were done
+        assert all(
+            found["waited"]
+        )  # no update had to wait longer than for the first layer's forward
+        assert found["changed"]
+        assert not found["pending at use"]
+
+
+def during_backward() -> dict[str, Any]:
+    engine = overlapped(2, "auto", gas=2, gradient_clipping=0.0)
+    train(engine, 2)
+    host, optimizer = engine.optimizer.host, engine.optimizer
+    masters = [e.weight.master for e in optimizer.entries]
+    found = {"table": optimizer.describe()}
+    for tokens in micro_batches(engine, 2):
+        before = [m.clone() for m in masters]
+        device = model_weights(engine)
+        engine.backward(loss_of(engine, tokens))
+        host.drain()
+        last = engine.is_gradient_accumulation_boundary()
+        moved = [not torch.equal(m, b) for m, b in zip(masters, before, strict=True)]
+        found[f"moved, last {last}"] = sum(moved) / len(moved)
+        found[f"device, last {last}"] = furthest(model_weights(engine), device)
+        engine.step()
+    found["after"] = furthest(model_weights(engine), device)
+    return found
+
+
+def test_backward_updates_masters_before_the_step(ranks: Ranks) -> None:
+    found = ranks.run(during_backward, 1)[0]
+    assert "overlap backward" in found["table"]  # "auto" without clipping and overflow check
+    assert found["moved, last False"] == 0
+    assert found["moved, last True"] == 1
+    assert found["device, last False"] == found["device, last True"] == 0
+    assert found["after"] > 0
+
+
+def test_auto(ranks: Ranks) -> None:
+    for stage, clip, said in [(3, 0.5, "forward"), (2, 0.5, "none"), (3, 0.0, "backward")]:
+        assert f"overlap {said}" in ranks.run(table, 1, stage, clip)[0]
+
+
+def table(stage: int, clip: float) -> str:
+    said: str = overlapped(stage, "auto", gradient_clipping=clip).optimizer.describe()
+    return said
+
+
+# -- who reads, waits ------------------------------------------------------------------------------------------
+
+
+def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = overlapped(stage, overlap, gradient_clipping=1.0, zero_optimization=zero)
+    slowed(engine)
+    found: dict[str, Any] = {}
+
+    def after_a_step(name: str, read: Any) -> None:
+        train_step(engine, len(found))
+        found[name] = read()
+
+    def evaluated() -> Any:
+        with torch.no_grad():
+            return loss_of(engine, micro_batches(engine, 0)[0])
+
+    def copied(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.clone() for name, value in state.items()}
+
+    after_a_step("masters", lambda: weights(engine))
+    after_a_step("evaluated", evaluated)
+    if stage == 3:  # below, GatheredParameters gathers nothing, so nothing can be gated
+        after_a_step("gathered", lambda: model_weights(engine))
+    else:
+        after_a_step("module state", lambda: copied(engine.module.state_dict()))
+    after_a_step("consolidated", lambda: engine.save_16bit_model(folder, "model.bin"))
+    after_a_step("saved", lambda: engine.save_checkpoint(folder, tag="one"))
+    after_a_step("state", lambda: [s["exp_avg"].clone() for s in engine.optimizer.state.values()])
+    engine.load_checkpoint(folder, tag="one")
+    found["loaded"] = train_step(engine, 5)
+    engine.backward(loss_of(engine, micro_batches(engine, 6)[0]))
+    found["between"] = weights(engine)  # an update begun during backward is taken back
+    engine.step()
+    found["end"] = weights(engine)
+    return found
+
+
+READERS = [(2, "forward"), (3, "forward"), pytest.param(3, "backward", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("stage", "overlap"), READERS)
+def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path, stage: int, overlap: str) -> None:
+    mine, plain = tmp_path / overlap, tmp_path / "none"
+    ours = ranks.run(readers, 2, stage, overlap, str(mine))[0]
+    none = ranks.run(readers, 2, stage, "none", str(plain))[0]
+    assert ours.keys() == none.keys()
+    for name, value in none.items():
+        assert same(value, ours[name]), name
+    states = [torch.load(path / "model.bin", weights_only=True) for path in (mine, plain)]
+    assert furthest(*states) == 0
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def cannot_be_taken_back() -> dict[str, str]:
+    said = {}
+    for name in ("second gradient", "dropped", "another rate"):
+        engine = overlapped(2, "backward", gradient_clipping=0.0)
+        train(engine, 1)
+        engine.backward(loss_of(engine, micro_batches(engine, 1)[0]))
+        try:
+            if name == "second gradient":
+                engine.backward(loss_of(engine, micro_batches(engine, 1)[0]))
+            elif name == "dropped":
+                engine.zero_grad()
+            else:
+                engine.optimizer.param_groups[0]["lr"] *= 2
+                engine.step()
+            said[name] = "went on"
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_what_cannot_be_taken_back_is_an_error(ranks: Ranks) -> None:
+    said = ranks.run(cannot_be_taken_back, 1)[0]
+    assert "got a second gradient in the last micro-batch" in said["second gradient"]
+    assert "gradients dropped between backward and step" in said["dropped"]
+    assert "learning rate changed between backward and step" in said["another rate"]
+    for message in said.values():
+        assert '"overlap": "none"' in message
