@@ -141,7 +141,7 @@ class HostWeight(Weight):
     def _begin_beside_host_shard(
         self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
     ) -> None:
-        """``offload_param``: the shard is on the host or on an SSD, and is written as a whole at the end."""
+        """``offload_param``: the shard is on the host too, and is written as a whole at the end."""
         if self.master is None:
             with self.shard() as shard:
                 values = shard.float()
