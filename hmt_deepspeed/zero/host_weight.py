@@ -37,6 +37,7 @@ class HostWeight(Weight):
 
     Attributes:
         master: flat fp32 master of the shard on the host, or None.
+        pending: an update was begun and not finished, on all ranks alike: also of a shard without elements.
     """
 
     def __init__(
@@ -52,17 +53,13 @@ class HostWeight(Weight):
         self.partitioned, self.device = hasattr(param, "ds_tensor"), param.device
         self.worker, self.name = worker, name
         self.master = None
+        self.pending = False
         self._jobs: list[Future[None]] = []
         self._arrivals: list[Arrival] = []
         self._unwritten: tuple[Tensor, int] | None = None
         if keep_master or param.dtype == torch.float32:
             self.master = worker.zeros(self.num_elements, f"the master of {name}")
             self.refresh_master()
-
-    @property
-    def pending(self) -> bool:
-        """Whether an update was begun and not finished."""
-        return bool(self._jobs)
 
     # -- updates, each ended by finish() ----------------------------------------------------------
 
@@ -108,6 +105,7 @@ class HostWeight(Weight):
         Raises:
             RuntimeError: a job failed; the message names its parameter.
         """
+        self.pending = False
         jobs, self._jobs = self._jobs, []
         arrivals, self._arrivals = self._arrivals, []
         unwritten, self._unwritten = self._unwritten, None
@@ -124,6 +122,7 @@ class HostWeight(Weight):
     def _begin(
         self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
     ) -> None:
+        self.pending = True
         if self._offloaded:
             self._begin_beside_host_shard(step, incoming, key)
             return
@@ -141,7 +140,7 @@ class HostWeight(Weight):
     def _begin_beside_host_shard(
         self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
     ) -> None:
-        """``offload_param``: the shard is on the host or on an SSD, and is written as a whole at the end."""
+        """``offload_param``: the shard is on the host too, and is written as a whole at the end."""
         if self.master is None:
             with self.shard() as shard:
                 values = shard.float()

@@ -195,35 +195,21 @@ def resolved_overlap(parsed: Any, wanted: str | None) -> str:
         return wanted
     if not (parsed.gradient_clipping or parsed.float16_config.enabled or _checks_overflow(parsed)):
         return "backward"
-    if parsed.zero_optimization_stage == 3 and not _on_nvme(parsed.zero_config.offload_param):
-        return "forward"
-    return "none"
+    return "forward" if parsed.zero_optimization_stage == 3 else "none"
 
 
 def _checks_overflow(parsed: Any) -> bool:
     return bool(parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow)
 
 
-def _on_nvme(param: Any) -> bool:
-    return param is not None and param.device == OffloadDeviceEnum.nvme
-
-
 def _zero(parsed: Any, options: dict[str, Any], overlap: str | None) -> Iterator[Refusal]:
     zero = parsed.zero_config
     offload = zero.offload_optimizer
     if offload is not None and offload.device != OffloadDeviceEnum.none:
-        yield from _offload_optimizer(zero.stage, offload, options)
+        yield from _offload_optimizer(zero.stage, offload, zero.offload_param, options)
     elif overlap is not None:
         remedy = "There is nothing to overlap: remove the key, or add offload_optimizer."
         yield "hmt.offload.overlap", overlap, 'unset without "offload_optimizer"', remedy
-    if overlap == "forward" and _on_nvme(zero.offload_param):
-        remedy = 'DeepSpeed\'s swap buffers are busy with the forward: use "none" or "backward".'
-        yield (
-            "hmt.offload.overlap",
-            overlap,
-            '"none" or "backward" with offload_param on nvme',
-            remedy,
-        )
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
         yield from _nvme(zero.stage, param)
@@ -244,12 +230,20 @@ def _zero(parsed: Any, options: dict[str, Any], overlap: str | None) -> Iterator
         yield "zero_optimization.compute_grad_norm", False, "true", remedy
 
 
-def _offload_optimizer(stage: int, offload: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+def _offload_optimizer(
+    stage: int, offload: Any, param: Any, options: dict[str, Any]
+) -> Iterator[Refusal]:
     key = "zero_optimization.offload_optimizer"
     device = str(getattr(offload.device, "value", offload.device))
     if device != "cpu":
         remedy = 'States on an SSD are not supported yet: use "cpu".'
         yield f"{key}.device", device, '"none" or "cpu"', remedy
+    if param is not None and param.device == OffloadDeviceEnum.nvme:
+        remedy = (
+            'Parameters on an SSD and states in host memory are not tested together: use "cpu".'
+        )
+        legal = '"none" or "cpu" with offload_optimizer'
+        yield "zero_optimization.offload_param.device", "nvme", legal, remedy
     if stage == 0:
         remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
         yield f"{key}.device", device, '"none" at stage 0', remedy

@@ -90,14 +90,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"offload": {"overlap": "none"}}},
         ["hmt.offload.overlap is 'none'", 'without "offload_optimizer"', "remove the key"],
     ),
-    "forward overlap over parameters on nvme": (
+    "offload_optimizer beside parameters on nvme": (
         {
-            "hmt": {"offload": {"overlap": "forward"}},
             "zero_optimization.stage": 3,
             "zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/tmp"},
             "zero_optimization.offload_optimizer": {"device": "cpu"},
         },
-        ["hmt.offload.overlap is 'forward'", '"none" or "backward"', "swap buffers"],
+        [
+            "zero_optimization.offload_param.device is 'nvme'",
+            '"none" or "cpu" with offload_optimizer',
+            'use "cpu"',
+        ],
     ),
     "SuperOffload": (
         {
