@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import row_chunks
+from hmt_deepspeed.kernels.chunks import row_chunks, scratch_like
 from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
@@ -78,7 +78,8 @@ def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, deca
     if update.dtype == torch.float32:
         value.addmm_(update, columns, beta=decay, alpha=-lr)
     else:
-        value.mul_(decay).add_(update @ columns, alpha=-lr)
+        product = torch.mm(update, columns, out=scratch_like(value, update.dtype))
+        value.mul_(decay).add_(scratch_like(value, torch.float32).copy_(product), alpha=-lr)
 
 
 def low_rank_update_reference_(
