@@ -14,7 +14,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 def config_rows() -> list[str]:
     """The lines of the README's table of the "hmt" block."""
     return [
-        f"| `{key.removeprefix('hmt.')}` | {legal} | `{default}` | {text} |"
+        f"| `{key.removeprefix('hmt.')}` | {legal} | `{default}` | {text.replace('|', chr(92) + '|')} |"
         for key, legal, default, text in describe_fields()
     ]
 

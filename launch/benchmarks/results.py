@@ -202,4 +202,4 @@ def _number(value: float, unit: str) -> str:
 
 
 def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
