@@ -10,6 +10,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.chunks import scratch_like
 from hmt_deepspeed.optim.range_finder import (
     Subspace,
     find_subspace,
@@ -70,7 +71,9 @@ def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) ->
             f"{num_probes} probes do not fit into a complement of {n - rank} dimensions"
         )
     gaussian = torch.randn(n, num_probes, generator=generator, device=basis.device)
-    wide = basis.float()
+    wide = basis
+    if basis.dtype != torch.float32:
+        wide = scratch_like(basis, torch.float32).copy_(basis)
     # A 16-bit basis is orthonormal to three digits only: a second pass removes what the first left.
     for _ in range(1 if basis.dtype == torch.float32 else 2):
         gaussian -= wide @ (wide.t() @ gaussian)

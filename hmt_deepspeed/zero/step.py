@@ -58,13 +58,23 @@ class ZeroStep:
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
         self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
+        self._measured: dict[
+            int, Tensor
+        ] = {}  # by place: sums of the verdict over overflow, for the norm
 
     def found_overflow(self) -> bool:
-        """Whether any rank holds a gradient that is not finite."""
-        held = [e.gradient for e in self.entries]
-        sums = [
-            t.sum(dtype=torch.float32) for g in held for t in (g.reduced, g.full) if t is not None
-        ]
+        """Whether any rank holds a gradient that is not finite, or whose squared norm is not.
+
+        What is measured here is not measured again by :meth:`norm_and_clip_factor`.
+        """
+        self._measured = {
+            place: self._measure(entry)
+            for place, entry in enumerate(self.entries)
+            if entry.gradient.reduced is not None
+        }
+        sums = [part.sum() for part in self._measured.values()]
+        full = [e.gradient.full for e in self.entries if e.gradient.full is not None]
+        sums += [gradient.sum(dtype=torch.float32) for gradient in full]
         device = self.entries[0].weight.device
         sums += [squares.sum() for squares in self._host_square_norms(device)]
         bad = torch.zeros((), device=device)
@@ -72,6 +82,16 @@ class ZeroStep:
             bad = (~torch.isfinite(torch.stack(sums))).any().float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
+
+    def _measure(self, entry: Entry) -> Tensor:
+        """The entry's part of the sums behind the norm, of its reduced gradient."""
+        gradient = entry.gradient
+        assert gradient.reduced is not None
+        counted = gradient.shards.counted(self.shard_rank)
+        if entry.matrix is not None:
+            return entry.matrix.measure(gradient.reduced, counted)
+        norm = torch.linalg.vector_norm(gradient.reduced[counted], dtype=torch.float32)
+        return norm.square().view(1)
 
     def _host_square_norms(self, device: torch.device) -> list[Tensor]:
         """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
@@ -179,22 +199,19 @@ class ZeroStep:
         and clips; 0-dim fp32."""
         device = self.entries[0].weight.device
         parts, on_host = [], iter(self._host_square_norms(device))
-        for entry in self.entries:
+        for place, entry in enumerate(self.entries):
             matrix, gradient = entry.matrix, entry.gradient
             if gradient.host is not None:
                 parts.append(next(on_host))
                 continue
             if matrix is not None and gradient.reduced is None:
                 gradient.reduced = torch.zeros(matrix.num_rows, matrix.width, device=device)
-            counted = gradient.shards.counted(self.shard_rank)
-            if matrix is not None and gradient.reduced is not None:
-                parts.append(matrix.measure(gradient.reduced, counted))
-            elif gradient.reduced is None:
+            if gradient.reduced is None:
                 parts.append(torch.zeros(1, device=device))
             else:
-                own = gradient.reduced[counted]
-                norm = torch.linalg.vector_norm(own, dtype=torch.float32)
-                parts.append(norm.square().view(1))
+                measured = self._measured.get(place)
+                parts.append(self._measure(entry) if measured is None else measured)
+        self._measured = {}
         sums = torch.cat(parts)
         if self.sharded:
             self.collectives.all_reduce(sums)
