@@ -12,6 +12,7 @@ setup(
     name="hmt_deepspeed",
     version=VERSION,
     description="Low-rank full-parameter training for DeepSpeed on too little GPU memory",
+    license="Apache-2.0",
     packages=find_packages(include=["hmt_deepspeed*"]),
     python_requires=">=3.10",
     install_requires=[
