@@ -3,7 +3,8 @@
     python launch/bench.py foundations                  every case, each in a process of its own
     python launch/bench.py foundations --case galore    one case
     python launch/bench.py optimizer                    the cases of another suite
-    python launch/bench.py table                        the committed results as Markdown
+    python launch/bench.py all                          every suite
+    python launch/bench.py table                        the committed results that have a target, as Markdown
 
 Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.
 """
@@ -21,27 +22,31 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.results import RESULTS, machine, machine_slug, markdown  # noqa: E402
+from benchmarks.results import RESULTS, headlines, machine, machine_slug, markdown  # noqa: E402
 from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
 from benchmarks.suites import SUITES, run_case  # noqa: E402
+
+ALL = "all"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmarks of hmt_deepspeed.")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in SUITES.items():
-        suite = commands.add_parser(name, help=(module.__doc__ or "").partition(":")[0])
-        cases = list(module.CASES)
-        suite.add_argument("--case", action="append", choices=cases, help="repeat for several")
+    helps = {name: (module.__doc__ or "").partition(":")[0] for name, module in SUITES.items()}
+    for name, text in {**helps, ALL: "every suite"}.items():
+        suite = commands.add_parser(name, help=text)
+        if name != ALL:
+            cases = list(SUITES[name].CASES)
+            suite.add_argument("--case", action="append", choices=cases, help="repeat for several")
         suite.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 where it is fast")
         suite.add_argument("--rounds", type=_at_least_two, help="instead of each case's own number")
         suite.add_argument("--toy", action="store_true", help="tiny sizes, to try the code out")
         suite.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
-    table = commands.add_parser("table", help="print the results in a folder as Markdown")
+    table = commands.add_parser("table", help="print the results that have a target as Markdown")
     table.add_argument("--output", type=Path, default=RESULTS, help="folder of the machine folders")
     args = parser.parse_args()
-    if args.command in SUITES and args.toy and args.output is None:
+    if args.command != "table" and args.toy and args.output is None:
         parser.error("--toy needs --output: toy numbers do not belong among the results")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("run one process (--num_gpus 1): cases that need two ranks start them")
@@ -59,6 +64,11 @@ def _at_least_two(text: str) -> int:
 
 def run_suite(args: argparse.Namespace) -> int:
     """Exit status: 1 when a case failed. Whether targets were reached is in the report."""
+    if args.command == ALL:
+        failed = [
+            f"{s} {case}" for s in SUITES for case in SUITES[s].CASES if _run_alone(s, case, args)
+        ]
+        return _failed(failed)
     cases = args.case or list(SUITES[args.command].CASES)
     folder = (args.output or RESULTS) / machine_slug(machine())
     if len(cases) == 1:
@@ -68,30 +78,33 @@ def run_suite(args: argparse.Namespace) -> int:
         print(markdown({**report, "cases": {cases[0]: report["cases"][cases[0]]}}))
         print(f"\n{path}")
         return 0
-    failed = [case for case in cases if _run_alone(case, args)]
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return _failed([case for case in cases if _run_alone(args.command, case, args)])
 
 
-def _run_alone(case: str, args: argparse.Namespace) -> int:
+def _failed(cases: list[str]) -> int:
+    if cases:
+        print(f"failed: {', '.join(cases)}", file=sys.stderr)
+    return 1 if cases else 0
+
+
+def _run_alone(suite: str, case: str, args: argparse.Namespace) -> int:
     """One case in a fresh process: no other case's memory, threads or engines."""
-    command = [sys.executable, os.path.relpath(__file__), args.command, "--case", case]
+    command = [sys.executable, os.path.relpath(__file__), suite, "--case", case]
     command += ["--dtype", args.dtype] if args.dtype else []
     command += ["--rounds", str(args.rounds)] if args.rounds else []
     command += ["--toy"] if args.toy else []
     command += ["--output", str(args.output)] if args.output else []
-    print(f"=== {case}", flush=True)
+    print(f"=== {suite} {case}", flush=True)
     return subprocess.run(command, check=False).returncode
 
 
 def print_table(folder: Path) -> int:
-    reports = [path for suite in SUITES for path in sorted(folder.glob(f"*/{suite}.json"))]
-    if not reports:
+    paths = [path for suite in SUITES for path in sorted(folder.glob(f"*/{suite}.json"))]
+    if not paths:
         suites = " or ".join(f"`python launch/bench.py {suite}`" for suite in SUITES)
         print(f"no results in {folder}: run {suites}", file=sys.stderr)
         return 1
-    print("\n\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in reports))
+    print(headlines({path: json.loads(path.read_text(encoding="utf-8")) for path in paths}))
     return 0
 
 

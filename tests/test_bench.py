@@ -151,6 +151,10 @@ def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     done = run_bench("table", "--output", str(folder))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fp64: largest error") == 1
+    assert (
+        "gradient bytes of low-rank matrices / m·n" not in done.stdout
+    )  # no target: in the file only
+    assert "foundations.md`" in done.stdout
     assert "torch" in done.stdout
 
 

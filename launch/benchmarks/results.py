@@ -163,11 +163,34 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def headlines(reports: Mapping[Path, Mapping[str, Any]]) -> str:
+    """What has a target, of all reports in one table; the files beside the reports hold the rest."""
+    origins: dict[str, list[str]] = {}
+    rows = []
+    for path, report in reports.items():
+        for name, case in report["cases"].items():
+            claims = [m for m in case["measurements"] if m["target"] is not None]
+            rows += [_row([path.stem, name, m["label"], *_cells(m)]) for m in claims]
+            if claims:
+                origins.setdefault(_origin(case), []).append(name)
+    lines = ["Measured on:", "", *_origin_lines(origins), ""]
+    lines += [_row(["suite", *HEADERS]), _row(["---"] * (len(HEADERS) + 1)), *rows, ""]
+    files = [
+        f"`{os.path.relpath(path.with_suffix('.md'), RESULTS.parents[1])}`" for path in reports
+    ]
+    lines.append(f"All rows, with notes and the commands that repeat them: {', '.join(files)}.")
+    return "\n".join(lines)
+
+
 def _origins(cases: Mapping[str, Any]) -> list[str]:
     """One line per machine, versions and dtype, with the cases that they hold for."""
     held: dict[str, list[str]] = {}
     for name, case in cases.items():
         held.setdefault(_origin(case), []).append(name)
+    return _origin_lines(held)
+
+
+def _origin_lines(held: Mapping[str, list[str]]) -> list[str]:
     return [f"- {origin}: {', '.join(names)}" for origin, names in held.items()]
 
 
