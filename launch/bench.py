@@ -4,6 +4,7 @@
     python launch/bench.py foundations --case galore    one case
     python launch/bench.py optimizer                    the cases of another suite
     python launch/bench.py all                          every suite
+    python launch/bench.py gpu                          1B, 3B and 7B shapes; skipped without a GPU
     python launch/bench.py table                        the committed results that have a target, as Markdown
 
 Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.
@@ -24,7 +25,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 
 from benchmarks.results import RESULTS, headlines, machine, machine_slug, markdown  # noqa: E402
 from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
-from benchmarks.suites import SUITES, run_case  # noqa: E402
+from benchmarks.suites import SUITES, run_case, why_skipped  # noqa: E402
 
 ALL = "all"
 
@@ -73,6 +74,10 @@ def run_suite(args: argparse.Namespace) -> int:
     folder = (args.output or RESULTS) / machine_slug(machine())
     if len(cases) == 1:
         setting = choose_setting(args.dtype, args.rounds, args.toy)
+        reason = why_skipped(args.command, setting)
+        if reason is not None:
+            print(f"skipped {args.command} {cases[0]}: {reason}")
+            return 0
         path = run_case(args.command, cases[0], setting, folder)
         report = json.loads(path.read_text(encoding="utf-8"))
         print(markdown({**report, "cases": {cases[0]: report["cases"][cases[0]]}}))

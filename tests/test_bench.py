@@ -40,7 +40,7 @@ MEASUREMENT_FIELDS = {
 }
 
 
-def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_bench(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -51,7 +51,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         env.pop(name, None)
     command = [sys.executable, str(BENCH), *arguments]
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=180, check=False
+        command, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
@@ -168,3 +168,21 @@ def test_table_of_an_empty_folder_says_what_to_run(tmp_path: Path) -> None:
     done = run_bench("table", "--output", str(tmp_path))
     assert done.returncode == 1
     assert "launch/bench.py foundations" in done.stderr
+
+
+def test_the_gpu_suite_is_skipped_with_a_reason_without_one(tmp_path: Path) -> None:
+    done = run_bench("gpu", "--case", "1b", "--output", str(tmp_path))
+    assert done.returncode == 0
+    assert "skipped gpu 1b: no CUDA device" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_every_contender_of_the_gpu_suite_runs(tmp_path: Path) -> None:
+    arguments = ("gpu", "--toy", "--dtype", "bf16", "--case", "1b", "--output", str(tmp_path))
+    done = run_bench(*arguments, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = tmp_path.glob("*/gpu.json")
+    found = json.loads(path.read_text(encoding="utf-8"))["cases"]["1b"]["samples"]
+    assert not {name: run for name, run in found.items() if "seconds" not in run}
+    assert path.with_suffix(".svg").is_file()

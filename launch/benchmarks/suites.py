@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
-from benchmarks import activations, foundations, fpdt, optimizer
+from benchmarks import activations, foundations, fpdt, gpu, optimizer
 from benchmarks.results import add_case, case_record, load_average
 from benchmarks.setting import Setting, free_port, join_ranks
 
-SUITES = {module.SUITE: module for module in (foundations, optimizer, activations, fpdt)}
+SUITES = {module.SUITE: module for module in (foundations, optimizer, activations, fpdt, gpu)}
+
+
+def why_skipped(suite: str, setting: Setting) -> str | None:
+    """Why the cases of a suite cannot run here; None where they can."""
+    if getattr(SUITES[suite], "NEEDS_GPU", False) and setting.device == "cpu" and not setting.toy:
+        return "no CUDA device"
+    return None
 
 
 def run_case(suite: str, name: str, setting: Setting, folder: Path) -> Path:
@@ -20,4 +28,7 @@ def run_case(suite: str, name: str, setting: Setting, folder: Path) -> Path:
         join_ranks(0, 1, free_port())
     result = module.CASES[name](setting)
     record = case_record(result, setting.record(), time.monotonic() - begin, load_before)
-    return add_case(folder, suite, name, record)
+    path = add_case(folder, suite, name, record)
+    if hasattr(module, "plot"):
+        module.plot(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+    return path
