@@ -55,7 +55,9 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
     "HMT, no masters, recompute": _hmt(
         {"rank": RANK, "master_weights": "none"}, activations={"policy": _RECOMPUTE}
     ),
-    "HMT, INT8 weights": _hmt({"rank": RANK, "weight_dtype": "int8", "state_dtype": "int8"}),
+    "HMT, INT8 weights, bf16 moments": _hmt(
+        {"rank": RANK, "weight_dtype": "int8", "state_dtype": "bf16"}
+    ),
     "HMT, two-sided": _hmt({"rank": RANK, "projection": "two_sided", "master_weights": "none"}),
     "HMT, APOLLO-Mini": _hmt({"method": "apollo_mini", "master_weights": "none"}),
     "HMT, AdamW on the host": _hmt({"method": "adamw"}, stage=3, offload_optimizer=_CPU),
