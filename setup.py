@@ -35,6 +35,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
             "galore-torch==1.0",
