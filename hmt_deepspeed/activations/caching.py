@@ -201,7 +201,7 @@ class RecordMode(_CachingMode):
             elif operation.held is not None:
                 nbytes = sum(part.nbytes for part in operation.held)
                 self.recording.charge(operation.site.layer, operation.label, nbytes)
-        self.ledger.hold(self.recording)
+        self.ledger.hold(self.recording, self.recording.charges)
 
     # -- operations ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or swapped around it."""
+"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or held around it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from hmt_deepspeed.activations.codecs import Codec, Fp8, Held, Int8, Keep
 from hmt_deepspeed.activations.linear import EncodedInputs, patch_linear, unpatch_linear
 
-__all__ = ["hold_head_input"]
+__all__ = ["Count", "hold_head_input"]
+
+
+# Told of each input that is held: the input, its held form, and what lives as long as that.
+Count = Callable[[Tensor, Held, object], None]
 
 
 def hold_head_input(
-    head: nn.Module, name: str, codec: Codec, next_key: Callable[[], int]
+    head: nn.Module, name: str, codec: Codec, next_key: Callable[[], int], count: Count
 ) -> Callable[[], None]:
     """Let a codec hold what the head reads; returns what undoes it.
 
     Args:
         name: of the head, for messages.
         next_key: seed of the stochastic rounding of the next input.
+        count: is told of each input that is held, see :data:`Count`; not where the head is no linear and
+            keeps its input, whatever else it may save.
 
     Raises:
         ValueError: a codec of 8 bits for a head that is no plain linear.
     """
-    if isinstance(codec, Keep):
+    if isinstance(codec, Keep) and not isinstance(head, nn.Linear):
         return lambda: None
     if isinstance(codec, (Int8, Fp8)):
         if not isinstance(head, nn.Linear):
@@ -35,9 +41,10 @@ def hold_head_input(
                 f"hmt.activations holds the input of {name} as {codec.choice!r}, but it is a "
                 f'{type(head).__name__}; legal for that is "keep" or a swap. Change "lm_head".'
             )
-        patch_linear(head, EncodedInputs(codec, next_key), name)
+        inputs = EncodedInputs(codec, next_key, lambda x, held: count(x, held, held.codes))
+        patch_linear(head, inputs, name)
         return lambda: unpatch_linear(head)
-    around = _Around(name, codec)
+    around = _Around(name, codec, count)
     hooks = (
         head.register_forward_pre_hook(around.enter),
         head.register_forward_hook(around.leave, always_call=True),
@@ -53,8 +60,8 @@ def hold_head_input(
 class _Around:
     """Saved-tensor hooks for the duration of a forward, which take the module's first argument only."""
 
-    def __init__(self, name: str, codec: Codec) -> None:
-        self._name, self._codec = name, codec
+    def __init__(self, name: str, codec: Codec, count: Count) -> None:
+        self._name, self._codec, self._count = name, codec, count
         self._entered: list[saved_tensors_hooks | None] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -66,7 +73,9 @@ class _Around:
         def pack(tensor: Tensor) -> Tensor | Held:
             if int(tensor.untyped_storage()._cdata) != storage:
                 return tensor
-            return self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
+            held = self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
+            self._count(tensor, held, held)
+            return held
 
         hooks = saved_tensors_hooks(pack, _unpack)
         hooks.__enter__()

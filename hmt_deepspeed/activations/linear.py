@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from hmt_deepspeed.activations.codecs import Fp8, Int8
+from hmt_deepspeed.activations.codecs import Fp8, HeldBlocks, Int8
 from hmt_deepspeed.kernels.dequant_matmul import dequant_matmul
 
 __all__ = ["EncodedInputs", "patch_linear", "unpatch_linear"]
@@ -52,13 +52,19 @@ class EncodedInputs:
     Args:
         codec: of the inputs.
         next_key: seed of the stochastic rounding of the next input.
+        count: told of each input that is encoded, and of what it is held as.
 
     Attributes:
         num_encoded: inputs encoded so far.
     """
 
-    def __init__(self, codec: Int8 | Fp8, next_key: Callable[[], int]) -> None:
-        self.codec, self.next_key = codec, next_key
+    def __init__(
+        self,
+        codec: Int8 | Fp8,
+        next_key: Callable[[], int],
+        count: Callable[[Tensor, HeldBlocks], None] = lambda *_: None,
+    ) -> None:
+        self.codec, self.next_key, self._count = codec, next_key, count
         self.num_encoded = 0
         self._last: _Seen | None = None
 
@@ -74,6 +80,7 @@ class EncodedInputs:
         held = self.codec.encode(x, tuple(range(x.dim() - 1)), self.next_key(), name)
         self.num_encoded += 1
         self._last = _Seen(x, held.codes, held.scales)
+        self._count(x, held)
         return held.codes, held.scales
 
 
