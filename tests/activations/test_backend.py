@@ -93,6 +93,14 @@ def test_held_bytes_are_those_of_the_vocabulary(llama):
     assert report.total_bytes == sum(report.bytes_by_layer.values())
 
 
+def test_norms_after_the_sums_do_not_run_the_mlp_again():
+    model = tiny("opt", do_layer_norm_before=False)
+    expected = gradients(model)
+    with installed(model, PAPER_KEPT) as backend:
+        assert_equal(gradients(model), expected)
+        assert set(backend.report().rerun) == {"attention_qkv"}
+
+
 @pytest.mark.parametrize("choice", ["keep", "int8", "fp8", "swap_host"])
 def test_the_head_s_bytes_are_reported_and_gone_after_backward(llama, choice):
     policy = {"lm_head": choice}

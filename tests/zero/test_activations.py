@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import glob
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from training import (
 
 import hmt_deepspeed
 from hmt_deepspeed.train.loop import _events, engine_metrics
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "memory"))  # ssd_io
 
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
@@ -166,12 +169,19 @@ def half_precision() -> dict[str, dict[str, list[float]]]:
 # -- swapping -----------------------------------------------------------------------------------------
 
 
-def swapped(folder: str) -> dict[str, Any]:
-    found = {}
+AIO = {"block_size": 2**16, "queue_depth": 4, "intra_op_parallelism": 2}
+
+
+def swapped(folder: str, through: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, section in {"without": None, "ssd": to_ssd(Path(folder))}.items():
-        engine = make_engine(with_activations(ds_config(2), section), tiny_llama(layers=6))
+        config = with_activations(ds_config(2), section)
+        if through == "async_io":
+            config["aio"] = AIO
+        engine = make_engine(config, tiny_llama(layers=6))
         if section is not None:
             files = engine.hmt_activations.memory.files
+            found["through"] = type(files.slots._io).__name__
             engine.register_forward_hook(lambda *_, files=files: files.flush())
         losses = train(engine, STEPS)
         sizes = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]
@@ -181,8 +191,16 @@ def swapped(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_swap_to_ssd_beyond_a_megabyte_of_host_memory(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(swapped, 1, str(tmp_path))[0]
+@pytest.mark.parametrize("through", ["threads", "async_io"])
+def test_swap_to_ssd_beyond_a_megabyte_of_host_memory(
+    ranks: Ranks, tmp_path: Path, through: str
+) -> None:
+    if through == "async_io":
+        from ssd_io import async_io
+
+        async_io()  # or skip
+    found = ranks.run(swapped, 1, str(tmp_path), through)[0]
+    assert found["through"] == {"threads": "PositionalIO", "async_io": "AsyncIO"}[through]
     assert found["ssd"]["losses"] == found["without"]["losses"]
     metrics = found["ssd"]["metrics"]
     assert metrics["activation_host_bytes"] <= 2**20
