@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +45,11 @@ def hold_head_input(
         inputs = EncodedInputs(codec, next_key, lambda x, held: count(x, held, held.codes))
         patch_linear(head, inputs, name)
         return lambda: unpatch_linear(head)
-    around = _Around(name, codec, count)
+    around = _Around(head, name, codec, count)
+    # Plain functions: a deep copy of the head copies no backend.
     hooks = (
-        head.register_forward_pre_hook(around.enter),
-        head.register_forward_hook(around.leave, always_call=True),
+        head.register_forward_pre_hook(lambda *given: around.enter(*given)),
+        head.register_forward_hook(lambda *given: around.leave(*given), always_call=True),
     )
 
     def undo() -> None:
@@ -58,13 +60,20 @@ def hold_head_input(
 
 
 class _Around:
-    """Saved-tensor hooks for the duration of a forward, which take the module's first argument only."""
+    """Saved-tensor hooks for the duration of a forward, which take the module's first argument only.
 
-    def __init__(self, name: str, codec: Codec, count: Count) -> None:
+    A deep copy of the module, which has the same hooks, computes what it always did.
+    """
+
+    def __init__(self, module: nn.Module, name: str, codec: Codec, count: Count) -> None:
+        self._module = weakref.ref(module)
         self._name, self._codec, self._count = name, codec, count
         self._entered: list[saved_tensors_hooks | None] = []
 
+    @torch._disable_dynamo
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is not self._module():
+            return
         if not (torch.is_grad_enabled() and args and isinstance(args[0], Tensor)):
             self._entered.append(None)
             return
@@ -81,8 +90,9 @@ class _Around:
         hooks.__enter__()
         self._entered.append(hooks)
 
+    @torch._disable_dynamo
     def leave(self, module: nn.Module, *_: Any) -> None:
-        hooks = self._entered.pop()
+        hooks = self._entered.pop() if module is self._module() else None
         if hooks is not None:
             hooks.__exit__()
 

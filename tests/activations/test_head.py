@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -108,6 +109,17 @@ def test_hooks_end_with_a_forward_that_fails() -> None:
     saved = (x * x).grad_fn._saved_self
     assert saved is x or torch.equal(saved, x)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_copy_of_the_head_computes_what_the_head_did() -> None:
+    module, seen = head(), []
+    hold_head_input(module, "lm_head", Keep(), lambda: 0, lambda *given: seen.append(given))
+    exact, _ = run(head())
+    found, _ = run(copy.deepcopy(module))
+    assert torch.equal(found[1], exact[1])
+    assert seen == []
+    run(module)
+    assert len(seen) == 1
 
 
 def test_a_head_that_is_no_linear_cannot_be_encoded() -> None:

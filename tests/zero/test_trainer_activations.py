@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +143,4 @@ def test_a_model_saved_in_the_middle_loads(runs: dict[str, Any], name: str) -> N
     found = runs[name]
     assert found["saved"].keys() == found["middle"].keys()
     assert all(torch.equal(found["saved"][n], w) for n, w in found["middle"].items())
-    assert not torch.equal(
-        found["middle"]["lm_head.weight"], found["weights"]["lm_head.weight"]
-    )
+    assert not torch.equal(found["middle"]["lm_head.weight"], found["weights"]["lm_head.weight"])
