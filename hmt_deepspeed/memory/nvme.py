@@ -125,8 +125,8 @@ class FileStore:
             for begin in range(0, max(layout.nbytes, 1), self.piece_bytes):
                 self._send_out(entry, flat, slice(begin, begin + self.piece_bytes))
             with self._lock:
-                if self._entries.setdefault(name, entry) is not entry:
-                    raise ValueError(f"{name!r} was put into the SSD store twice at the same time")
+                if self._closed or self._entries.setdefault(name, entry) is not entry:
+                    raise ValueError(f"{name!r} was put twice at the same time, or while closing")
         except BaseException:
             self._forget(entry)
             raise

@@ -145,6 +145,20 @@ def test_a_stock_optimizer_goes_with_a_block_of_activations(two_ranks: dict[str,
     assert found["without"]["metrics"] == {}
 
 
+def test_codes_that_linears_save_where_weights_are_gathered(ranks: Ranks) -> None:
+    """The head and the output projections form their weights' gradients from codes; at stage 3 of weights
+    that have been given up in between."""
+    found = ranks.run(runs, 1, [(0, True), (3, True)], {"8 bits": EIGHT_BITS})[0]
+    whole, gathered = (found[f"{stage} stock"]["8 bits"] for stage in (0, 3))
+    # the same codes; sums in another order
+    assert gathered["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    held = gathered["metrics"]["activation_bytes_per_component"]
+    assert held == whole["metrics"]["activation_bytes_per_component"]
+    tokens = 6 * 16
+    # one micro-batch: a byte an element, and a bf16 scale for each channel of its one block
+    assert held["lm_head"] == tokens * HIDDEN + 2 * HIDDEN
+
+
 def test_half_precision(ranks: Ranks) -> None:
     for found in ranks.run(half_precision, 1)[0].values():
         assert found["lossless"] == found["without"]
