@@ -28,8 +28,8 @@ def hold_head_input(
     Args:
         name: of the head, for messages.
         next_key: seed of the stochastic rounding of the next input.
-        count: is told of each input that is held, see :data:`Count`; not where the head is no linear and
-            keeps its input, whatever else it may save.
+        count: is told of each input that is held, see :data:`Count`; of one that is kept only if the head
+            is a linear and no hooks of others hold what it saves.
 
     Raises:
         ValueError: a codec of 8 bits for a head that is no plain linear.
@@ -74,14 +74,15 @@ class _Around:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is not self._module():
             return
-        if not (torch.is_grad_enabled() and args and isinstance(args[0], Tensor)):
+        is_needed = torch.is_grad_enabled() and args and isinstance(args[0], Tensor)
+        if not is_needed or (isinstance(self._codec, Keep) and _others_hold()):
             self._entered.append(None)
             return
         storage = int(args[0].untyped_storage()._cdata)
 
-        def pack(tensor: Tensor) -> Tensor | Held:
+        def pack(tensor: Tensor) -> Held | _Saved:
             if int(tensor.untyped_storage()._cdata) != storage:
-                return tensor
+                return _Saved(tensor, self._name)
             held = self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
             self._count(tensor, held, held)
             return held
@@ -97,5 +98,25 @@ class _Around:
             hooks.__exit__()
 
 
-def _unpack(packed: Tensor | Held) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.decode()
+def _others_hold() -> bool:
+    """Whether what is saved now goes to somebody's hooks: a checkpoint's, or a user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _Saved:
+    """What else is saved, the weight: the tensor itself, with autograd's check, which hooks turn off."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor, tensor._version, name
+
+    def decode(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"what {self._name} saved for backward has been modified by an inplace operation: its weight "
+                f"is at version {self._tensor._version}, expected {self._version}. Step after backward."
+            )
+        return self._tensor
+
+
+def _unpack(packed: Held | _Saved) -> Tensor:
+    return packed.decode()

@@ -118,8 +118,27 @@ def test_a_copy_of_the_head_computes_what_the_head_did() -> None:
     found, _ = run(copy.deepcopy(module))
     assert torch.equal(found[1], exact[1])
     assert seen == []
-    run(module)
+    module(torch.randn(*TOKENS, WIDTH)).sum().backward()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_weight_changed_before_backward_is_noticed(name: str) -> None:
+    module = head()
+    hold_head_input(module, "lm_head", CODECS[name](), lambda: 0, counted)
+    y = module(torch.randn(*TOKENS, WIDTH, requires_grad=True) * 1.0)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_hooks_of_others_hold_is_not_counted_as_kept() -> None:
+    module, seen = head(), []
+    hold_head_input(module, "lm_head", Keep(), lambda: 0, lambda *given: seen.append(given))
+    _, saved = run(module)
+    assert holds(saved) == {torch.float32}
+    assert seen == []
 
 
 def test_a_head_that_is_no_linear_cannot_be_encoded() -> None:
