@@ -16,11 +16,11 @@ setup(
     packages=find_packages(include=["hmt_deepspeed*"]),
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.6,<=2.13.0",
+        "torch>=2.8,<=2.13.0",  # 2.8: the activation backend listens to the checkpoint's hooks
         "deepspeed>=0.19.8,<0.20",
         "transformers>=5.0,<6",
-        # 3.2 is what torch 2.6 pins; a CUDA torch picks its own version inside this range.
-        'triton>=3.2,<4; platform_system=="Linux"',
+        # 3.4 is what torch 2.8 pins; a CUDA torch picks its own version inside this range.
+        'triton>=3.4,<4; platform_system=="Linux"',
         "accelerate>=1.1",
         "pydantic>=2.7,<3",
         "tokenizers>=0.22",

@@ -207,7 +207,10 @@ def _layer(name: str, module: nn.Module, chosen: _Overrides) -> Layer:
     components: dict[str, Component] = {}
     exits: set[str] = set()
     inner = {name: module for name, module in module.named_modules() if name}
-    post_norm = any(_POST_NORM.search(inner_name) for inner_name in inner)
+    # OPT-350m says by a flag that its norms follow the residual stream's sums, which the MLP's output enters.
+    post_norm = getattr(module, "do_layer_norm_before", True) is False or any(
+        _POST_NORM.search(inner_name) for inner_name in inner
+    )
     for inner_name, inner_module in inner.items():
         component = chosen.component(f"{name}.{inner_name}")
         rule = _rule(_ADAPTER.sub("", inner_name), inner_module)

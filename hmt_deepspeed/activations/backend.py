@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hmt_deepspeed.activations.checkpoint import (
     with_positional_activations,
 )
 from hmt_deepspeed.activations.codecs import Codec, Held, Keep
+from hmt_deepspeed.activations.head import hold_head_input
 from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import LayerSites, Policy
@@ -82,8 +84,8 @@ class ActivationBackend:
         self._transfers = tuple(transfers)
         self._ledger, self._inputs = Ledger(), HeldInputs()
         self._last: Callable[[], Recording | None] = _NOTHING
-        self._installation: Installation | None = None
-        self.calls = self._step = 0
+        self._installed: ExitStack | None = None
+        self.calls = self._step = self._head_calls = 0
         self._moved_before = self._moved()
 
     # -- calls --------------------------------------------------------------------------------------
@@ -210,6 +212,7 @@ class ActivationBackend:
     def begin_step(self) -> None:
         """A training step begins: the report starts anew."""
         self._step += 1
+        self._head_calls = 0
         self._ledger.reset()
         self._moved_before = self._moved()
 
@@ -254,18 +257,39 @@ class ActivationBackend:
     # -- installation ---------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Checkpoint every attributed layer and the final norm from now on, see :class:`Installation`.
+        """Checkpoint every attributed layer and the final norm from now on, see :class:`Installation`, and
+        hold what the head reads.
 
         Raises:
-            ValueError: another backend is installed.
+            ValueError: another backend is installed, or see :func:`hold_head_input`.
         """
-        if self._installation is None:
-            self._installation = Installation(
-                self.model,
-                self.checkpoint,
-                self._run,
-                [*self._layers.values(), *self._final_norm()],
-            )
+        if self._installed is not None:
+            return
+        layers = [*self._layers.values(), *self._final_norm()]
+        with ExitStack() as undo:
+            undo.callback(self._hold_head_input())
+            undo.callback(Installation(self.model, self.checkpoint, self._run, layers).undo)
+            self._installed = undo.pop_all()
+
+    def _hold_head_input(self) -> Callable[[], None]:
+        name = self.attribution.head
+        if name is None:
+            return _NOTHING
+        codec = self._policy.head_codec(name)
+
+        def count(tensor: Tensor, held: Held, owner: object) -> None:
+            if held.nbytes:
+                self._ledger.hold(owner, {(name, "lm_head"): held.nbytes})
+            if self._measures and codec.lossy:
+                self._ledger.measure("lm_head", tensor, held)
+
+        head = self.model.get_submodule(name)
+        return hold_head_input(head, name, codec, self._next_head_key, count)
+
+    def _next_head_key(self) -> int:
+        """Of no checkpointed call: those leave the highest bit alone."""
+        self._head_calls += 1
+        return 1 << 63 | _key(self._seed, self.calls, self._head_calls)
 
     def _final_norm(self) -> list[LayerSites]:
         """Its input is held as it is, its internals are computed again."""
@@ -278,9 +302,9 @@ class ActivationBackend:
 
     def uninstall(self) -> None:
         """Everything as before :meth:`install`."""
-        if self._installation is not None:
-            self._installation.undo()
-            self._installation = None
+        if self._installed is not None:
+            self._installed.close()
+            self._installed = None
 
 
 def _owner(fn: Callable[..., Any]) -> nn.Module | None:

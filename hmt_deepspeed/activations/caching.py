@@ -20,9 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmt_deepspeed.activations.codecs import Codec, Keep
+from hmt_deepspeed.activations.codecs import Codec, HeldBlocks, Keep
 from hmt_deepspeed.activations.dependence import Dependence, tensors_among
 from hmt_deepspeed.activations.ledger import Ledger
+from hmt_deepspeed.activations.linear import SavingCodes
 from hmt_deepspeed.activations.ops import Traits, flops, traits_of
 from hmt_deepspeed.activations.recording import (
     Blank,
@@ -64,6 +65,7 @@ class _CachingMode(TorchDispatchMode):
         self._sites: list[Site] = []
         self._tokens: list[Token[_CachingMode | None]] = []
         self._aliases: dict[int, list[_Alias]] = {}  # by storage
+        self._saving: list[tuple[Site, SavingCodes]] = []
         self._is_busy = False  # with tensors of its own, which are none of the function's
 
     def __enter__(self) -> Any:
@@ -73,6 +75,8 @@ class _CachingMode(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> Any:
         _active.reset(self._tokens.pop())
+        while self._saving:
+            self._end_saving()
         self._aliases.clear()
         return super().__exit__(*error)
 
@@ -90,18 +94,32 @@ class _CachingMode(TorchDispatchMode):
             return None
         self._is_busy = True
         try:
-            substitute = self.substitute(site, site.input_codec, args[0])
+            substitute, codes = self.substitute(site, site.input_codec, args[0])
         finally:
             self._is_busy = False
+        if codes is not None:
+            saving = SavingCodes(args[0] if substitute is None else substitute, codes)
+            saving.__enter__()
+            self._saving.append((site, saving))
         return None if substitute is None else (substitute, *args[1:])
 
     def leave(self, site: Site) -> None:
         """A module ends, and with it those inside it that an exception left."""
-        while self._sites and self._sites.pop() is not site:
-            pass
+        left = None
+        while self._sites and left is not site:
+            left = self._sites.pop()
+            if self._saving and self._saving[-1][0] is left:
+                self._end_saving()
 
-    def substitute(self, site: Site, codec: Codec, tensor: Tensor) -> Tensor | None:
-        """What an output projection whose input is held reads instead of ``tensor``; None: that."""
+    def _end_saving(self) -> None:
+        _, saving = self._saving.pop()
+        saving.__exit__(None, None, None)
+
+    def substitute(
+        self, site: Site, codec: Codec, tensor: Tensor
+    ) -> tuple[Tensor | None, HeldBlocks | None]:
+        """What an output projection whose input is held reads instead of ``tensor`` (None: that), and the
+        codes to save of it for its weight's gradient, if there are."""
         raise NotImplementedError
 
     # -- copy on write ------------------------------------------------------------------------------
@@ -195,13 +213,15 @@ class RecordMode(_CachingMode):
 
     def _settle(self) -> None:
         """Let go of what no saved tensor depends on."""
+        needed = self._dependence.needed
         for operation in self.recording.all_operations():
-            if not self._dependence.needed & operation.bit:
+            operation.decodes = bool(needed & operation.bit)
+            if not needed & (operation.bit | operation.codes_bit):
                 operation.held = operation.blanks
             elif operation.held is not None:
                 nbytes = sum(part.nbytes for part in operation.held)
                 self.recording.charge(operation.site.layer, operation.label, nbytes)
-        self.ledger.hold(self.recording)
+        self.ledger.hold(self.recording, self.recording.charges)
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -276,12 +296,19 @@ class RecordMode(_CachingMode):
         operation.codec, operation.held = codec, tuple(parts)
 
     @torch.no_grad()
-    def substitute(self, site: Site, codec: Codec, tensor: Tensor) -> None:
+    def substitute(
+        self, site: Site, codec: Codec, tensor: Tensor
+    ) -> tuple[None, HeldBlocks | None]:
         """Hold it; the forward reads what it always did."""
         operation = self._new_operation(None, site, "attention_output", tensor)
         self.recording.substitutes.append(operation)
         self._hold(operation, (tensor.detach(),), codec, tuple(range(tensor.dim() - 1)))
         self._dependence.set((tensor,), operation.bit)
+        codes = operation.codes
+        if codes is not None:
+            operation.codes_bit = self._dependence.new_bit()
+            self._dependence.set((codes.codes, codes.scales), operation.codes_bit)
+        return None, codes
 
 
 class ReplayMode(_CachingMode):
@@ -382,12 +409,17 @@ class ReplayMode(_CachingMode):
         return product
 
     @torch.no_grad()
-    def substitute(self, site: Site, codec: Codec, tensor: Tensor) -> Tensor | None:
+    def substitute(
+        self, site: Site, codec: Codec, tensor: Tensor
+    ) -> tuple[Tensor | None, HeldBlocks | None]:
         operation = self._recorded("substitutes", None)
         if operation.is_blank:
-            return None
+            return None, None
+        if not operation.decodes:  # nobody reads it, whatever it is
+            operation.read = True
+            return None, operation.codes
         substitute: Tensor = self._hand_out(operation)
-        return substitute.requires_grad_(tensor.requires_grad)
+        return substitute.requires_grad_(tensor.requires_grad), operation.codes
 
 
 # -- small things -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or swapped around it."""
+"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or held around it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +13,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from hmt_deepspeed.activations.codecs import Codec, Fp8, Held, Int8, Keep
 from hmt_deepspeed.activations.linear import EncodedInputs, patch_linear, unpatch_linear
 
-__all__ = ["hold_head_input"]
+__all__ = ["Count", "hold_head_input"]
+
+
+# Told of each input that is held: the input, its held form, and what lives as long as that.
+Count = Callable[[Tensor, Held, object], None]
 
 
 def hold_head_input(
-    head: nn.Module, name: str, codec: Codec, next_key: Callable[[], int]
+    head: nn.Module, name: str, codec: Codec, next_key: Callable[[], int], count: Count
 ) -> Callable[[], None]:
     """Let a codec hold what the head reads; returns what undoes it.
 
     Args:
         name: of the head, for messages.
         next_key: seed of the stochastic rounding of the next input.
+        count: is told of each input that is held, see :data:`Count`; of one that is kept only if the head
+            is a linear and no hooks of others hold what it saves.
 
     Raises:
         ValueError: a codec of 8 bits for a head that is no plain linear.
     """
-    if isinstance(codec, Keep):
+    if isinstance(codec, Keep) and not isinstance(head, nn.Linear):
         return lambda: None
     if isinstance(codec, (Int8, Fp8)):
         if not isinstance(head, nn.Linear):
@@ -35,12 +42,14 @@ def hold_head_input(
                 f"hmt.activations holds the input of {name} as {codec.choice!r}, but it is a "
                 f'{type(head).__name__}; legal for that is "keep" or a swap. Change "lm_head".'
             )
-        patch_linear(head, EncodedInputs(codec, next_key), name)
+        inputs = EncodedInputs(codec, next_key, lambda x, held: count(x, held, held.codes))
+        patch_linear(head, inputs, name)
         return lambda: unpatch_linear(head)
-    around = _Around(name, codec)
+    around = _Around(head, name, codec, count)
+    # Plain functions: a deep copy of the head copies no backend.
     hooks = (
-        head.register_forward_pre_hook(around.enter),
-        head.register_forward_hook(around.leave, always_call=True),
+        head.register_forward_pre_hook(lambda *given: around.enter(*given)),
+        head.register_forward_hook(lambda *given: around.leave(*given), always_call=True),
     )
 
     def undo() -> None:
@@ -51,32 +60,63 @@ def hold_head_input(
 
 
 class _Around:
-    """Saved-tensor hooks for the duration of a forward, which take the module's first argument only."""
+    """Saved-tensor hooks for the duration of a forward, which take the module's first argument only.
 
-    def __init__(self, name: str, codec: Codec) -> None:
-        self._name, self._codec = name, codec
+    A deep copy of the module, which has the same hooks, computes what it always did.
+    """
+
+    def __init__(self, module: nn.Module, name: str, codec: Codec, count: Count) -> None:
+        self._module = weakref.ref(module)
+        self._name, self._codec, self._count = name, codec, count
         self._entered: list[saved_tensors_hooks | None] = []
 
+    @torch._disable_dynamo
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not (torch.is_grad_enabled() and args and isinstance(args[0], Tensor)):
+        if module is not self._module():
+            return
+        is_needed = torch.is_grad_enabled() and args and isinstance(args[0], Tensor)
+        if not is_needed or (isinstance(self._codec, Keep) and _others_hold()):
             self._entered.append(None)
             return
         storage = int(args[0].untyped_storage()._cdata)
 
-        def pack(tensor: Tensor) -> Tensor | Held:
+        def pack(tensor: Tensor) -> Held | _Saved:
             if int(tensor.untyped_storage()._cdata) != storage:
-                return tensor
-            return self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
+                return _Saved(tensor, self._name)
+            held = self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
+            self._count(tensor, held, held)
+            return held
 
         hooks = saved_tensors_hooks(pack, _unpack)
         hooks.__enter__()
         self._entered.append(hooks)
 
+    @torch._disable_dynamo
     def leave(self, module: nn.Module, *_: Any) -> None:
-        hooks = self._entered.pop()
+        hooks = self._entered.pop() if module is self._module() else None
         if hooks is not None:
             hooks.__exit__()
 
 
-def _unpack(packed: Tensor | Held) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.decode()
+def _others_hold() -> bool:
+    """Whether what is saved now goes to somebody's hooks: a checkpoint's, or a user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _Saved:
+    """What else is saved, the weight: the tensor itself, with autograd's check, which hooks turn off."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor, tensor._version, name
+
+    def decode(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"what {self._name} saved for backward has been modified by an inplace operation: its weight "
+                f"is at version {self._tensor._version}, expected {self._version}. Step after backward."
+            )
+        return self._tensor
+
+
+def _unpack(packed: Held | _Saved) -> Tensor:
+    return packed.decode()

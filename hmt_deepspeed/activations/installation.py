@@ -160,7 +160,12 @@ def _track(module: nn.Module, site: Site) -> Iterable[RemovableHandle]:
         if mode is not None:
             mode.leave(site)
 
-    return module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+    # A replay may stop in the middle of a module; what began for its input ends there.
+    always = site.input_codec is not None
+    return (
+        module.register_forward_pre_hook(begin),
+        module.register_forward_hook(end, always_call=always),
+    )
 
 
 def _is_hf_layer(module: nn.Module) -> bool:

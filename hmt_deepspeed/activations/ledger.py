@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.activations.codecs import Held
-from hmt_deepspeed.activations.recording import Recording
 
 __all__ = ["ActivationReport", "Ledger"]
 
@@ -28,7 +27,7 @@ class ActivationReport:
     operations of no component, held raw), ``attention_scores`` and ``exit`` (what only leaves the layer).
 
     Attributes:
-        held_bytes: device bytes held for backward when they were most, by layer and label.
+        held_bytes: device bytes held for backward when they were most, by layer (or the head) and label.
         hits: heavy operations that a component's choice was applied to in forward, by layer and component.
         missed: ``layer: component`` for which there is a policy but were none.
         unread: held outputs that a backward did not ask for.
@@ -105,15 +104,15 @@ class Ledger:
             except Empty:
                 return
 
-    def hold(self, recording: Recording) -> None:
-        """A call has ended; its charges count until it is garbage."""
+    def hold(self, owner: object, charges: Mapping[_Key, int]) -> None:
+        """Device bytes by layer and label are held from now on, until ``owner`` is garbage."""
+        charges = dict(charges)
         with self._lock:
             self._sweep()
-            self._held.update(recording.charges)
+            self._held.update(charges)
             if sum(self._held.values()) > self._peak_bytes:
                 self._note_peak()
-        charges = dict(recording.charges)
-        weakref.finalize(recording, self._released.put, charges).atexit = False
+        weakref.finalize(owner, self._released.put, charges).atexit = False
 
     @property
     def held(self) -> dict[_Key, int]:

@@ -2,8 +2,9 @@
 
 Ordinary backward saves the input ``X`` (T x n) for ``dW = D^T X``. Here its codes and scales are saved, and
 the product is formed from them without decoding (:mod:`hmt_deepspeed.kernels.dequant_matmul`). For linears
-whose backward is not projected, the language-model head above all. The gradient of the input does not
-depend on X and is exact.
+whose backward is not projected: the language-model head, which is patched, and within checkpoints those
+whose input the policy holds, for one call at a time. The gradient of the input does not depend on X and is
+exact.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,11 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from hmt_deepspeed.activations.codecs import Fp8, Int8
+from hmt_deepspeed.activations.codecs import Fp8, HeldBlocks, Int8
 from hmt_deepspeed.kernels.dequant_matmul import dequant_matmul
 
-__all__ = ["EncodedInputs", "patch_linear", "unpatch_linear"]
+__all__ = ["EncodedInputs", "SavingCodes", "patch_linear", "unpatch_linear"]
 
 
 class _Seen:
@@ -52,13 +55,19 @@ class EncodedInputs:
     Args:
         codec: of the inputs.
         next_key: seed of the stochastic rounding of the next input.
+        count: told of each input that is encoded, and of what it is held as.
 
     Attributes:
         num_encoded: inputs encoded so far.
     """
 
-    def __init__(self, codec: Int8 | Fp8, next_key: Callable[[], int]) -> None:
-        self.codec, self.next_key = codec, next_key
+    def __init__(
+        self,
+        codec: Int8 | Fp8,
+        next_key: Callable[[], int],
+        count: Callable[[Tensor, HeldBlocks], None] = lambda *_: None,
+    ) -> None:
+        self.codec, self.next_key, self._count = codec, next_key, count
         self.num_encoded = 0
         self._last: _Seen | None = None
 
@@ -74,6 +83,7 @@ class EncodedInputs:
         held = self.codec.encode(x, tuple(range(x.dim() - 1)), self.next_key(), name)
         self.num_encoded += 1
         self._last = _Seen(x, held.codes, held.scales)
+        self._count(x, held)
         return held.codes, held.scales
 
 
@@ -111,6 +121,37 @@ class _EncodedInputLinear(torch.autograd.Function):
             if needs[2]:
                 db = flat.sum(0)
         return dx, dw, db, None, None, None
+
+
+class SavingCodes(TorchFunctionMode):
+    """Within it, an ordinary linear of ``x`` saves the codes of x in place of x.
+
+    Whatever forward the module has that calls it, be it an optimizer's: what is projected is computed below
+    autograd and goes by unseen, as does a linear with a frozen weight.
+
+    Args:
+        x: ... x n, the tensor itself. held: the same as tokens x n.
+    """
+
+    def __init__(self, x: Tensor, held: HeldBlocks) -> None:
+        super().__init__()
+        self._x, self._held = x, held
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_ours = func is torch._C._nn.linear and args and args[0] is self._x
+        if is_ours and torch.is_grad_enabled():
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not weight.requires_grad:
+            return F.linear(x, weight, bias)
+        held = self._held
+        y: Tensor = _EncodedInputLinear.apply(
+            x, weight, bias, held.codes, held.scales, held.block_size
+        )
+        return y
 
 
 # Weak: a model that is dropped takes its inputs along; a deep copy of a patched module is not in it and

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hmt_deepspeed.activations.attribution import Layer
+from hmt_deepspeed.activations.attribution import Attribution, Layer
 from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.activations.recording import Site
-from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, PAPER_POLICY, Choice, Component
 
-__all__ = ["LayerSites", "Policy"]
+__all__ = ["LayerSites", "Policy", "check_overrides"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,10 @@ class Policy:
         codec = self._codecs[choice]
         return codec if self._of_inputs is None else self._of_inputs(codec, position)
 
+    def head_codec(self, name: str) -> Codec:
+        """What holds the input of the language-model head of this name."""
+        return self._codecs[self.choice("lm_head", name)]
+
     def layer(self, layer: Layer, is_first: bool) -> LayerSites:
         """The sites of a layer."""
         label: Component = "embedding" if is_first else "residual"
@@ -146,3 +150,66 @@ class Policy:
                     site.layer, site.label, site.codec, input_codec=attention.codec
                 )
         return changed
+
+
+def check_overrides(
+    overrides: Mapping[str, Mapping[Component, Choice]], attribution: Attribution
+) -> None:
+    """Each exception must decide something.
+
+    Raises:
+        ValueError: a regular expression that matches nothing, no owner of a component that it names, or only
+            owners for which an earlier one has decided.
+    """
+    owners = _owners(attribution)
+    everything = dict.fromkeys(
+        name for found in owners.values() for names in found for name in names
+    )
+    earlier: list[tuple[str, Mapping[Component, Choice]]] = []
+    for pattern, chosen in overrides.items():
+        if not any(re.search(pattern, name) for name in everything):
+            raise ValueError(
+                f"hmt.activations.overrides: {pattern!r} matches no layer and no module of one; names look "
+                f"like {', '.join(list(everything)[:3])}. Correct or remove the pattern."
+            )
+        for component in chosen:
+            _check_override(pattern, component, owners.get(component, []), earlier)
+        earlier.append((pattern, chosen))
+
+
+def _check_override(
+    pattern: str,
+    component: Component,
+    owners: list[tuple[str, ...]],
+    earlier: list[tuple[str, Mapping[Component, Choice]]],
+) -> None:
+    matched = [names for names in owners if any(re.search(pattern, name) for name in names)]
+    field = f"hmt.activations.overrides[{pattern!r}].{component}"
+    if not matched:
+        known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", n[-1]) for n in owners))
+        raise ValueError(
+            f"{field} decides nothing: what the pattern matches has no {component}; legal is a pattern that "
+            f"matches a layer that has, or what it belongs to: {known or 'nothing in this model'}. Correct the "
+            "pattern, or remove the component from it."
+        )
+    before = [p for p, chosen in earlier if component in chosen]
+    decided = [any(re.search(p, n) for p in before for n in names) for names in matched]
+    if all(decided):
+        raise ValueError(
+            f"{field} decides nothing: the first match decides, and all that it matches is matched by "
+            f"{' or '.join(map(repr, before))} before it. Put the narrower pattern first."
+        )
+
+
+def _owners(attribution: Attribution) -> dict[Component, list[tuple[str, ...]]]:
+    """Names under which each component's choice is looked up, the owner's own last, once for each owner."""
+    found: dict[Component, list[tuple[str, ...]]] = {component: [] for component in COMPONENTS}
+    for index, layer in enumerate(attribution.layers):
+        found["embedding" if index == 0 else "residual"].append((layer.name,))
+        for name, component in layer.components.items():
+            found[component].append((layer.name, f"{layer.name}.{name}"))
+    if attribution.final_norm is not None:
+        found["layernorm"].append((attribution.final_norm,))
+    if attribution.head is not None:
+        found["lm_head"].append((attribution.head,))
+    return found

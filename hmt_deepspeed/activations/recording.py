@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.activations.codecs import Codec, Held, HeldBlocks
 
 __all__ = ["Blank", "Constant", "Operation", "Recording", "Site", "storage_of"]
 
@@ -83,11 +83,12 @@ class Operation:
     Attributes:
         func: what was called; None for a tensor that is held without being an operation's output.
         site: where. label: whose output it is in the report.
-        bit: its bit in sets of operations.
+        bit: its bit in sets of operations. codes_bit: of its codes where a linear may save those; else 0.
         blanks: what stands for its outputs where nobody reads them.
         codec: of its first output. held: its outputs; None: it is run again.
         single: it returned a tensor and not a tuple.
         random_state: of its device's generator after it, if it drew.
+        decodes: the tensor itself is needed, and not only its codes.
         read: a replay has asked for it.
     """
 
@@ -100,11 +101,19 @@ class Operation:
     held: tuple[Part, ...] | None = None
     single: bool = True
     random_state: Tensor | None = None
+    codes_bit: int = 0
+    decodes: bool = True
     read: bool = False
 
     @property
     def is_blank(self) -> bool:
         return self.held is self.blanks
+
+    @property
+    def codes(self) -> HeldBlocks | None:
+        """What a linear may save in place of the tensor."""
+        held = None if self.held is None else self.held[0]
+        return held if isinstance(held, HeldBlocks) else None
 
     @property
     def name(self) -> str:

@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
 
 from .counters import Counters, run_in_background
 from .errors import StoreError, TransferError
 from .file_io import FileIO, PositionalIO
+from .layout import Layout, flatten
 from .own_folder import OwnFolder
-from .pool import whole_pages
+from .pool import GRANULE, whole_pages
 from .slots import Slot, SlotFolder
 from .transfer import Arrival, Transfer, TransferEngine
 
 __all__ = ["FileStore"]
 
 
+class _Piece:
+    """Bytes of a stored tensor that have a file of their own.
+
+    Attributes:
+        part: which bytes of the tensor.
+        transfer: those bytes in pinned memory, until ``on_file``.
+        write: ends with the checksum of what the file holds.
+        read: the last job that sent them from the file, if any.
+    """
+
+    def __init__(self, part: slice, transfer: Transfer, slot: Slot) -> None:
+        self.part, self.transfer, self.slot = part, transfer, slot
+        self.nbytes = transfer.layout.nbytes
+        self.on_file = False
+        self.write: Future[str]
+        self.read: Future[None] | None = None
+
+
 class _Entry:
     """A stored tensor.
 
     Attributes:
-        transfer: its bytes in pinned memory, until ``on_file``.
-        write: ends with the checksum of what the file holds.
+        pieces: that it is of, in order.
         arrival: the tensor on its way to the device.
-        read: the last job that sent it from the file, if any.
+        num_busy: once dropped, pieces with a job that is not done.
     """
 
-    def __init__(self, name: str, transfer: Transfer, slot: Slot) -> None:
-        self.name, self.transfer, self.slot = name, transfer, slot
+    def __init__(self, name: str, layout: Layout) -> None:
+        self.name, self.layout = name, layout
         self.lock = threading.Lock()
-        self.on_file = False
-        self.write: Future[str]
+        self.pieces: list[_Piece] = []
         self.arrival: Arrival | None = None
-        self.read: Future[None] | None = None
+        self.num_busy = 0
+
+    def reads(self) -> list[Future[None]]:
+        """Of the pieces that have been read from their files."""
+        return [piece.read for piece in self.pieces if piece.read is not None]
 
 
 class FileStore:
     """Keeps tensors in files of a folder of its own, see :class:`SlotFolder` and :class:`OwnFolder`.
 
     A name's life: put, then any number of prefetch and get, then drop; the same promises as
-    :class:`HostStore`. On the way each tensor stays in the engine's ``pool``: a put waits while that is full
-    of tensors not yet written. What is fetched before it is written comes from there, and what is dropped
-    before its write has begun is never written. Lengths and checksums are verified on every read, so a get
-    gives what was put or raises. Safe to use from several threads.
+    :class:`HostStore`. On the way a tensor's bytes stay in the engine's ``pool``: a put waits while that is full
+    of bytes not yet written. What is fetched before it is written comes from there, and what is dropped
+    before its write has begun is never written. A tensor of more than a quarter of the pool moves in pieces
+    of that size, each with a file of its own, both ways: the pool may be smaller than the tensor. Lengths
+    and checksums are verified on every read, so a get gives what was put or raises. Safe to use from several
+    threads.
 
     Args:
         engine: what moves tensors between the device and pinned memory.
@@ -55,6 +80,7 @@ class FileStore:
 
     Attributes:
         counters: bytes (whole pages) and files written (out) and read (in), and seconds callers waited.
+        piece_bytes: of a file at most, whole pages.
         slots: the files, with ``path`` and ``file_bytes``.
 
     Raises:
@@ -74,6 +100,7 @@ class FileStore:
         self._own_folder = OwnFolder(folder)
         self.slots = SlotFolder(self._own_folder.path, io or PositionalIO())
         self.counters = Counters()
+        self.piece_bytes = max(engine.pool.nbytes // 4 // GRANULE, 1) * GRANULE
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -85,22 +112,24 @@ class FileStore:
 
         Raises:
             ValueError: the name is taken, or see :meth:`TransferEngine.put`.
-            PoolFull: the tensor is larger than the engine's pool, or handles put there directly fill it.
+            PoolFull: handles put there directly fill the engine's pool.
         """
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{name!r} is put into a closed SSD store")
             if name in self._entries:
                 raise ValueError(f"{name!r} is already in the SSD store: drop it first")
-        transfer = self.engine.put(tensor, name, lent=True)
-        entry = _Entry(name, transfer, self.slots.take(transfer.layout.nbytes))
-        with self._lock:
-            if self._closed or name in self._entries:
-                self.engine.drop(transfer)
-                self.slots.give_back(entry.slot)
-                raise ValueError(f"{name!r} was put twice at the same time, or while closing")
-            entry.write = self._writers.submit(self._write, entry)
-            self._entries[name] = entry
+        layout, flat = flatten(tensor)
+        entry = _Entry(name, layout)
+        try:
+            for begin in range(0, max(layout.nbytes, 1), self.piece_bytes):
+                self._send_out(entry, flat, slice(begin, begin + self.piece_bytes))
+            with self._lock:
+                if self._closed or self._entries.setdefault(name, entry) is not entry:
+                    raise ValueError(f"{name!r} was put twice at the same time, or while closing")
+        except BaseException:
+            self._forget(entry)
+            raise
 
     def prefetch(self, name: str) -> None:
         """Starts the way back to the device. KeyError for an unknown name; others are raised by get."""
@@ -118,11 +147,11 @@ class FileStore:
         """
         entry = self._entry(name)
         with entry.lock:
-            arrival, read = self._start(entry)
+            arrival, reads = self._start(entry)
             entry.arrival = None
-        if read is not None:
+        if reads:
             with self.counters.waiting():
-                read.result()
+                self._finish(arrival, reads)
         return self.engine.receive(arrival)
 
     def drop(self, name: str) -> None:
@@ -131,17 +160,15 @@ class FileStore:
             entry = self._entries.pop(name, None)
         if entry is None:
             raise KeyError(f"{name!r} is not in the SSD store")
-        if entry.write.cancel():
-            self.engine.drop(entry.transfer)
-        last = entry.read or entry.write  # a read starts after the write has ended
-        last.add_done_callback(lambda _: self._retire(entry))
+        self._forget(entry)
 
     def flush(self) -> None:
         """Returns when all that was put is written. Raises what get would, for the first that is not."""
         with self.counters.waiting():
             for entry in list(self._entries.values()):
-                with suppress(CancelledError):  # dropped meanwhile
-                    entry.write.result()
+                for piece in entry.pieces:
+                    with suppress(CancelledError):  # dropped meanwhile
+                        piece.write.result()
 
     def close(self) -> None:
         """Forgets everything, waits for the threads and removes the folder. Idempotent."""
@@ -165,53 +192,93 @@ class FileStore:
             raise KeyError(f"{name!r} is not in the SSD store")
         return entry
 
-    def _start(self, entry: _Entry) -> tuple[Arrival, Future[None] | None]:
-        """The fetch under way, or a new one: from pinned memory while the tensor is there."""
-        if entry.arrival is None and entry.on_file:
-            entry.arrival = self.engine.expect(entry.transfer.layout, entry.name)
-            entry.read = self._readers.submit(self._read, entry, entry.arrival)
-        elif entry.arrival is None:
-            entry.arrival = self.engine.fetch(entry.transfer)
-        return entry.arrival, entry.read
+    def _send_out(self, entry: _Entry, flat: Tensor, part: slice) -> None:
+        """Starts the way of a piece to its file."""
+        transfer = self.engine.put(flat[part], entry.name, lent=True)
+        piece = _Piece(part, transfer, self.slots.take(transfer.layout.nbytes))
+        with self._lock:
+            if not self._closed:
+                piece.write = self._writers.submit(self._write, entry, piece)
+                entry.pieces.append(piece)
+                return
+        self.engine.drop(transfer)
+        self.slots.give_back(piece.slot)
+        raise RuntimeError(f"{entry.name!r} is put into an SSD store that is being closed")
 
-    def _write(self, entry: _Entry) -> str:
+    def _start(self, entry: _Entry) -> tuple[Arrival, list[Future[None]]]:
+        """The fetch under way, or a new one, and the reads it waits for: what is still in pinned memory
+        comes from there."""
+        if entry.arrival is None:
+            arrival = self.engine.expect(entry.layout, entry.name)
+            try:
+                for piece in entry.pieces:
+                    if piece.on_file:
+                        piece.read = self._readers.submit(self._read, entry, piece, arrival)
+                    else:
+                        self.engine.send(piece.transfer, arrival, piece.part)
+            except BaseException:
+                wait(entry.reads())
+                self.engine.abandon(arrival)
+                raise
+            entry.arrival = arrival
+        return entry.arrival, entry.reads()
+
+    def _finish(self, arrival: Arrival, reads: list[Future[None]]) -> None:
+        """Waits for all reads of an arrival. Raises what the first that failed raised, and gives it up."""
+        wait(reads)
+        for error in [read.exception() for read in reads]:
+            if error is not None:
+                self.engine.abandon(arrival)
+                raise error
+
+    def _write(self, entry: _Entry, piece: _Piece) -> str:
         """Writer thread: from pinned memory to the file, then pinned memory is released."""
-        nbytes = entry.transfer.layout.nbytes
         try:
-            self.engine.host_bytes(entry.transfer)
-            memory = entry.transfer.buffer.memory
-            digest = self.slots.write(entry.slot, memory, nbytes)
-            self.counters.count_out(whole_pages(nbytes))
+            self.engine.host_bytes(piece.transfer)
+            digest = self.slots.write(piece.slot, piece.transfer.buffer.memory, piece.nbytes)
+            self.counters.count_out(whole_pages(piece.nbytes))
             return digest
         except StoreError as error:
             raise StoreError(f"{entry.name!r}: {error}") from error
         finally:
             with entry.lock:
-                entry.on_file = True
-            self.engine.drop(entry.transfer)
+                piece.on_file = True
+            self.engine.drop(piece.transfer)
 
-    def _read(self, entry: _Entry, arrival: Arrival) -> None:
+    def _read(self, entry: _Entry, piece: _Piece, arrival: Arrival) -> None:
         """Reader thread: from the file to pinned memory, and on to the device."""
-        digest = entry.write.result()
-        nbytes = entry.transfer.layout.nbytes
+        digest = piece.write.result()
         pool = self.engine.pool
-        buffer = pool.take(nbytes, entry.name, lent=True)
+        buffer = pool.take(piece.nbytes, entry.name, lent=True)
         try:
-            self.slots.read(entry.slot, buffer.memory, nbytes, digest)
+            self.slots.read(piece.slot, buffer.memory, piece.nbytes, digest)
         except BaseException as error:
             pool.release(buffer)
             if isinstance(error, StoreError):
                 raise StoreError(f"{entry.name!r}: {error}") from error
             raise
-        self.counters.count_in(whole_pages(nbytes))
-        self.engine.deliver(arrival, pool, buffer)
+        self.counters.count_in(whole_pages(piece.nbytes))
+        self.engine.deliver(arrival, pool, buffer, piece.part)
 
-    def _retire(self, entry: _Entry) -> None:
-        """The last job of a dropped tensor is done."""
-        arrival, entry.arrival = entry.arrival, None  # the entry is part of a cycle: free it now
+    def _forget(self, entry: _Entry) -> None:
+        """Writes that have not begun never do; the rest ends with the jobs of each piece."""
+        entry.num_busy = len(entry.pieces)
+        for piece in entry.pieces:
+            if piece.write.cancel():
+                self.engine.drop(piece.transfer)
+            last = piece.read or piece.write  # a read starts after the write has ended
+            last.add_done_callback(functools.partial(self._retire, entry, piece))
+
+    def _retire(self, entry: _Entry, piece: _Piece, _: Future[Any]) -> None:
+        """The last job of a forgotten tensor's piece is done."""
+        self.slots.give_back(piece.slot)
+        with entry.lock:
+            entry.num_busy -= 1
+            if entry.num_busy:
+                return
+            arrival, entry.arrival = entry.arrival, None  # part of a cycle: free it now
         if arrival is not None:
             self.engine.abandon(arrival)
-        self.slots.give_back(entry.slot)
 
 
 def _threads(num_threads: int, name: str) -> ThreadPoolExecutor:

@@ -19,14 +19,19 @@ from .streams import CudaStreams, Direction, Event, Streams, TwinStreams
 
 __all__ = ["Arrival", "Transfer", "TransferEngine"]
 
+_ALL = slice(None)
+
 
 class Arrival:
-    """A tensor on its way to the device. Made by :meth:`TransferEngine.expect` or ``fetch``."""
+    """A tensor on its way to the device, whole or in parts.
+
+    Made by :meth:`TransferEngine.expect`, ``into`` or ``fetch``.
+    """
 
     def __init__(self, name: str, tensor: Tensor, flat: Tensor, home: Any, ready: Event) -> None:
         self.name, self.tensor, self.flat, self.home = name, tensor, flat, home
         self.ready = ready  # the memory below it may be written
-        self.event: Event | None = None  # its bytes are there; None before the copy is submitted
+        self.copies: list[tuple[Tensor, Event]] = []  # submitted: bytes of ``flat``, and their end
 
 
 class Transfer:
@@ -198,8 +203,20 @@ class TransferEngine:
         with self._lock:
             self._check(transfer)
             arrival = self.expect(transfer.layout, transfer.name)
-            transfer._fetched = (self._send(arrival, transfer.buffer, [transfer.stored]),)
+            self.send(transfer, arrival)
             return arrival
+
+    def send(self, transfer: Transfer, arrival: Arrival, part: slice = _ALL) -> None:
+        """Starts the copy of what a handle holds to a part of an expected tensor's bytes.
+
+        Raises:
+            TransferError: it could not be started.
+            RuntimeError: the handle was dropped.
+        """
+        with self._lock:
+            self._check(transfer)
+            event = self._send(arrival, transfer.buffer, [transfer.stored], part)
+            transfer._fetched = (event,)
 
     def expect(self, layout: Layout, name: str) -> Arrival:
         """Allocates a tensor on the caller's current stream; its bytes will be :meth:`deliver`-ed.
@@ -224,30 +241,39 @@ class TransferEngine:
         flat = tensor.detach().view(-1).view(torch.uint8)
         return Arrival(name, tensor, flat, self.streams.current(), self.streams.mark())
 
-    def deliver(self, arrival: Arrival, pool: PinnedPool, buffer: Buffer) -> None:
-        """Starts the copy of an expected tensor's bytes; releases the buffer. For any thread."""
+    def deliver(
+        self, arrival: Arrival, pool: PinnedPool, buffer: Buffer, part: slice = _ALL
+    ) -> None:
+        """Starts the copy of an expected tensor's bytes, or of a part of them; releases the buffer.
+        For any thread."""
         try:
-            event = self._send(arrival, buffer, [])
+            event = self._send(arrival, buffer, [], part)
         except BaseException:
             pool.release(buffer)
             raise
         pool.release(buffer, event)
 
     def receive(self, arrival: Arrival) -> Tensor:
-        """The tensor of a submitted arrival, ready for the caller's current stream.
+        """The tensor of an arrival all of whose bytes were sent, ready for the caller's current stream.
 
         Raises:
-            TransferError: the copy failed, either way.
+            TransferError: a copy failed, either way.
         """
-        if arrival.event is None:
+        if not arrival.copies:
             raise RuntimeError(f"{arrival.name!r} is received before its bytes were sent")
-        with self.counters.waiting(), _named(arrival.name, arrival.flat.numel()):
-            self.streams.use(arrival.flat, arrival.event, arrival.home)
+        try:
+            with self.counters.waiting(), _named(arrival.name, arrival.flat.numel()):
+                for target, event in arrival.copies:
+                    self.streams.use(target, event, arrival.home)
+        except BaseException:
+            self.abandon(arrival)
+            raise
         return arrival.tensor
 
     def abandon(self, arrival: Arrival) -> None:
-        """Gives up an arrival; its device memory is freed once the copy into it is done."""
-        self.streams.keep(arrival.flat, Direction.TO_DEVICE)
+        """Gives up an arrival; its device memory is freed once the copies into it are done."""
+        for target, _ in arrival.copies:
+            self.streams.keep(target, Direction.TO_DEVICE)
 
     def close(self) -> None:
         """Waits for all copies and frees the pools; every handle is void after it. Idempotent."""
@@ -260,12 +286,15 @@ class TransferEngine:
 
     # -- steps --------------------------------------------------------------------------------------
 
-    def _send(self, arrival: Arrival, buffer: Buffer, after: list[Event]) -> Event:
-        nbytes = arrival.flat.numel()
+    def _send(
+        self, arrival: Arrival, buffer: Buffer, after: list[Event], part: slice = _ALL
+    ) -> Event:
+        target = arrival.flat[part]
+        nbytes = target.numel()
         source, before = buffer.memory[:nbytes], [arrival.ready, *after]
         with _named(arrival.name, nbytes):
-            event = self.streams.copy(Direction.TO_DEVICE, arrival.flat, source, before)
-        arrival.event = event
+            event = self.streams.copy(Direction.TO_DEVICE, target, source, before)
+        arrival.copies.append((target, event))
         self.counters.count_in(nbytes)
         return event
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,11 +13,10 @@ from deepspeed.utils import logger
 from pydantic import BaseModel
 from torch import nn
 
-from hmt_deepspeed.activations.attribution import Attribution, attribute
+from hmt_deepspeed.activations.attribution import attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, build_codec
-from hmt_deepspeed.activations.head import hold_head_input
-from hmt_deepspeed.activations.policy import Policy
+from hmt_deepspeed.activations.policy import check_overrides
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
@@ -65,8 +64,8 @@ class Activations:
         self.attribution = attribute(model, config.components)
         self.policy = _choices(config.policy)
         self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
-        _check_patterns(self.overrides, self.attribution)
-        self._current_step, self._step, self._head_calls = current_step, -1, 0
+        check_overrides(self.overrides, self.attribution)
+        self._current_step, self._step = current_step, -1
         self._has_checked = False
         with ExitStack() as undo:  # of what was done before something is refused
             self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
@@ -86,7 +85,6 @@ class Activations:
             )
             undo.callback(self.backend.uninstall)
             self.backend.install()
-            undo.callback(self._hold_head_input(model))
             first = model.register_forward_pre_hook(self._begin_step, prepend=True)
             undo.callback(first.remove)
             undo.callback(Service(model, self.backend).close)
@@ -113,19 +111,6 @@ class Activations:
             "swap_host", stores={"swap_host": self.memory.host}
         )
 
-    def _hold_head_input(self, model: nn.Module) -> Callable[[], None]:
-        name = self.attribution.head
-        if name is None:
-            return lambda: None
-        choice = Policy(self.policy, self.overrides, self._codecs).choice("lm_head", name)
-        head = model.get_submodule(name)
-        return hold_head_input(head, name, self._codecs[choice], self._next_head_key)
-
-    def _next_head_key(self) -> int:
-        """Of no checkpointed call: those leave the highest bit alone."""
-        self._head_calls += 1
-        return 1 << 63 | self._step << 32 | self._head_calls
-
     def _begin_step(self, module: nn.Module, _: Any) -> None:
         """Before a forward: the report is of the window that it belongs to."""
         step = self._current_step()
@@ -133,7 +118,6 @@ class Activations:
             if self._step >= 0 and not self._has_checked:
                 self._check_missed()
             self._step = step
-            self._head_calls = 0
             self.memory.begin_step()
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
@@ -212,21 +196,6 @@ class Activations:
 def _choices(model: BaseModel) -> dict[Component, Choice]:
     """What is set of a policy or an override."""
     return {component: choice for component in COMPONENTS if (choice := getattr(model, component))}
-
-
-def _check_patterns(overrides: Mapping[str, object], attribution: Attribution) -> None:
-    names = [
-        f"{layer.name}.{name}" if name else layer.name
-        for layer in attribution.layers
-        for name in ("", *layer.components)
-    ]
-    names += [name for name in (attribution.head, attribution.final_norm) if name is not None]
-    for pattern in overrides:
-        if not any(re.search(pattern, name) for name in names):
-            raise ValueError(
-                f"hmt.activations.overrides: {pattern!r} matches no layer and no module of one; names look "
-                f"like {names[0]}, {names[1]}. Correct or remove the pattern."
-            )
 
 
 def _grouped(names: tuple[str, ...]) -> list[str]:

@@ -9,19 +9,18 @@ from typing import Any
 import psutil
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from torch import Tensor
 
-from hmt_deepspeed.memory.errors import PoolFull
 from hmt_deepspeed.memory.file_io import AsyncIO, FileIO, PositionalIO
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.nvme import FileStore
+from hmt_deepspeed.memory.pool import GRANULE
 from hmt_deepspeed.memory.tiered import Store, TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 
 __all__ = ["SwapMemory", "free_host_memory"]
 
 LIMIT = "hmt.activations.host_memory"
-# Pinned bytes on their way: enough to keep a copy engine busy, and a tensor on its way to an SSD whole.
+# Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
 _STAGING, _SSD_STAGING = 2**26, 2**30
 
 
@@ -36,6 +35,11 @@ def free_host_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - used)
+
+
+def _pages(nbytes: int) -> int:
+    """Of the whole pages in so many bytes: pools round up, and a limit is one."""
+    return nbytes // GRANULE * GRANULE
 
 
 class SwapMemory:
@@ -62,9 +66,10 @@ class SwapMemory:
         if host_memory == "auto":
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
             host_memory = free_host_memory() // 2 // ranks
-        self.limit = int(host_memory)
+        self.limit = _pages(int(host_memory))
         self._moved_before: dict[str, int | float] = {}
-        self._staging = min(self.limit // 4, _STAGING if nvme_path is None else _SSD_STAGING)
+        most = _STAGING if nvme_path is None else _SSD_STAGING
+        self._staging = min(_pages(self.limit // 4), most)
 
     @cached_property
     def engine(self) -> TransferEngine:
@@ -81,7 +86,7 @@ class SwapMemory:
 
     @cached_property
     def host_then_files(self) -> Store:
-        return _HostThenFiles(self.host, self.files, self.limit)
+        return TieredStore([self.host, self.files])
 
     def begin_step(self) -> None:
         """What :meth:`numbers` says of moved bytes starts anew."""
@@ -135,21 +140,3 @@ class SwapMemory:
         settings = [self._aio[key] for key in keys]
         reader, writer = (handle(*settings, self._aio["intra_op_parallelism"]) for _ in range(2))
         return AsyncIO(reader, writer)
-
-
-class _HostThenFiles(TieredStore):
-    """Says which key is too small where a tensor does not even fit on the way to its file."""
-
-    def __init__(self, host: Store, files: FileStore, limit: int) -> None:
-        super().__init__([host, files])
-        self._limit = limit
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        try:
-            super().put(name, tensor)
-        except PoolFull as full:
-            raise PoolFull(
-                f"{name!r} of {tensor.nbytes} bytes has no room in host memory on its way to the SSD: "
-                f"{LIMIT} is {self._limit}, of which a quarter is for that. Give at least "
-                f"{4 * tensor.nbytes} bytes, or a smaller micro-batch."
-            ) from full

@@ -127,6 +127,15 @@ def test_an_exit_is_what_backward_does_not_need(family: str) -> None:
             assert ops.seen["again", layer.name, component] == (0 if component == "exit" else first)
 
 
+def test_an_mlp_whose_output_enters_a_norm_is_no_exit() -> None:
+    """OPT-350m: its norms follow the sums, and read what fc2 computes."""
+    attribution = attribute(tiny("opt", do_layer_norm_before=False))
+    for layer in attribution.layers:
+        assert layer.components["fc2"] == "residual"
+        assert layer.exits == frozenset()
+    assert attribute(tiny("opt")).layers[0].exits == {"fc2"}
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_eager_attention_is_the_attention_modules(family: str) -> None:
     attribution, ops = run(tiny(family, attn_implementation="eager"))

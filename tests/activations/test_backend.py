@@ -88,8 +88,40 @@ def test_held_bytes_are_those_of_the_vocabulary(llama):
         "model.layers.0": of_layer | {"embedding": raw, "residual": raw},
         "model.layers.1": of_layer | {"residual": 2 * raw},
         "model.norm": {"layernorm": raw},
+        "lm_head": {"lm_head": raw},
     }
     assert report.total_bytes == sum(report.bytes_by_layer.values())
+
+
+def test_norms_after_the_sums_do_not_run_the_mlp_again():
+    model = tiny("opt", do_layer_norm_before=False)
+    expected = gradients(model)
+    with installed(model, PAPER_KEPT) as backend:
+        assert_equal(gradients(model), expected)
+        assert set(backend.report().rerun) == {"attention_qkv"}
+
+
+@pytest.mark.parametrize("choice", ["keep", "int8", "fp8", "swap_host"])
+def test_the_head_s_bytes_are_reported_and_gone_after_backward(llama, choice):
+    policy = {"lm_head": choice}
+    with installed(llama, policy, store=host_store(), error_interval=1) as backend:
+        loss = llama(input_ids=tokens(), labels=tokens()).loss
+        expected = held_bytes(choice, TOKENS, 32, 4, 16)
+        assert backend._ledger.held.get(("lm_head", "lm_head"), 0) == expected
+        report = backend.report()
+        assert report.bytes_by_label.get("lm_head", 0) == expected
+        assert report.bytes_by_layer.get("lm_head", 0) == expected
+        assert ("lm_head" in report.errors) is (choice in ("int8", "fp8"))
+        loss.backward()
+        del loss
+        assert backend.held_bytes == 0
+        llama(input_ids=tokens(), labels=tokens())  # an abandoned graph
+        assert backend.held_bytes == 0
+        with torch.no_grad():
+            llama(input_ids=tokens())
+        assert backend.report().bytes_by_label.get("lm_head", 0) == expected
+    assert not llama.lm_head._forward_hooks
+    assert "forward" not in vars(llama.lm_head)
 
 
 def test_what_is_counted_is_what_is_there():
@@ -240,7 +272,11 @@ def test_swapped_layers_come_back_one_ahead(inputs):
     ):  # all but attention's log-sum-exp and the norm's input left the device
         log_sum_exp = 3 * 4 * TOKENS * 4
         norm = TOKENS * 32 * 4
-        assert report.bytes_by_label == {"attention_output": log_sum_exp, "layernorm": norm}
+        assert report.bytes_by_label == {
+            "attention_output": log_sum_exp,
+            "layernorm": norm,
+            "lm_head": norm,
+        }
 
 
 def test_what_is_swapped_is_reported():

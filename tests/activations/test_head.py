@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ def swap_host() -> SwapHost:
 
 
 CODECS: dict[str, Any] = {"keep": Keep, "int8": Int8, "fp8": Fp8, "swap_host": swap_host}
+
+
+def counted(*_: Any) -> None:
+    """Where nobody asks how much is held."""
 
 
 def head() -> nn.Linear:
@@ -55,7 +60,7 @@ def holds(saved: list[Tensor]) -> set[torch.dtype]:
 def test_the_input_is_held_as_the_choice_says(name: str) -> None:
     exact, _ = run(head())
     module, codec = head(), CODECS[name]()
-    undo = hold_head_input(module, "lm_head", codec, lambda: 7)
+    undo = hold_head_input(module, "lm_head", codec, lambda: 7, counted)
     found, saved = run(module)
     assert torch.equal(found[0], exact[0])  # the input's gradient does not depend on the input
     # 8 bits of 256 tokens that share a scale; FP8 has 3 bits of mantissa, error of a sum over 256 tokens
@@ -74,7 +79,7 @@ def test_the_input_is_held_as_the_choice_says(name: str) -> None:
 
 def test_swapped_input_leaves_the_device_and_its_entry_goes_with_the_graph() -> None:
     module, codec = head(), swap_host()
-    hold_head_input(module, "lm_head", codec, lambda: 0)
+    hold_head_input(module, "lm_head", codec, lambda: 0, counted)
     loss = module(torch.randn(*TOKENS, WIDTH, requires_grad=True) * 1.0).sum()
     nbytes = TOKENS[0] * TOKENS[1] * WIDTH * 4
     assert codec.store.pool.used_bytes == nbytes
@@ -90,14 +95,14 @@ def test_without_grad_mode_nothing_is_encoded(name: str, monkeypatch: pytest.Mon
     codec: Codec = CODECS[name]()
     monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("encoded"))
     module = head()
-    hold_head_input(module, "lm_head", codec, lambda: 0)
+    hold_head_input(module, "lm_head", codec, lambda: 0, counted)
     with torch.no_grad():
         module(torch.randn(*TOKENS, WIDTH))
 
 
 def test_hooks_end_with_a_forward_that_fails() -> None:
     module = head()
-    hold_head_input(module, "lm_head", swap_host(), lambda: 0)
+    hold_head_input(module, "lm_head", swap_host(), lambda: 0, counted)
     with pytest.raises(RuntimeError):
         module(torch.randn(2, WIDTH + 1, requires_grad=True))
     x = torch.randn(2, 2, requires_grad=True)
@@ -106,6 +111,36 @@ def test_hooks_end_with_a_forward_that_fails() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+def test_a_copy_of_the_head_computes_what_the_head_did() -> None:
+    module, seen = head(), []
+    hold_head_input(module, "lm_head", Keep(), lambda: 0, lambda *given: seen.append(given))
+    exact, _ = run(head())
+    found, _ = run(copy.deepcopy(module))
+    assert torch.equal(found[1], exact[1])
+    assert seen == []
+    module(torch.randn(*TOKENS, WIDTH)).sum().backward()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_weight_changed_before_backward_is_noticed(name: str) -> None:
+    module = head()
+    hold_head_input(module, "lm_head", CODECS[name](), lambda: 0, counted)
+    y = module(torch.randn(*TOKENS, WIDTH, requires_grad=True) * 1.0)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_hooks_of_others_hold_is_not_counted_as_kept() -> None:
+    module, seen = head(), []
+    hold_head_input(module, "lm_head", Keep(), lambda: 0, lambda *given: seen.append(given))
+    _, saved = run(module)
+    assert holds(saved) == {torch.float32}
+    assert seen == []
+
+
 def test_a_head_that_is_no_linear_cannot_be_encoded() -> None:
     with pytest.raises(ValueError, match=r"lm_head as 'int8', but it is a Bilinear"):
-        hold_head_input(nn.Bilinear(2, 2, 2), "lm_head", Int8(), lambda: 0)
+        hold_head_input(nn.Bilinear(2, 2, 2), "lm_head", Int8(), lambda: 0, counted)

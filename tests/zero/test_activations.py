@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import glob
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from training import (
 
 import hmt_deepspeed
 from hmt_deepspeed.train.loop import _events, engine_metrics
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "memory"))  # ssd_io
 
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
@@ -142,6 +145,20 @@ def test_a_stock_optimizer_goes_with_a_block_of_activations(two_ranks: dict[str,
     assert found["without"]["metrics"] == {}
 
 
+def test_codes_that_linears_save_where_weights_are_gathered(ranks: Ranks) -> None:
+    """The head and the output projections form their weights' gradients from codes; at stage 3 of weights
+    that have been given up in between."""
+    found = ranks.run(runs, 1, [(0, True), (3, True)], {"8 bits": EIGHT_BITS})[0]
+    whole, gathered = (found[f"{stage} stock"]["8 bits"] for stage in (0, 3))
+    # the same codes; sums in another order
+    assert gathered["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    held = gathered["metrics"]["activation_bytes_per_component"]
+    assert held == whole["metrics"]["activation_bytes_per_component"]
+    tokens = 6 * 16
+    # one micro-batch: a byte an element, and a bf16 scale for each channel of its one block
+    assert held["lm_head"] == tokens * HIDDEN + 2 * HIDDEN
+
+
 def test_half_precision(ranks: Ranks) -> None:
     for found in ranks.run(half_precision, 1)[0].values():
         assert found["lossless"] == found["without"]
@@ -166,12 +183,19 @@ def half_precision() -> dict[str, dict[str, list[float]]]:
 # -- swapping -----------------------------------------------------------------------------------------
 
 
-def swapped(folder: str) -> dict[str, Any]:
-    found = {}
+AIO = {"block_size": 2**16, "queue_depth": 4, "intra_op_parallelism": 2}
+
+
+def swapped(folder: str, through: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, section in {"without": None, "ssd": to_ssd(Path(folder))}.items():
-        engine = make_engine(with_activations(ds_config(2), section), tiny_llama(layers=6))
+        config = with_activations(ds_config(2), section)
+        if through == "async_io":
+            config["aio"] = AIO
+        engine = make_engine(config, tiny_llama(layers=6))
         if section is not None:
             files = engine.hmt_activations.memory.files
+            found["through"] = type(files.slots._io).__name__
             engine.register_forward_hook(lambda *_, files=files: files.flush())
         losses = train(engine, STEPS)
         sizes = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]
@@ -181,8 +205,16 @@ def swapped(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_swap_to_ssd_beyond_a_megabyte_of_host_memory(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(swapped, 1, str(tmp_path))[0]
+@pytest.mark.parametrize("through", ["threads", "async_io"])
+def test_swap_to_ssd_beyond_a_megabyte_of_host_memory(
+    ranks: Ranks, tmp_path: Path, through: str
+) -> None:
+    if through == "async_io":
+        from ssd_io import async_io
+
+        async_io()  # or skip
+    found = ranks.run(swapped, 1, str(tmp_path), through)[0]
+    assert found["through"] == {"threads": "PositionalIO", "async_io": "AsyncIO"}[through]
     assert found["ssd"]["losses"] == found["without"]["losses"]
     metrics = found["ssd"]["metrics"]
     assert metrics["activation_host_bytes"] <= 2**20
