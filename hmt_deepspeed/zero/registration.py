@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -13,7 +14,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.compat import check_deepspeed
 
-__all__ = ["initialize", "is_registered", "register", "unregister"]
+__all__ = ["initialize", "is_registered", "register", "registered", "unregister"]
 
 # Engines that cannot run HMT, and what to do instead.
 _OTHER_ENGINES = {
@@ -99,10 +100,17 @@ def _leaving_our_block(fill_in: Callable[..., None]) -> Callable[..., None]:
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with HMT registered for the call; same signature and return."""
+    with registered():
+        return deepspeed.initialize(*args, **kwargs)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """HMT registered for the block, and afterwards as it was."""
     was_registered = is_registered()
     register()
     try:
-        return deepspeed.initialize(*args, **kwargs)
+        yield
     finally:
         if not was_registered:
             _take_out()
