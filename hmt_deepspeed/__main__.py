@@ -11,7 +11,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from hmt_deepspeed.doctor import main as check
 from hmt_deepspeed.zero.registration import register
 
 USAGE = (
@@ -42,6 +41,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def main() -> None:
     """Register HMT and run the script as ``__main__``, from its own folder's point of view."""
     if sys.argv[1:2] == ["--check"]:
+        from hmt_deepspeed.doctor import main as check
+
         check(sys.argv[2:])
     try:
         script, rest = split_arguments(sys.argv[1:])

@@ -200,7 +200,9 @@ def _check_machine(config: dict[str, Any], accelerator: Any, lacks: bool, found:
     if device == "cpu":
         found.warnings.append("no GPU was found: everything runs on the CPU.")
     elif not find_spec("triton"):
-        found.errors.append("Triton is missing, which HMT's kernels are written in: pip install triton.")
+        found.errors.append(
+            "Triton is missing, which HMT's kernels are written in: pip install triton."
+        )
     bf16 = (config.get("bf16") or {}).get("enabled")
     if bf16 and not models.bf16_is_fast(device):
         found.warnings.append("bf16 is emulated here, some twenty times slower than fp32.")

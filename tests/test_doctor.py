@@ -41,7 +41,12 @@ RUNS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {  # stage, r
         {"rank": 4},
         BF16 | {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     ),
-    "activations": (2, 1, {"rank": 4}, BF16 | {"hmt": {"activations": {}, "optimizer": {"rank": 4}}}),
+    "activations": (
+        2,
+        1,
+        {"rank": 4},
+        BF16 | {"hmt": {"activations": {}, "optimizer": {"rank": 4}}},
+    ),
 }
 
 
@@ -116,7 +121,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"hmt": {"optimizer": {"rnak": 4}}}, r"rnak.*rank"),
     "no block": ({"hmt": None}, 'Add "hmt": \\{\\}'),
     "super_offload": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            }
+        },
         "super_offload is True",
     ),
     "batch": ({"train_batch_size": 5}, "Check batch related parameters"),

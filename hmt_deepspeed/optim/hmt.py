@@ -39,7 +39,7 @@ from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_
 from hmt_deepspeed.optim.sharing import share_bases, shareable, takes_projection
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
-__all__ = ["MARK", "HMT", "ParameterRow"]
+__all__ = ["HMT", "MARK", "ParameterRow"]
 
 MARK = "hmt"  # in every group: whoever builds another optimizer of these groups can be told apart
 

@@ -26,6 +26,7 @@ from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import statistics
 from hmt_deepspeed.zero.activations import Activations
+from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.engine import HMTEngine, hmt_options
 from hmt_deepspeed.zero.entries import Entry, build_entries, build_schedule
@@ -66,7 +67,9 @@ class DryRun:
     host_bytes: int
 
 
-def dry_run(config: dict[str, Any], build: Callable[[torch.dtype], nn.Module], ranks: int) -> DryRun:
+def dry_run(
+    config: dict[str, Any], build: Callable[[torch.dtype], nn.Module], ranks: int
+) -> DryRun:
     """Check a DeepSpeed JSON as a run would, for a model and a number of ranks.
 
     Args:
@@ -181,18 +184,22 @@ def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
     entries = build_entries(placed, options, settings, modules, shards, 0, host)
     low_rank = [entry for entry in entries if entry.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
-    build_policy([[entry.matrix] for entry in low_rank], options)
-    encoded = [entry for entry in entries if isinstance(entry.weight, EncodedWeight)]
+    build_policy([[entry.matrix] for entry in low_rank if entry.matrix is not None], options)
+    encoded = [entry.name for entry in entries if isinstance(entry.weight, EncodedWeight)]
     if options["weight_dtype"] == "int8":
-        check_encodable(model, {entry.name: modules[entry.name] for entry in encoded})
-    for entry in encoded:
-        entry.weight.encode(modules[entry.name])
+        check_encodable(model, {name: modules[name] for name in encoded})
+    collectives: Any = SimpleNamespace(world=ranks, rank=0)
+    bases = ShardedBases(collectives, settings.stage)
+    for entry in low_rank:
+        bases.park(entry)
+        if isinstance(entry.weight, EncodedWeight):
+            entry.weight.encode(modules[entry.name])  # type: ignore[arg-type]
     return SimpleNamespace(
         entries=entries,
         param_groups=groups,
         options=options,
         settings=settings,
-        collectives=SimpleNamespace(world=ranks),
+        collectives=collectives,
         host=host,
     )
 

@@ -60,7 +60,7 @@ def loader(rows: list[dict[str, list[int]]]) -> Any:
 
 def train(things: Any, until: int, save: Path | None = None, evaluate: bool = False) -> list[Any]:
     """Accelerate's own loop, to an optimizer step; loss, norm and learning rate of every step."""
-    run, model, optimizer, scheduler, data, held_out = things
+    run, model, optimizer, scheduler, data, _ = things
     found: list[Any] = []
     if model.global_steps:
         data = run.skip_first_batches(data, 2 * model.global_steps)

@@ -160,7 +160,11 @@ def test_every_auto_reaches_the_engine(run: dict[str, Any]) -> None:
     assert run["batches"] == (4 * run["world"], 2, 2)
     assert run["clip"] == 0.7
     group = run["group"]
-    assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.85, 0.95), 1e-7, 0.05)
+    assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == (
+        (0.85, 0.95),
+        1e-7,
+        0.05,
+    )
 
 
 def test_it_learns_by_the_schedule_and_logs_the_norm(run: dict[str, Any]) -> None:
@@ -190,7 +194,9 @@ def test_early_stopping_ends_with_the_best_model(run: dict[str, Any]) -> None:
 def test_resuming_repeats_the_run(run: dict[str, Any]) -> None:
     assert run["resumed_steps"] == run["steps"]
     assert run["resumed_evaluations"] == run["evaluations"]
-    first, second = (plain_weights(run["folder"] / n / "checkpoint-12") for n in ("stopped", "resumed"))
+    first, second = (
+        plain_weights(run["folder"] / n / "checkpoint-12") for n in ("stopped", "resumed")
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

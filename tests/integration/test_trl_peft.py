@@ -202,7 +202,9 @@ def test_adapters_train_by_adamw_on_a_frozen_base(peft_run: dict[str, Any]) -> N
     reasons = list(peft_run["rules"].values())
     assert sorted(set(reasons)) == ["excluded by 'lm_head'", "excluded by 'lora_'"]
     assert len(reasons) == 9  # A and B of two modules in two layers, and the head's copy
-    for ours, stock in zip(peft_run["steps"], peft_run.get("stock", peft_run["steps"]), strict=True):
+    for ours, stock in zip(
+        peft_run["steps"], peft_run.get("stock", peft_run["steps"]), strict=True
+    ):
         assert ours == pytest.approx(stock, rel=1e-5)
     start = plain_weights(peft_run["folder"] / "start")
     for name, weight in peft_run["weights"].items():
@@ -227,5 +229,7 @@ def test_saved_adapters_are_ordinary_ones(peft_run: dict[str, Any]) -> None:
     trained = [n for n in found if "lora_" in n or "modules_to_save" in n]
     assert len(trained) == 9
     for name in trained:
-        assert torch.equal(found[name].to(peft_run["weights"][name].dtype), peft_run["weights"][name])
+        assert torch.equal(
+            found[name].to(peft_run["weights"][name].dtype), peft_run["weights"][name]
+        )
     assert any(found[name].abs().max() > 0 for name in trained if "lora_B" in name)  # zero at start
