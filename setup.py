@@ -30,7 +30,12 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",  # HiGHS: milp, and linprog's marginals
     ],
-    entry_points={"console_scripts": ["hmt-plan = hmt_deepspeed.planner.command:main"]},
+    entry_points={
+        "console_scripts": [
+            "hmt-plan = hmt_deepspeed.planner.command:main",
+            "hmt-doctor = hmt_deepspeed.doctor:main",
+        ]
+    },
     extras_require={
         "test": [
             "pytest>=8",
@@ -43,6 +48,8 @@ setup(
             "apollo-torch==1.0.3",
             "matplotlib>=3.8",
             "peft>=0.17",
+            "trl>=1.16,<2",
+            "datasets>=2.15",
         ],
         # What launch/compare.py compares with, and draws with.
         "compare": [

@@ -1,6 +1,7 @@
-"""Run a training script that nobody changed, with HMT registered.
+"""Run a training script that nobody changed, with HMT registered; or check a JSON.
 
 ``deepspeed --num_gpus 2 --module hmt_deepspeed train.py --deepspeed_config ds.json ...``
+``python -m hmt_deepspeed --check ds.json --model 7b``
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 
 from hmt_deepspeed.zero.registration import register
 
-USAGE = "usage: deepspeed [launcher options] --module hmt_deepspeed SCRIPT.py [script options]"
+USAGE = (
+    "usage: deepspeed [launcher options] --module hmt_deepspeed SCRIPT.py [script options], or "
+    "python -m hmt_deepspeed --check DS.json"
+)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -36,6 +40,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 def main() -> None:
     """Register HMT and run the script as ``__main__``, from its own folder's point of view."""
+    if sys.argv[1:2] == ["--check"]:
+        from hmt_deepspeed.doctor import main as check
+
+        check(sys.argv[2:])
     try:
         script, rest = split_arguments(sys.argv[1:])
     except ValueError as error:

@@ -40,7 +40,7 @@ DEFAULTS = {
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
-    "exclude_modules": ("embed", "lm_head"),
+    "exclude_modules": ("embed", "lm_head", "lora_"),
     "module_rules": {},
     "seed": 0,
 }

@@ -29,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "fpdt": {"kernels", "memory"},
     "train": {"__init__", "config", "report"},
     "__init__": {"zero", "optim", "config", "version"},
-    "__main__": {"zero", "optim", "config", "version"},
+    "doctor": {"zero", "config", "report", "train"},
+    "__main__": {"zero", "optim", "config", "version", "doctor"},
 }
-ALLOWED["zero"] = set(ALLOWED) - {"train", "__init__", "__main__"}
-MAY_IMPORT_DEEPSPEED = {"zero", "train"}
+ALLOWED["zero"] = set(ALLOWED) - {"train", "doctor", "__init__", "__main__"}
+MAY_IMPORT_DEEPSPEED = {"zero", "train", "doctor"}
 FORBIDDEN_LIBRARIES = {"optim": ("torch.distributed",), "config": ("torch",)}
 
 

@@ -177,7 +177,7 @@ class OptimizerConfig(StrictModel):
         json_schema_extra={"legal": "null or a non-empty list of non-empty regular expressions"},
     )
     exclude_modules: RegexList = Field(
-        default=("embed", "lm_head"),
+        default=("embed", "lm_head", "lora_"),
         description="Regular expressions searched in a parameter's name; the matches stay on plain "
         "AdamW, also where target_modules matches.",
         json_schema_extra={"legal": "a list of non-empty regular expressions"},

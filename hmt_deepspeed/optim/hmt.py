@@ -39,7 +39,9 @@ from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_
 from hmt_deepspeed.optim.sharing import share_bases, shareable, takes_projection
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
-__all__ = ["HMT", "ParameterRow"]
+__all__ = ["HMT", "MARK", "ParameterRow"]
+
+MARK = "hmt"  # in every group: whoever builds another optimizer of these groups can be told apart
 
 
 class HMT(Optimizer):
@@ -111,7 +113,7 @@ class HMT(Optimizer):
                 "reads the same input shows only in the modules' forward. Pass the module, or False."
             )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, MARK: True})
         self._unpatch: Callable[[], object] = lambda: None
         if model is not None:
             self._linear_names = set(linear_weights(model))

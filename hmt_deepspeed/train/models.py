@@ -137,13 +137,12 @@ def _partitioned(ds_config: dict[str, Any]) -> Iterator[None]:
         del alive
 
 
-def _random_model(
-    preset: Preset, tokenizer: Any, seq_length: int, seed: int, dtype: torch.dtype
-) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def preset_config(preset: Preset, vocab_size: int, seq_length: int, **tokens: int | None) -> Any:
+    """The Llama config of a preset, for rows of ``seq_length``; the vocabulary is padded to a multiple of 64."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=-(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+    return LlamaConfig(
+        vocab_size=-(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         hidden_size=preset.hidden,
         intermediate_size=preset.intermediate,
         num_hidden_layers=preset.layers,
@@ -151,10 +150,23 @@ def _random_model(
         num_key_value_heads=preset.kv_heads,
         # Rotary positions have no weights: a model that starts here may be as long as its rows.
         max_position_embeddings=max(preset.max_positions, seq_length),
+        tie_word_embeddings=False,
+        **tokens,
+    )
+
+
+def _random_model(
+    preset: Preset, tokenizer: Any, seq_length: int, seed: int, dtype: torch.dtype
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = preset_config(
+        preset,
+        len(tokenizer),
+        seq_length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     _initialize(model, seed, config.initializer_range)

@@ -15,7 +15,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
-from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.hmt import HMT, MARK
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
@@ -42,9 +42,10 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
     A block that holds only ``activations`` goes with any optimizer.
 
     Raises:
-        ValueError: another block beside another optimizer, the HMT optimizer without a block, or fields
-            given both in the block and to a client's HMT object.
+        ValueError: another block beside another optimizer, the HMT optimizer without a block, fields
+            given both in the block and to a client's HMT object, or an HMT object that was replaced.
     """
+    _check_not_replaced(client_optimizer)
     block = config.get("hmt")
     named = (config.get("optimizer") or {}).get("type")
     client_is_hmt = isinstance(client_optimizer, HMT)
@@ -77,6 +78,18 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             'Change the optimizer, remove the "hmt" block, or leave only "activations" in it.'
         )
     return fields.model_dump()
+
+
+def _check_not_replaced(client_optimizer: Any) -> None:
+    """Accelerate builds ``DeepSpeedCPUAdam`` of an optimizer's groups where the JSON offloads states."""
+    groups = getattr(client_optimizer, "param_groups", ())
+    if type(client_optimizer).__name__ == "DeepSpeedCPUAdam" and any(MARK in g for g in groups):
+        raise ValueError(
+            "zero_force_ds_cpu_optimizer is true, its default, so the HMT object was replaced by "
+            "DeepSpeedCPUAdam, because the config has offload_optimizer. Legal with an HMT object is "
+            '"zero_force_ds_cpu_optimizer": false; HMT takes DeepSpeed\'s CPU Adam kernel itself. Add '
+            'the key, or let the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
+        )
 
 
 class HMTEngine(DeepSpeedEngine):

@@ -13,7 +13,7 @@ from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
-__all__ = ["install_fpdt", "prepare_for_fpdt"]
+__all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
 
 def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
@@ -47,6 +47,14 @@ def install_fpdt(
     )
 
 
+def check_ranks(size: int, world: int) -> None:
+    """Raises ValueError where ``size`` ranks cannot share each sequence."""
+    if world % size:
+        raise ValueError(
+            f"hmt.fpdt.sequence_parallel_size is {size}, but there are {world} ranks: it must divide them"
+        )
+
+
 def _sequence_group(size: int) -> TorchGroup | None:
     """This rank's group of ``size`` consecutive ranks.
 
@@ -54,10 +62,7 @@ def _sequence_group(size: int) -> TorchGroup | None:
     gradient of its loss.
     """
     world = dist.get_world_size()
-    if world % size:
-        raise ValueError(
-            f"hmt.fpdt.sequence_parallel_size is {size}, but there are {world} ranks: it must divide them"
-        )
+    check_ranks(size, world)
     if size == 1:
         return None
     mine = None

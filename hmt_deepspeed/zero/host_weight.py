@@ -61,6 +61,9 @@ class HostWeight(Weight):
             self.master = worker.zeros(self.num_elements, f"the master of {name}")
             self.refresh_master()
 
+    def _master_is_shard(self) -> bool:
+        return False
+
     # -- updates, each ended by finish() ----------------------------------------------------------
 
     def step_with(self, step: Step, key: int) -> None:

@@ -19,6 +19,7 @@ __all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
 # milliseconds and that the pools stay small, large enough for the full speed of a copy.
 CHUNK = 1 << 20
 NUM_STAGED = 16  # chunks of fp32 on their way to the host at once, and as many on their way back
+POOL_BYTES = NUM_STAGED * CHUNK * torch.float32.itemsize  # of either way
 
 Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived for it
 
@@ -45,10 +46,9 @@ class HostWorker:
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self.adam = CpuAdam()
-        size = NUM_STAGED * CHUNK * torch.float32.itemsize
-        self.engine = TransferEngine(device, size)
+        self.engine = TransferEngine(device, POOL_BYTES)
         self.scratch = torch.empty(CHUNK)  # for a job's own use
-        self._outbound = self.engine.new_pool(size, "pool of updated weights")
+        self._outbound = self.engine.new_pool(POOL_BYTES, "pool of updated weights")
         self._pinned = pinned
         self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
         self._failure: RuntimeError | None = None
@@ -57,10 +57,9 @@ class HostWorker:
     def describe(self) -> str:
         """What is where, for the start table."""
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
-        pools = self.engine.pool.nbytes + self._outbound.nbytes
         return (
             f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
-            f"{pools:,} bytes of page-locked pools for what travels"
+            f"{2 * POOL_BYTES:,} bytes of page-locked pools for what travels"
         )
 
     # -- memory ---------------------------------------------------------------------------------

@@ -290,6 +290,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
             self.overlap.end_step()
             self.step_count += 1
             for number in self.policy.stale(self.step_count):

@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
-from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config import HMTConfig, OptimizerConfig
 
 __all__ = ["check_activations", "check_engine", "check_supported", "resolved_overlap"]
 
@@ -33,6 +33,7 @@ def check_supported(
     refusals = [*_precision(config, parsed, options), *_zero(parsed, options, overlap)]
     refusals += _parallelism(config, parsed)
     refusals += _int8_weights(parsed, options)
+    refusals += _optimizer_params(config)
     if refusals:
         raise ValueError(
             "\n".join(
@@ -182,6 +183,20 @@ def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     if parsed.float16_config.enabled:
         remedy = 'Codes decode to bf16 or fp32: use "bf16": {"enabled": true}.'
         yield "fp16.enabled", True, f"false {given}", remedy
+
+
+def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:
+    """What another optimizer took there, and fields of the block, which would not reach the engine."""
+    for key, value in ((config.get("optimizer") or {}).get("params") or {}).items():
+        if key in ("lr", "betas", "eps", "weight_decay"):
+            continue
+        remedy = "Remove it."
+        if key in OptimizerConfig.model_fields:
+            remedy = f"Give it as hmt.optimizer.{key}."
+        elif key == "max_grad_norm":
+            remedy = 'Give it as "gradient_clipping".'
+        legal = "only lr, betas, eps and weight_decay beside an HMT optimizer"
+        yield f"optimizer.params.{key}", value, legal, remedy
 
 
 def resolved_overlap(parsed: Any, wanted: str | None) -> str:

@@ -71,7 +71,7 @@ class Weight:
             yield self.param.detach().view(-1)[begin:end]
 
     def _master_is_shard(self) -> bool:
-        if self.master is None or self._offloaded:
+        if self.master is None or self._offloaded or self.param.dtype != torch.float32:
             return False
         with self.shard() as shard:
             return self.master.data_ptr() == shard.data_ptr()

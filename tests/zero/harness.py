@@ -46,6 +46,20 @@ class Ranks:
             env=env,
         )
 
+    def preload(self, *modules: str) -> None:
+        """Import modules in the zygote, once for all cases that follow."""
+        self._ask({"preload": modules})
+
+    def _ask(self, job: dict[str, Any]) -> Any:
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(json.dumps(job) + "\n")
+        self._zygote.stdin.flush()
+        answer = self._zygote.stdout.readline()
+        if not answer:
+            raise CaseFailed("the zygote process is gone")
+        return json.loads(answer)
+
     def run(self, case: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Results of ``case(*args, **kwargs)`` on ranks 0 .. world - 1.
 
@@ -76,14 +90,7 @@ class Ranks:
                 "case": case.__qualname__,
                 "timeout": TIMEOUT,
             }
-            assert self._zygote.stdin is not None
-            assert self._zygote.stdout is not None
-            self._zygote.stdin.write(json.dumps(job) + "\n")
-            self._zygote.stdin.flush()
-            answer = self._zygote.stdout.readline()
-            if not answer:
-                raise CaseFailed("the zygote process is gone")
-            codes = json.loads(answer)
+            codes = self._ask(job)
             results, logs = [], []
             for rank in range(world):
                 path = f"{folder}/result{rank}.pt"
@@ -132,6 +139,10 @@ def _serve() -> None:
 
 
 def _run_job(job: dict[str, Any]) -> list[int]:
+    for module in job.get("preload", ()):
+        importlib.import_module(module)
+    if "preload" in job:
+        return []
     port = _free_port()
     pids = []
     for rank in range(job["world"]):

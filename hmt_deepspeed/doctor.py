@@ -1,0 +1,219 @@
+"""``hmt-doctor``: what a DeepSpeed JSON will do on this machine, before anything is built.
+
+``hmt-doctor ds.json --model 7b --ranks 4``, or ``python -m hmt_deepspeed --check ds.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from hmt_deepspeed.config import read_json_config
+from hmt_deepspeed.report.metrics import format_bytes, format_table
+from hmt_deepspeed.train import models
+
+__all__ = ["Diagnosis", "examine", "main"]
+
+# What Trainer and Accelerate fill in, as Trainer does by default; any other "auto" is left to DeepSpeed.
+_FILLED_IN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+}
+
+
+@dataclass
+class Diagnosis:
+    """What the doctor found: ``errors`` are what a run would stop with."""
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        told = [*self.lines, *(f"warning: {text}" for text in self.warnings)]
+        return "\n".join([*told, *(f"error: {text}" for text in self.errors)])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command; ends with status 1 where the run could not start."""
+    parser = argparse.ArgumentParser(
+        prog="hmt-doctor",
+        description="Print what a DeepSpeed JSON will do on this machine, and what is missing for it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("config", help="DeepSpeed JSON, with or without an hmt block")
+    parser.add_argument("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens, of a preset")
+    parser.add_argument("--ranks", type=int, help="GPUs of the run; those of this machine")
+    args = parser.parse_args(arguments)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    found = examine(args.config, args.model, args.vocab_size, args.ranks)
+    print(found)
+    sys.exit(1 if found.errors else 0)
+
+
+def examine(
+    path: str | os.PathLike[str],
+    model: str = "tiny",
+    vocab_size: int = 4096,
+    ranks: int | None = None,
+) -> Diagnosis:
+    """What the JSON will do: nothing is built, compiled or downloaded but a model's config.
+
+    Args:
+        model: a preset of ``launch/run.py``, a folder or a hub id; its weights are not read.
+        ranks: None for the GPUs of this machine, or one.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    found = Diagnosis()
+    accelerator = get_accelerator()
+    device = accelerator.device_name()
+    present = 1 if device == "cpu" else accelerator.device_count()
+    ranks = present if ranks is None else ranks
+    found.lines.append(_machine(accelerator, device))
+    try:
+        if ranks < 1:
+            raise ValueError(f"--ranks is {ranks}; legal: at least 1. Give that.")
+        config = _without_autos(read_json_config(path), models.bf16_is_fast(device), found)
+        build = _builder(model, vocab_size)
+        _run(config, build, model, ranks, found)
+    except (ValueError, AssertionError) as error:
+        found.errors.append(str(error))
+        return found
+    _check_machine(config, accelerator, ranks > present and device != "cpu", found)
+    return found
+
+
+def _machine(accelerator: Any, device: str) -> str:
+    memory = psutil.virtual_memory()
+    parts = [f"torch {torch.__version__}", f"{psutil.cpu_count(logical=False)} cores"]
+    parts += [f"{format_bytes(memory.available)} of {format_bytes(memory.total)} host memory free"]
+    if device == "cpu":
+        return "machine: no GPU; " + ", ".join(parts)
+    name = accelerator.device_name(0)
+    total = format_bytes(accelerator.total_memory(0))
+    return f"machine: {accelerator.device_count()} x {name} of {total}; " + ", ".join(parts)
+
+
+def _without_autos(config: dict[str, Any], bf16: bool, found: Diagnosis) -> dict[str, Any]:
+    """``config`` as Trainer would fill it in by default; "auto" in the block is ours and stays."""
+    values, told = {**_FILLED_IN, "bf16.enabled": bf16}, []
+
+    def filled(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept = {}
+        for key, value in section.items():
+            name = prefix + key
+            if isinstance(value, dict) and name != "hmt":
+                kept[key] = filled(value, f"{name}.")
+            elif value != "auto":
+                kept[key] = value
+            elif name in values:
+                kept[key] = values[name]
+                told.append(f"{name}: {values[name]}")
+        return kept
+
+    result = filled(config, "")
+    if told:
+        found.lines.append('"auto", taken here as: ' + ", ".join(told))
+    return result
+
+
+def _builder(name: str, vocab_size: int) -> Callable[[torch.dtype], nn.Module]:
+    from transformers import AutoModelForCausalLM
+
+    config = models.model_config(name)
+    if config is None:
+        config = models.preset_config(models.PRESETS[name], vocab_size, 0)
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model
+
+    return build
+
+
+def _run(
+    config: dict[str, Any],
+    build: Callable[[torch.dtype], nn.Module],
+    model: str,
+    ranks: int,
+    found: Diagnosis,
+) -> None:
+    """The tables of the start, and where the bytes lie."""
+    from hmt_deepspeed.zero.dry_run import dry_run
+
+    run = dry_run(config, build, ranks)
+    train, micro, accumulation = run.batches
+    clip = f"clipped at {run.clip:g}" if run.clip else "not clipped"
+    found.lines.append(
+        f"run: model {model} in {str(run.dtype).removeprefix('torch.')}, {ranks} ranks, ZeRO stage {run.stage}, "
+        f"{train} sequences a step ({micro} a rank, {accumulation} micro-batches), gradients {clip}"
+    )
+    if not run.is_hmt:
+        found.lines.append("optimizer: DeepSpeed's own, without HMT")
+    found.lines += [*run.tables, *run.notes]
+    if run.device_bytes is not None:
+        rows = [["device", format_bytes(run.device_bytes)], ["host", format_bytes(run.host_bytes)]]
+        found.lines.append(format_table(rows, ["weights, states, masters", "bytes per rank"]))
+    available = psutil.virtual_memory().available
+    if run.host_bytes * ranks > available:
+        found.warnings.append(
+            f"{ranks} ranks hold {format_bytes(run.host_bytes * ranks)} in host memory, of which "
+            f"{format_bytes(available)} are free here. Offload less, or use a machine with more."
+        )
+    found.lines.append(
+        "activations and buffers come on top: hmt-plan predicts the peak and the speed."
+    )
+
+
+def _check_machine(config: dict[str, Any], accelerator: Any, lacks: bool, found: Diagnosis) -> None:
+    """What has to be installed, and what will be slow."""
+    zero = config.get("zero_optimization") or {}
+    on_host = [(zero.get(k) or {}).get("device") for k in ("offload_optimizer", "offload_param")]
+    device = accelerator.device_name()
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    missing = [] if compiler else ["a C++ compiler (install g++)"]
+    missing += [] if find_spec("ninja") else ["ninja (pip install ninja)"]
+    if missing and (set(on_host) & {"cpu", "nvme"}):
+        found.errors.append(
+            f"DeepSpeed builds operators for offloading at first use, and {' and '.join(missing)} is missing."
+        )
+    elif missing:
+        found.warnings.append(f"{' and '.join(missing)} is missing: DeepSpeed builds no operator.")
+    if lacks:
+        found.warnings.append("the run has more ranks than this machine has GPUs.")
+    if device == "cpu":
+        found.warnings.append("no GPU was found: everything runs on the CPU.")
+    elif not find_spec("triton"):
+        found.errors.append(
+            "Triton is missing, which HMT's kernels are written in: pip install triton."
+        )
+    bf16 = (config.get("bf16") or {}).get("enabled")
+    if bf16 and not models.bf16_is_fast(device):
+        found.warnings.append("bf16 is emulated here, some twenty times slower than fp32.")
+    for section in ("offload_optimizer", "offload_param"):
+        folder = (zero.get(section) or {}).get("nvme_path")
+        if folder and not os.access(_existing(Path(folder)), os.W_OK):
+            found.errors.append(
+                f"zero_optimization.{section}.nvme_path is {folder!r}, which cannot be written here."
+            )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

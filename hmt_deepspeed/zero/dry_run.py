@@ -1,0 +1,246 @@
+"""What an engine would be, without building it: no process group, no GPU, no weights.
+
+The model and everything of its parameters are fake tensors, which have shapes, dtypes and bytes and no
+memory. The checks are the engine's own, in its order, and the tables are those of the start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.fpdt.install import install
+from hmt_deepspeed.optim.assign import linear_weights
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.int8_linear import check_encodable
+from hmt_deepspeed.optim.policy import build_policy
+from hmt_deepspeed.zero import statistics
+from hmt_deepspeed.zero.activations import Activations
+from hmt_deepspeed.zero.bases import ShardedBases
+from hmt_deepspeed.zero.encoded import EncodedWeight
+from hmt_deepspeed.zero.engine import HMTEngine, hmt_options
+from hmt_deepspeed.zero.entries import Entry, build_entries, build_schedule
+from hmt_deepspeed.zero.fpdt import check_ranks
+from hmt_deepspeed.zero.host_weight import HostWeight
+from hmt_deepspeed.zero.host_worker import HostWorker
+from hmt_deepspeed.zero.registration import registered
+from hmt_deepspeed.zero.support import (
+    check_activations,
+    check_engine,
+    check_supported,
+    resolved_overlap,
+)
+
+__all__ = ["DryRun", "dry_run"]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would be.
+
+    Attributes:
+        is_hmt: HMT's optimizer, not DeepSpeed's own. stage: of ZeRO. dtype: of the weights.
+        batches: sequences of a step over all ranks, of a rank's micro-batch, and micro-batches of a step.
+        clip: ``gradient_clipping``, 0 for none.
+        tables: of the start, as a run prints them. notes: what it does besides.
+        device_bytes, host_bytes: of weights, states and masters on each rank; None without HMT's optimizer.
+    """
+
+    is_hmt: bool
+    stage: int
+    dtype: torch.dtype
+    batches: tuple[int, int, int]
+    clip: float
+    tables: tuple[str, ...]
+    notes: tuple[str, ...]
+    device_bytes: int | None
+    host_bytes: int
+
+
+def dry_run(
+    config: dict[str, Any], build: Callable[[torch.dtype], nn.Module], ranks: int
+) -> DryRun:
+    """Check a DeepSpeed JSON as a run would, for a model and a number of ranks.
+
+    Args:
+        config: without "auto" outside the block. build: the model in a dtype; called with fake tensors.
+
+    Raises:
+        ValueError, AssertionError: what a run would be refused with.
+    """
+    block = config.get("hmt")
+    hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
+    parsed = _Config(config, ranks)
+    options = hmt_options(config, None)
+    overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
+    if options is not None:
+        check_supported(config, parsed, options, overlap)
+    if hmt.gives("activations"):
+        check_activations(config, hmt, options)
+    with registered(), warnings.catch_warnings(), FakeTensorMode():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        engine = _Engine(parsed, options, resolved_overlap(parsed, overlap), build, ranks)
+        engine._do_sanity_check()
+        check_engine(engine)
+        tables: list[str] = []
+        notes: list[str] = []
+        device_bytes, host_bytes = None, 0
+        if options is not None:
+            planned = _optimizer(engine, options, ranks)
+            tables.append(statistics.describe(planned))
+            device_bytes = sum(map(_device_bytes, planned.entries))
+            host_bytes = 0 if planned.host is None else planned.host.nbytes
+        if hmt.gives("activations"):
+            tables.append(_activations(config, hmt, engine.module))
+        if hmt.fpdt.enabled:
+            notes.append(_fpdt(hmt, engine.module, ranks))
+    return DryRun(
+        options is not None,
+        int(parsed.zero_optimization_stage),
+        engine.get_data_types()[0],
+        (
+            parsed.train_batch_size,
+            parsed.train_micro_batch_size_per_gpu,
+            parsed.gradient_accumulation_steps,
+        ),
+        float(parsed.gradient_clipping),
+        tuple(tables),
+        tuple(notes),
+        device_bytes,
+        host_bytes,
+    )
+
+
+class _Config(DeepSpeedConfig):
+    """Read for a number of ranks that are not there."""
+
+    def __init__(self, config: dict[str, Any], ranks: int) -> None:
+        self._ranks = ranks
+        super().__init__(config)
+
+    def _initialize_params(self, param_dict: dict[str, Any]) -> None:
+        self.world_size = self._ranks
+        super()._initialize_params(param_dict)
+
+
+class _Engine(HMTEngine):
+    """Answers what its config says; nothing is built, moved or compiled."""
+
+    def __init__(
+        self,
+        parsed: DeepSpeedConfig,
+        options: dict[str, Any] | None,
+        overlap: str,
+        build: Callable[[torch.dtype], nn.Module],
+        ranks: int,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._config, self._hmt_options, self._hmt_overlap = parsed, options, overlap
+        self._hmt_stage = int(parsed.zero_optimization_stage)
+        self.client_optimizer = self.client_lr_scheduler = None
+        self.pipeline_parallelism = self.has_moe_layers = False
+        self.mp_world_size = self.sequence_parallel_size = 1
+        self.seq_dp_world_size, self.gradient_average = ranks, True
+        self.module = build(self.get_data_types()[0])
+        self.param_names = {param: name for name, param in self.module.named_parameters()}
+
+    def destroy(self) -> None:
+        """Also asked for when it goes: there is nothing to undo."""
+
+
+class _Host(HostWorker):
+    """Counts what would be in host memory; its pools and its thread are never made."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned, self.nbytes = pinned, 0
+
+    def zeros(self, numel: int, owner: str) -> Tensor:
+        self.nbytes += numel * torch.float32.itemsize
+        return torch.empty(numel)
+
+
+def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
+    """What :func:`statistics.describe` reads of an optimizer."""
+    settings, model = engine._zero_settings(), engine.module
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = HMT(trainable, **(engine._config.optimizer_params or {})).param_groups
+    if settings.stage == 3:
+        for param in model.parameters():
+            _partition(param, ranks)
+    modules = linear_weights(model)
+    host = None if settings.host is None else _Host(settings.host.pinned)
+    placed = [(engine.param_names[p], p, group) for group in groups for p in group["params"]]
+    shards = 1 if settings.stage == 0 else ranks
+    entries = build_entries(placed, options, settings, modules, shards, 0, host)
+    low_rank = [entry for entry in entries if entry.matrix is not None]
+    build_schedule(low_rank, options, settings.accumulate_dtype)
+    build_policy([[entry.matrix] for entry in low_rank if entry.matrix is not None], options)
+    encoded = [entry.name for entry in entries if isinstance(entry.weight, EncodedWeight)]
+    if options["weight_dtype"] == "int8":
+        check_encodable(model, {name: modules[name] for name in encoded})
+    collectives: Any = SimpleNamespace(world=ranks, rank=0)
+    bases = ShardedBases(collectives, settings.stage)
+    for entry in low_rank:
+        bases.park(entry)
+        if isinstance(entry.weight, EncodedWeight):
+            entry.weight.encode(modules[entry.name])  # type: ignore[arg-type]
+    return SimpleNamespace(
+        entries=entries,
+        param_groups=groups,
+        options=options,
+        settings=settings,
+        collectives=collectives,
+        host=host,
+    )
+
+
+def _partition(param: Any, ranks: int) -> None:
+    """What stage 3 adds to a parameter, for rank 0. Where ``offload_param`` puts it changes no size."""
+    param.ds_shape, param.ds_numel = param.shape, param.numel()
+    param.ds_tensor = torch.empty(-(-param.numel() // ranks), dtype=param.dtype)
+    param.ds_tensor.final_location = None
+
+
+def _device_bytes(entry: Entry) -> int:
+    """Weights, states and masters of one parameter that are not in host memory."""
+    on_host = isinstance(entry.weight, HostWeight)
+    masters = 0 if on_host else entry.weight.master_bytes()
+    states = 0 if entry.host is not None else statistics.state_bytes(entry)
+    return entry.weight.weight_bytes() + masters + states
+
+
+def _activations(config: dict[str, Any], hmt: HMTConfig, model: nn.Module) -> str:
+    backend = Activations(
+        model,
+        hmt.activations,
+        ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
+        device=torch.device("cpu"),
+        mpu=None,
+        aio=None,
+        current_step=lambda: -1,
+    )
+    try:
+        return backend.describe()
+    finally:
+        backend.close()
+
+
+def _fpdt(hmt: HMTConfig, model: nn.Module, ranks: int) -> str:
+    settings = hmt.fpdt
+    check_ranks(settings.sequence_parallel_size, ranks)
+    install(model, chunk_size=settings.chunk_size, offload_kv=settings.offload_kv).remove()
+    place = "host memory" if settings.offload_kv else "device memory"
+    return (
+        f"fpdt: decoder layers run in chunks of {settings.chunk_size:,} tokens, keys and values wait in "
+        f"{place}; {settings.sequence_parallel_size} ranks share each sequence"
+    )

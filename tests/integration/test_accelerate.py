@@ -1,0 +1,264 @@
+"""Accelerate's DeepSpeed plugin in code, and ``accelerate launch`` of a script that nobody changed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from hf_runs import auto_config, forget, plain_weights, rows, save_tiny_model, whole_weights
+from training import furthest
+
+import hmt_deepspeed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def accelerator(config: dict[str, Any], precision: str = "no") -> Any:
+    """As on GPUs: on a CPU Accelerate counts the ranks only when it is told that it is one."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import PartialState
+
+    forget()
+    PartialState(cpu=True)
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=copy.deepcopy(config), gradient_clipping=0.7, gradient_accumulation_steps=2
+    )
+    return Accelerator(deepspeed_plugin=plugin, mixed_precision=precision)
+
+
+def prepared(folder: Path, config: dict[str, Any], precision: str, client: bool = False) -> Any:
+    """Accelerator and what it prepares: model, optimizer, scheduler, training and evaluation data."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+    from transformers import AutoModelForCausalLM
+
+    run = accelerator(config, precision)
+    model = AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
+    if client:
+        optimizer: Any = hmt_deepspeed.HMT(model, lr=3e-3, weight_decay=0.05, rank=4)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    else:
+        optimizer = DummyOptim(model.parameters(), lr=3e-3, weight_decay=0.05)
+        steps = 12 * run.num_processes  # which it divides by
+        scheduler = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=2)
+    data = [loader(rows(64, high=30)), loader(rows(5, 1000, low=30))]
+    return run, *run.prepare(model, optimizer, scheduler, *data)
+
+
+def loader(rows: list[dict[str, list[int]]]) -> Any:
+    def collate(picked: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return {key: torch.tensor([row[key] for row in picked]) for key in picked[0]}
+
+    return torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def train(things: Any, until: int, save: Path | None = None, evaluate: bool = False) -> list[Any]:
+    """Accelerate's own loop, to an optimizer step; loss, norm and learning rate of every step."""
+    run, model, optimizer, scheduler, data, _ = things
+    found: list[Any] = []
+    if model.global_steps:
+        data = run.skip_first_batches(data, 2 * model.global_steps)
+    for batch in data:
+        with run.accumulate(model):
+            loss = model(**batch).loss
+            run.backward(loss)
+            norm = run.clip_grad_norm_(model.parameters(), 0.7) if run.sync_gradients else None
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        mean = run.gather(loss.detach()).mean().item()
+        if run.sync_gradients:
+            found.append((mean, norm, optimizer.param_groups[0]["lr"]))
+        if run.sync_gradients and model.global_steps == 3:
+            if save is not None:
+                run.save_state(str(save))
+            if evaluate:
+                found[-1] += (evaluated(things),)
+        if model.global_steps == until:
+            break
+    return found
+
+
+def evaluated(things: Any) -> int:
+    """Rows that an evaluation in the middle has seen, over all ranks."""
+    run, model, *_, held_out = things
+    model.eval()
+    seen = 0
+    with torch.no_grad():
+        for batch in held_out:
+            losses = model(**batch).loss.repeat(len(batch["input_ids"]))
+            seen += len(run.gather_for_metrics(losses))
+    model.train()
+    return seen
+
+
+def runs(folder: Path, stage: int, precision: str) -> dict[str, Any]:
+    """A run with everything in the middle, one without, one resumed; then an HMT object of the script's."""
+    hmt_deepspeed.register()
+    config = auto_config(stage)
+    params = {"lr": "auto", "weight_decay": "auto", "betas": [0.85, 0.95]}
+    config["optimizer"] = {"type": "HMT", "params": params}
+    without = {key: config[key] for key in config if key not in ("optimizer", "scheduler", "hmt")}
+    found: dict[str, Any] = {}
+    for kind, json_of, client in (("json", config, False), ("client", without, True)):
+        whole = prepared(folder, json_of, precision, client)
+        run, model = whole[:2]
+        found[kind] = {
+            "steps": train(whole, 6, folder / f"{kind}_state", evaluate=True),
+            "types": (type(model).__name__, type(model.optimizer).__name__),
+            "dtype": model.optimizer.settings.model_dtype,
+            "clip": model.optimizer.settings.clip,
+            "batches": (model.train_batch_size(), model.gradient_accumulation_steps()),
+            "matrices": len(model.optimizer.low_rank),
+            "ranks": {e.matrix.rank for e in model.optimizer.low_rank},
+            "group": {k: v for k, v in model.optimizer.param_groups[0].items() if k != "params"},
+            "weights": whole_weights(model.module),
+        }
+        state = run.get_state_dict(model)
+        run.unwrap_model(model).save_pretrained(
+            folder / f"{kind}_saved",
+            is_main_process=run.is_main_process,
+            save_function=run.save,
+            state_dict=state,
+        )
+        run.wait_for_everyone()
+        model.destroy()
+        resumed = prepared(folder, json_of, precision, client)
+        resumed[0].load_state(str(folder / f"{kind}_state"))
+        found[kind]["resumed"] = train(resumed, 6)
+        resumed[1].destroy()
+        bare = prepared(folder, json_of, precision, client)
+        found[kind]["bare"] = train(bare, 6)
+        bare[1].destroy()
+    return found
+
+
+@pytest.fixture(scope="module", params=[(2, 1, "no"), (3, 2, "bf16")], ids=["zero2", "zero3"])
+def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
+    stage, world, precision = request.param
+    folder = tmp_path_factory.mktemp("accelerate")
+    save_tiny_model(folder / "start")
+    ranks.preload("transformers.trainer")
+    found = ranks.run(runs, world, folder, stage, precision)[0]
+    return found | {"folder": folder, "world": world, "precision": precision}
+
+
+@pytest.mark.parametrize("kind", ["json", "client"])
+def test_the_engine_is_what_json_and_code_say(run: dict[str, Any], kind: str) -> None:
+    found = run[kind]
+    assert found["types"] == ("HMTEngine", "HMTZeroOptimizer")
+    assert found["dtype"] == (torch.bfloat16 if run["precision"] == "bf16" else torch.float32)
+    assert found["clip"] == 0.7
+    assert found["batches"] == (4 * run["world"], 2)
+    assert found["matrices"] == 14
+    assert found["group"]["weight_decay"] == 0.05
+    betas = (0.85, 0.95) if kind == "json" else (0.9, 0.999)
+    assert tuple(found["group"]["betas"]) == betas
+    assert found["ranks"] <= ({4, 8} if kind == "json" else {4})
+
+
+@pytest.mark.parametrize("kind", ["json", "client"])
+def test_resuming_repeats_the_run(run: dict[str, Any], kind: str) -> None:
+    steps = [step[:3] for step in run[kind]["steps"]]
+    assert run[kind]["resumed"] == steps[3:]
+    rates = [rate for *_, rate in steps]
+    if kind == "client":  # which Accelerate steps once per rank
+        expected = [3e-3 * 0.9 ** (run["world"] * step) for step in range(1, 7)]
+        assert rates == pytest.approx(expected)
+    else:
+        assert max(rates) == pytest.approx(3e-3)
+        assert rates[-1] < max(rates)
+
+
+@pytest.mark.parametrize("kind", ["json", "client"])
+def test_evaluating_and_saving_change_nothing(run: dict[str, Any], kind: str) -> None:
+    steps = run[kind]["steps"]
+    assert [len(step) for step in steps] == [3, 3, 4, 3, 3, 3]
+    assert steps[2][3] == 5  # rows evaluated
+    assert [step[:3] for step in steps] == run[kind]["bare"]
+    assert all(norm > 0.7 for _, norm, _ in run[kind]["bare"])  # of the gradient, before clipping
+
+
+@pytest.mark.parametrize("kind", ["json", "client"])
+def test_a_saved_model_is_an_ordinary_one(run: dict[str, Any], kind: str) -> None:
+    saved, start = (plain_weights(run["folder"] / name) for name in (f"{kind}_saved", "start"))
+    assert all(torch.equal(run[kind]["weights"][name], weight) for name, weight in saved.items())
+    assert furthest(saved, start) > 1e-3  # 16-bit rounding of the start alone is below 2e-4
+
+
+def replaced() -> str:
+    hmt_deepspeed.register()
+    config = auto_config(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    config = {key: config[key] for key in ("zero_optimization",)}
+    run = accelerator(config | {"train_micro_batch_size_per_gpu": 2})
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="zero_force_ds_cpu_optimizer") as refusal:
+        run.prepare(model, hmt_deepspeed.HMT(model, lr=1e-3, rank=2))
+    config["zero_force_ds_cpu_optimizer"] = False
+    run = accelerator(config | {"train_micro_batch_size_per_gpu": 2})
+    engine, _ = run.prepare(model, hmt_deepspeed.HMT(model, lr=1e-3, rank=2))
+    return f"{refusal.value} {engine.optimizer.host is not None}"
+
+
+def test_an_object_that_accelerate_replaces_is_refused(ranks: Ranks) -> None:
+    ranks.preload("transformers.trainer")
+    found = ranks.run(replaced, 1)[0]
+    assert "replaced by DeepSpeedCPUAdam" in found
+    assert found.endswith("True")
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler
+from transformers import AutoModelForCausalLM
+
+if __name__ == "__main__":
+    start, saved, lr = sys.argv[1:]
+    accelerator = Accelerator()
+    model = AutoModelForCausalLM.from_pretrained(start)
+    partitioned = all(hasattr(p, "ds_id") for p in model.parameters())
+    tokens = torch.randint(0, 61, (4, 16), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader(tokens.repeat(8, 1), batch_size=2)
+    optimizer = DummyOptim(model.parameters(), lr=float(lr), weight_decay=0.1)
+    scheduler = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=1)
+    model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
+    losses = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            losses.append(model(input_ids=batch, labels=batch).loss)
+            accelerator.backward(losses[-1])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(saved, state_dict=state)
+    print("RESULT", type(model.optimizer).__name__, model.global_steps, partitioned,
+          losses[-1].item() < losses[0].item(), model.bfloat16_enabled(), flush=True)
+    accelerator.end_training()
+"""
+
+
+def test_accelerate_launch_runs_an_unchanged_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    save_tiny_model(tmp_path / "start")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
+    port = str(20000 + os.getpid() % 20000)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
+    command += ["--config_file", "ds_configs/accelerate.yaml", "-m", "hmt_deepspeed"]
+    command += [str(tmp_path / name) for name in ("train.py", "start", "saved")]
+    done = subprocess.run(
+        [*command, "0.01"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RESULT HMTZeroOptimizer 8 True True True" in done.stdout
+    saved, start = (plain_weights(tmp_path / name) for name in ("saved", "start"))
+    assert furthest(saved, start) > 1e-3

@@ -1,0 +1,187 @@
+"""The doctor says what a run would do, in the run's own words, and builds nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from training import ds_config, make_engine, tiny_llama
+
+from hmt_deepspeed.__main__ import main as module_main
+from hmt_deepspeed.doctor import examine, main
+
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: Any) -> str:
+    """A folder with the tests' tiny model's config and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().config.save_pretrained(folder)
+    return str(folder)
+
+
+BF16 = {"bf16": {"enabled": True}}
+RUNS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {  # stage, ranks, options, more
+    "fp32, stage 2": (2, 1, {"rank": 4}, {}),
+    "bf16, stage 3, 2 ranks": (3, 2, {"rank_candidates": [4, 8]}, BF16),
+    "int8 states, bf16, stage 1": (1, 2, {"rank": 8, "state_dtype": "bf16"}, BF16),
+    "int8 weights": (2, 1, {"rank": 4, "weight_dtype": "int8"}, BF16),
+    "two-sided": (0, 1, {"projection": "two_sided", "rank": 4}, BF16),
+    "apollo": (2, 2, {"method": "apollo", "rank": 4}, {}),
+    "states on the host": (
+        3,
+        2,
+        {"rank": 4},
+        BF16 | {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    ),
+    "activations": (
+        2,
+        1,
+        {"rank": 4},
+        BF16 | {"hmt": {"activations": {}, "optimizer": {"rank": 4}}},
+    ),
+}
+
+
+def started(names: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The JSON and the start tables of real engines."""
+    found = {}
+    for name in names:
+        stage, _, options, more = RUNS[name]
+        config = ds_config(stage, options, **more)
+        engine = make_engine(json.loads(json.dumps(config)))
+        tables = [engine.optimizer.describe()]
+        tables += [engine.hmt_activations.describe()] if engine.hmt_activations else []
+        found[name] = "\n".join(tables), config
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def real(ranks: Ranks) -> dict[str, tuple[str, dict[str, Any]]]:
+    found = {}
+    for world in (1, 2):
+        names = [name for name, run in RUNS.items() if run[1] == world]
+        found |= ranks.run(started, world, names)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_tables_are_those_of_the_start(
+    name: str, real: dict[str, Any], model_folder: str, tmp_path: Path
+) -> None:
+    table, config = real[name]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = examine(tmp_path / "ds.json", model_folder, ranks=RUNS[name][1])
+    assert not found.errors
+    assert table in str(found)
+
+
+def test_nothing_is_allocated_and_nothing_stays(tmp_path: Path) -> None:
+    """A 13B model's states would be 200 GB; and afterwards DeepSpeed is what it was."""
+    import deepspeed
+
+    from hmt_deepspeed.zero.registration import is_registered
+
+    stock, state = deepspeed.DeepSpeedEngine, torch.get_rng_state()
+    found = str(examine(CONFIGS / "adamw_offload.json", "13b", 32000, ranks=2))
+    assert "host memory, of which" in found  # 13e9 x 16 bytes of states do not fit here
+    assert deepspeed.DeepSpeedEngine is stock
+    assert not is_registered()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_example_is_understood(path: Path) -> None:
+    found = examine(path, ranks=2)
+    if "fp16" in path.stem:  # which a CPU lacks: the words are DeepSpeed's
+        assert found.errors == ["Type fp16 is not supported on your device."]
+        return
+    assert not found.errors
+    stage = json.loads(path.read_text())["zero_optimization"]["stage"]
+    assert f"ZeRO stage {stage}" in str(found)
+
+
+def test_autos_are_filled_in_and_the_blocks_stay(model_folder: str) -> None:
+    found = str(examine(CONFIGS / "trainer.json", model_folder))
+    assert "gradient_clipping: 1.0" in found
+    assert "hmt.optimizer" not in found  # its "auto"s are not Trainer's
+    assert "gradients clipped at 1" in found
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"hmt": {"optimizer": {"rnak": 4}}}, r"rnak.*rank"),
+    "no block": ({"hmt": None}, 'Add "hmt": \\{\\}'),
+    "super_offload": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            }
+        },
+        "super_offload is True",
+    ),
+    "batch": ({"train_batch_size": 5}, "Check batch related parameters"),
+    "rank": ({"hmt": {"optimizer": {"rank": 4000}}}, "rank is 4000"),
+    "bytes": (
+        {"hmt": {"optimizer": {"rank": 4, "max_full_gradient_bytes": 10}}},
+        "max_full_gradient_bytes is 10",
+    ),
+    "pattern": (
+        {"hmt": {"activations": {"overrides": {"no_such": {"residual": "keep"}}}}},
+        "'no_such' matches no layer",
+    ),
+    "shared sequences": (
+        {"hmt": {"fpdt": {"enabled": True, "sequence_parallel_size": 2}}},
+        "sequence_parallel_size is 2, but there are 1 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_an_error(name: str, model_folder: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[name]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "HMT", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+        "hmt": {},
+        **changes,
+    }
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = examine(tmp_path / "ds.json", model_folder)
+    assert len(found.errors) == 1
+    assert re.search(message, found.errors[0], re.DOTALL), found.errors
+
+
+def test_what_is_missing_here(model_folder: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = json.loads((CONFIGS / "adamw_offload.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = examine(tmp_path / "ds.json", model_folder)
+    assert found.errors == [
+        "DeepSpeed builds operators for offloading at first use, and a C++ compiler (install g++) is missing."
+    ]
+    found = examine(CONFIGS / "hmt_zero2.json", model_folder)
+    assert not found.errors
+    assert any("compiler" in text for text in found.warnings)
+
+
+def test_the_commands_end_with_a_status(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([str(CONFIGS / "hmt.json")])
+    assert end.value.code == 0
+    monkeypatch.setattr(sys, "argv", ["hmt_deepspeed", "--check", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit) as end:
+        module_main()
+    assert end.value.code == 1
+    assert "error: DeepSpeed config" in capsys.readouterr().out
