@@ -159,7 +159,7 @@ def _state_dtype(entry: Entry, wanted: str) -> str:
 
 
 def _masters_kind(entry: Entry) -> str:
-    return "weights are fp32" if entry.weight.master is not None else "none"
+    return "weights are fp32" if entry.weight.has_master else "none"
 
 
 def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
