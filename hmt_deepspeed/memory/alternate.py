@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .checksum import as_memoryview, checksum
 from .errors import StoreError
 from .slots import Slot, SlotFolder
 
-__all__ = ["AlternateSlots", "Piece", "Record"]
+__all__ = ["AlternateSlots", "Piece", "Record", "read_kept"]
 
 # What says that a file cannot be linked there, though it could be copied.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -160,3 +162,26 @@ def _copy(source: str, path: str) -> None:
             os.fsync(copy.fileno())
     except OSError as error:
         raise StoreError(f"cannot copy {source} to {path}: {error}") from error
+
+
+def read_kept(path: str, record: Record) -> Tensor:
+    """The content (uint8) of a file that :meth:`AlternateSlots.keep` has made.
+
+    Raises:
+        StoreError: it is missing, has another size, cannot be read, or holds something else.
+    """
+    memory = torch.empty(record.nbytes, dtype=torch.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != record.file_bytes:
+                raise StoreError(f"{path} has {found} bytes instead of {record.file_bytes}")
+            done = file.readinto(as_memoryview(memory)) if record.nbytes else 0
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    if done != record.nbytes:
+        raise StoreError(f"{path}: read {done} of {record.nbytes} bytes")
+    digest = checksum(memory, record.digest)
+    if digest != record.digest:
+        raise StoreError(f"{path} does not match its checksum: {digest}, expected {record.digest}")
+    return memory
