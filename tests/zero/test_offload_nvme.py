@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
-import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
 from test_offload_optimizer import ADAMW
 from training import (
@@ -63,7 +65,7 @@ def run(
     small_chunks()
     found = []
     for folder, overlap in zip(homes, overlaps, strict=True):
-        model = tiny_llama()
+        model = tiny_llama(layers=1)
         # Of one element the second of two ranks holds nothing.
         model.model.norm.scalar = torch.nn.Parameter(torch.ones(1))
         changes = {"gas": gas, "gradient_clipping": clip}
@@ -151,7 +153,9 @@ def live_bytes() -> int:
     """Of all tensors."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def moved(folder: str) -> dict[str, Any]:
@@ -199,3 +203,167 @@ def test_host_memory_holds_gradients_and_a_few_buffers(ranks: Ranks, tmp_path: P
     assert others
     assert set(others) == {(pages, pages)}  # read once, written once
     assert set(clipped) == {(2 * pages, 2 * pages)}  # and redone where the norm was clipped
+
+
+# -- schedules ---------------------------------------------------------------------------------------------
+
+
+def scheduled(folder: str, schedule: str) -> dict[str, Any]:
+    """Losses, and what was read, updated and written in the third step, before or after backward's end."""
+    small_chunks()
+    offload = {"schedule": schedule} | ({"overlap": "backward"} if schedule == "optimised" else {})
+    zero = {"reduce_bucket_size": 2000}  # or all gradients come at once, with the last
+    config = offloaded(
+        folder, 1, ADAMW, offload, gradient_clipping=0.0, zero_optimization=zero
+    )
+    engine = make_engine(config, tiny_llama(layers=1))
+    ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
+    losses = train(engine, 2)
+    slow_down(ssd.slots, "read", 2e-3)
+    slow_down(ssd.slots, "write", 2e-3)
+    slow_down(adam, "step_", 4e-3)
+    ssd.events = []
+    (tokens,) = micro_batches(engine, 2)
+    loss = loss_of(engine, tokens)
+    embedding = engine.module.get_parameter("model.embed_tokens.weight")
+    if schedule != "serial":  # the last gradient does not come before the first read
+        embedding.register_hook(lambda _: wait_for(lambda: bool(ssd.events)))
+    engine.backward(loss)
+    ended = time.perf_counter()
+    engine.step()
+    losses.append(loss.item())
+    found = {"losses": losses, "events": ssd.events, "backward": ended}
+    found["table"] = engine.optimizer.describe()
+    ssd.events = None
+    return {**found, "weights": weights(engine)}
+
+
+def slow_down(of: Any, name: str, seconds: float) -> None:
+    method = getattr(of, name)
+
+    def slow(*arguments: Any, **keyword: Any) -> Any:
+        time.sleep(seconds)
+        return method(*arguments, **keyword)
+
+    setattr(of, name, slow)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def overlapping(events: list[Any], one: str, other: str) -> int:
+    """Pairs of different verbs that ran at once."""
+    first = [e for e in events if e.verb == one]
+    second = [e for e in events if e.verb == other]
+    return sum(a.begin < b.end and b.begin < a.end for a in first for b in second)
+
+
+def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> None:
+    runs = {
+        name: ranks.run(scheduled, 1, str(tmp_path), name)[0]
+        for name in ("optimised", "naive", "serial")
+    }
+    for name, found in runs.items():
+        events, ended = found["events"], found["backward"]
+        num = sum(e.verb == "update" for e in events)
+        assert sum(e.verb == "read" for e in events) == num
+        assert sum(e.verb == "write" for e in events) == num
+        during_backward = sum(e.begin < ended for e in events)
+        pairs = [("read", "update"), ("write", "update"), ("read", "write")]
+        at_once = [overlapping(events, *pair) for pair in pairs]
+        if name == "optimised":
+            assert min(at_once) > num // 4
+            assert "reads beside and writes beside updates" in found["table"]
+        else:
+            assert at_once == [0, 0, 0]
+            assert [e.verb for e in events] == ["read", "update", "write"] * num
+            assert "reads after and writes after updates" in found["table"]
+        assert (during_backward == 0) == (name == "serial")
+        assert found["losses"] == runs["serial"]["losses"]
+        assert furthest(found["weights"], runs["serial"]["weights"]) == 0
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def ssd_engine(folder: str, home: str, stage: int = 3, seed: int = 0, **changes: Any) -> Any:
+    small_chunks()
+    config = offloaded(home, stage, ADAMW, {"overlap": "forward"}, **changes)
+    return make_engine(config, tiny_llama(layers=1, seed=seed))
+
+
+def linked(folder: str) -> dict[str, int]:
+    """Names of every file of moments in a checkpoint, with how many names it has."""
+    return {path.name: path.stat().st_nlink for path in Path(folder, "ssd_states").glob("*.bin")}
+
+
+def saved(folder: str, home: str, copied: bool) -> dict[str, Any]:
+    """Three steps, save, three more steps, save."""
+    if copied:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        os.link = refuse
+    engine = ssd_engine(folder, home)
+    train(engine, 3)
+    engine.save_checkpoint(folder, "three")
+    found = {"at three": weights(engine), "linked": linked(f"{folder}/three")}
+    found["losses"] = train(engine, 3, first=3)
+    engine.save_checkpoint(folder, "six")
+    found["later"], found["weights"] = linked(f"{folder}/three"), weights(engine)
+    found["files"] = engine.optimizer.metrics()["ssd_state_bytes"]
+    return found
+
+
+def resumed(folder: str, home: str, stage: int, tag: str | None = "three") -> dict[str, Any]:
+    engine = ssd_engine(folder, home, stage, seed=1)
+    path, _ = engine.load_checkpoint(folder, tag)
+    steps = 3 if tag == "three" else 0
+    found = {"losses": train(engine, steps, first=3), "weights": weights(engine)}
+    return {**found, "path": path}
+
+
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoints(ranks: Ranks, tmp_path: Path, copied: bool) -> None:
+    """Bit for bit on the same layout; at another world size, stage and home up to summation."""
+    folder, home = str(tmp_path), str(tmp_path / "ssd")
+    whole = ranks.run(saved, 2, folder, home, copied)[0]
+    assert len(whole["linked"]) > 50
+    assert set(whole["linked"].values()) == {1 if copied else 2}
+    assert set(whole["later"].values()) == {1}  # the run writes to other files
+    same = ranks.run(resumed, 2, folder, home, 3)[0]
+    assert same["losses"] == whole["losses"]
+    assert furthest(same["weights"], whole["weights"]) == 0
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, "three")
+    at_three = {name: fp32[name] for name in whole["at three"]}
+    assert furthest(at_three, whole["at three"]) == 0
+    for world, stage, other_home in ((1, 2, home), (2, 3, "")):
+        other = ranks.run(resumed, world, folder, other_home, stage)[0]
+        assert other["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert furthest(other["weights"], whole["weights"]) < 2e-3
+    damaged_tags(ranks, tmp_path, whole)
+
+
+def damaged_tags(ranks: Ranks, tmp_path: Path, whole: dict[str, Any]) -> None:
+    folder, home = str(tmp_path), str(tmp_path / "ssd")
+    path = sorted((tmp_path / "six" / "ssd_states").glob("*.bin"))[7]
+    flip_bit(path)
+    codes, _, logs = ranks.attempt(resumed, 1, folder, home, 2, "six")
+    assert codes != [0]
+    assert f"{path.name} does not match its checksum" in logs[0]
+    found = ranks.run(resumed, 1, folder, home, 2, None)[0]
+    assert found["path"].endswith("three")
+    assert furthest(found["weights"], whole["at three"]) == 0
+
+
+def flip_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(1001)
+        byte = file.read(1)[0]
+        file.seek(1001)
+        file.write(bytes([byte ^ 1]))
