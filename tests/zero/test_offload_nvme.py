@@ -213,9 +213,7 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     small_chunks()
     offload = {"schedule": schedule} | ({"overlap": "backward"} if schedule == "optimised" else {})
     zero = {"reduce_bucket_size": 2000}  # or all gradients come at once, with the last
-    config = offloaded(
-        folder, 1, ADAMW, offload, gradient_clipping=0.0, zero_optimization=zero
-    )
+    config = offloaded(folder, 1, ADAMW, offload, gradient_clipping=0.0, zero_optimization=zero)
     engine = make_engine(config, tiny_llama(layers=1))
     ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
     losses = train(engine, 2)
