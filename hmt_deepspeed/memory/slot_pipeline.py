@@ -46,11 +46,12 @@ class Lease:
 
     def __enter__(self) -> Tensor:
         """The bytes (uint8, ``piece.nbytes``). Raises StoreError when they cannot be read."""
-        pipeline = self._pipeline
-        if self._arriving is None:
-            self._buffer = pipeline._read(self)
-        else:
-            self._buffer = self._arriving.result()
+        try:
+            arriving = self._arriving
+            self._buffer = self._pipeline._read(self) if arriving is None else arriving.result()
+        except BaseException:
+            self.cancel()
+            raise
         self._begin = time.perf_counter()
         return self._buffer.memory[: self.piece.nbytes]
 

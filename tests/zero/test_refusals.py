@@ -64,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "zero_optimization.offload_optimizer": {"device": "cpu"},
             "hmt": {"offload": {"schedule": "serial"}},
         },
-        ["hmt.offload.schedule is 'serial'", 'unset without states on an SSD', "remove the key"],
+        ["hmt.offload.schedule is 'serial'", "unset without states on an SSD", "remove the key"],
     ),
     "a serial schedule beside the forward": (
         {
