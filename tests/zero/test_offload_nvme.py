@@ -13,7 +13,8 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
-from test_offload_optimizer import ADAMW
+from test_nvme import needs_async_io
+from test_offload_optimizer import ADAMW, stock_offload
 from training import (
     LOW_RANK,
     ds_config,
@@ -144,6 +145,67 @@ def test_steps_that_overflow_are_dropped(ranks: Ranks, tmp_path: Path) -> None:
     assert host["skipped"] == ssd["skipped"] == 2
     assert ssd["losses"] == host["losses"]
     assert furthest(ssd["weights"], host["weights"]) == 0
+
+
+def exact_run(folder: str, stock: bool) -> dict[str, Any]:
+    """200 steps, two of which overflow."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+    if stock:
+        config = stock_offload(2, fp16=fp16)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    else:
+        config = offloaded(folder, 2, ADAMW, {"overlap": "backward"}, fp16=fp16)
+    engine = make_engine(config, tiny_llama(layers=1))
+    losses, norms = [], []
+    for step in range(200):
+        loss = loss_of(engine, micro_batches(engine, step)[0])
+        engine.backward(loss * (1e8 if step in (40, 120) else 1.0))
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    found = {"losses": losses, "norms": norms, "weights": model_weights(engine)}
+    return {**found, "skipped": engine.skipped_steps, "scale": engine.optimizer.cur_scale}
+
+
+@pytest.mark.slow
+def test_200_steps_are_zero_offloads(ranks: Ranks, tmp_path: Path) -> None:
+    ours = ranks.run(exact_run, 1, str(tmp_path), False)[0]
+    stock = ranks.run(exact_run, 1, "", True)[0]
+    assert ours["skipped"] == stock["skipped"] == 2
+    assert ours["scale"] == stock["scale"] == 64
+    assert sum(norm > 0.5 for norm in ours["norms"]) >= 50  # clipped
+    # the model computes in fp16, of three digits: one step apart in a weight is 1e-3 of it
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=2e-3)
+    assert furthest(ours["weights"], stock["weights"]) < 2e-3
+
+
+def on_the_host(folder: str, offloaded_param: bool) -> dict[str, Any]:
+    """``offload_param``: this rank's partitions are in host memory too. Of a CPU they always are, so the way
+    to them is chosen by hand."""
+    from hmt_deepspeed.zero.host_weight import HostWeight
+
+    small_chunks()
+    if offloaded_param:
+        HostWeight._offloaded = property(lambda _: True)  # type: ignore[assignment]
+    found = {}
+    for overlap, masters in (("forward", "fp32"), ("forward", "none"), ("backward", "fp32")):
+        options = {"method": "adamw", "master_weights": masters}
+        config = offloaded(folder, 3, options, {"overlap": overlap}, bf16={"enabled": True})
+        engine = make_engine(config, tiny_llama(layers=1))
+        losses = train(engine, 3)
+        found[overlap + masters] = {"losses": losses, "weights": model_weights(engine)}
+        engine.destroy()
+    return found
+
+
+def test_partitions_in_host_memory_are_written_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(on_the_host, 2, str(tmp_path), False)[0]
+    for name, found in ranks.run(on_the_host, 2, str(tmp_path), True)[0].items():
+        assert found["losses"] == plain[name]["losses"], name
+        assert furthest(found["weights"], plain[name]["weights"]) == 0
 
 
 # -- what is where, what is moved ------------------------------------------------------------------------
@@ -283,6 +345,38 @@ def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> No
         assert (during_backward == 0) == (name == "serial")
         assert found["losses"] == runs["serial"]["losses"]
         assert furthest(found["weights"], runs["serial"]["weights"]) == 0
+
+
+def through_async_io(folder: str, aio: bool) -> dict[str, Any]:
+    """With DeepSpeed's async_io, and through the page cache; or DeepSpeed's own NVMe offload."""
+    small_chunks()
+    config = offloaded(folder, 3, ADAMW, {"overlap": "forward"})
+    if aio:
+        config["aio"] = {"block_size": 65536, "queue_depth": 4}
+    engine = make_engine(config, tiny_llama(layers=1))
+    found = {"losses": train(engine, 3), "weights": weights(engine)}
+    return {**found, "table": engine.optimizer.describe()}
+
+
+def zero_infinity(folder: str) -> dict[str, Any]:
+    config = stock_offload(3, aio={"block_size": 65536, "queue_depth": 4})
+    section = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
+    config["zero_optimization"]["offload_optimizer"] = section
+    engine = make_engine(config, tiny_llama(layers=1))
+    return {"losses": train(engine, 3), "weights": model_weights(engine)}
+
+
+@needs_async_io
+def test_async_io_and_zero_infinity(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(through_async_io, 1, str(tmp_path), False)[0]
+    ours = ranks.run(through_async_io, 1, str(tmp_path), True)[0]
+    assert "through DeepSpeed's async_io" in ours["table"]
+    assert "through the page cache" in plain["table"]
+    assert ours["losses"] == plain["losses"]
+    assert furthest(ours["weights"], plain["weights"]) == 0
+    stock = ranks.run(zero_infinity, 1, str(tmp_path))[0]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert furthest(ours["weights"], stock["weights"]) < 2e-3
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
