@@ -33,6 +33,7 @@ from hmt_deepspeed.zero.files import (
     replace_text,
     sync_folder,
 )
+from hmt_deepspeed.zero.fp32_groups import stage3_groups, stage12_groups
 from hmt_deepspeed.zero.host_states import MOMENTS
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.residency import resident
@@ -138,9 +139,9 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     stage, world = max(optimizer.settings.stage, 1), optimizer.collectives.world
     state: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
     if stage == 3:
-        state["fp32_flat_groups"] = _stage3_groups(optimizer)
+        state["fp32_flat_groups"] = stage3_groups(optimizer)
     else:
-        state["single_partition_of_fp32_groups"] = _stage12_groups(optimizer)
+        state["single_partition_of_fp32_groups"] = stage12_groups(optimizer)
     state["hmt"] = {
         "format": FORMAT,
         "stage": optimizer.settings.stage,
@@ -170,46 +171,6 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
 
 def _group_names(optimizer: HMTZeroOptimizer) -> list[list[str]]:
     return [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups]
-
-
-def _stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
-    """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
-    groups = []
-    for params in optimizer.round_robin_bit16_groups:
-        entries = [by_param[p] for p in params]
-        flat, offset = _zeros(optimizer, sum(e.gradient.shards.partition for e in entries)), 0
-        for entry in entries:
-            flat[offset : offset + entry.weight.num_elements].copy_(entry.weight.master_values())
-            offset += entry.gradient.shards.partition
-        groups.append(flat)
-    return groups
-
-
-def _zeros(optimizer: HMTZeroOptimizer, numel: int) -> Tensor:
-    """For all masters of a rank; in a file where the masters are, so that host memory need not hold them."""
-    ssd = None if optimizer.host is None else optimizer.host.ssd
-    return torch.zeros(numel) if ssd is None else ssd.scratch(numel)
-
-
-def _stage12_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
-    """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
-    world, rank = optimizer.collectives.world, optimizer.collectives.rank
-    groups = []
-    for params in optimizer.round_robin_bit16_groups:
-        entries = [by_param[p] for p in params]
-        total = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
-        length = -(-total // (2 * world)) * 2
-        begin, own, offset = rank * length, _zeros(optimizer, length), 0
-        for entry in entries:
-            whole = optimizer.state_access.get_full_hp_param(entry.gradient.param).view(-1)
-            first, last = max(begin, offset), min(begin + length, offset + whole.numel())
-            if first < last:
-                own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()
-            offset += whole.numel()
-        groups.append(own)
-    return groups
 
 
 def _holds_states(optimizer: HMTZeroOptimizer) -> bool:

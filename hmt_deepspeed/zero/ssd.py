@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 from hmt_deepspeed.memory.alternate import AlternateSlots
+from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import AsyncIO, FileIO, PositionalIO
 from hmt_deepspeed.memory.own_folder import OwnFolder
 from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
@@ -85,15 +86,23 @@ class Ssd(SlotPipeline):
         )
 
     def scratch(self, numel: int) -> Tensor:
-        """Flat fp32 zeros in a file that is gone when the tensor is: host memory is not held by it."""
+        """Flat fp32 zeros in a file that is gone when the tensor is: host memory is not held by it.
+
+        Raises:
+            StoreError: the disk has no room for it.
+        """
         if not numel:
             return torch.zeros(0)
-        descriptor, path = tempfile.mkstemp(dir=self._own_folder.path)
-        os.close(descriptor)
+        path = os.path.join(self._own_folder.path, "scratch")
         try:
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, numel * torch.float32.itemsize)
             return torch.from_file(path, shared=True, size=numel, dtype=torch.float32)
+        except OSError as error:
+            raise StoreError(f"{path}: no room for {numel} fp32 masters: {error}") from error
         finally:
-            os.unlink(path)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
     def close(self) -> None:
         """Waits for the threads and removes the folder. Idempotent."""
