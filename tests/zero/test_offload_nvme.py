@@ -24,6 +24,7 @@ from training import (
     make_engine,
     micro_batches,
     model_weights,
+    stock_config,
     tiny_llama,
     train,
     train_step,
@@ -361,7 +362,8 @@ def through_async_io(folder: str, aio: bool) -> dict[str, Any]:
 
 
 def zero_infinity(folder: str) -> dict[str, Any]:
-    config = stock_offload(3, aio={"block_size": 65536, "queue_depth": 4})
+    config = stock_config(3, aio={"block_size": 65536, "queue_depth": 4})
+    del config["optimizer"]["params"]["torch_adam"]
     section = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
     config["zero_optimization"]["offload_optimizer"] = section
     engine = make_engine(config, tiny_llama(layers=1))
