@@ -198,8 +198,8 @@ def test_killed_at_a_few_instants(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("overlap", "world"), [("backward", 1), ("forward", 2)])
 def test_killed_at_random_instants(ranks: Ranks, tmp_path: Path, overlap: str, world: int) -> None:
     """Sooner than so many steps could end."""
-    instants = [random.Random(number).uniform(0.0, 0.3) for number in range(25)]
-    killed_and_resumed(ranks, tmp_path, overlap, world, 150, instants)
+    instants = [random.Random(number).uniform(0.0, 0.2) for number in range(25)]
+    killed_and_resumed(ranks, tmp_path, overlap, world, 60, instants)
 
 
 # -- the power -----------------------------------------------------------------------------------------------------
