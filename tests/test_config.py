@@ -670,7 +670,7 @@ def test_every_field_is_described_once():
     fields += [f"hmt.activations.policy.{key}" for key in POLICY]
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
-    fields += ["hmt.offload.overlap"]
+    fields += ["hmt.offload.overlap", "hmt.offload.schedule"]
     assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "activations_swap": 2,
     "fpdt": 3,
     "adamw_offload": 3,
+    "adamw_offload_nvme": 3,
 }
 MATRICES = {
     "hmt_adamw": 0,
     "adamw_offload": 0,
+    "adamw_offload_nvme": 0,
     "small_states": 9,
 }  # embedding and head too; the others: the linears
 
@@ -53,6 +56,9 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
     found = {}
     for name in names:
         config = resolve_bf16(read_json_config(FOLDER / f"{name}.json"), True)
+        states = config["zero_optimization"].get("offload_optimizer", {})
+        if "nvme_path" in states:
+            states["nvme_path"] = tempfile.mkdtemp()
         engine = make_engine(config, tiny_llama(layers=1))
         start = model_weights(engine)
         tokens = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(3))

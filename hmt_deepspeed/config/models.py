@@ -228,13 +228,19 @@ class FpdtConfig(StrictModel):
 
 
 class OffloadConfig(StrictModel):
-    """`hmt.offload`: how the work on states in host memory goes beside the device's."""
+    """`hmt.offload`: how the work on states in host memory or on an SSD goes beside the device's."""
 
     overlap: Literal["auto", "backward", "forward", "none"] = Field(
         default="auto",
-        description="When states that zero_optimization.offload_optimizer keeps in host memory are "
+        description="When states that zero_optimization.offload_optimizer keeps in host memory or on an SSD are "
         "updated: during backward, before the verdict over clipping and overflow; after it, beside the next "
         "forward; or inside step. Every choice gives the same numbers.",
+    )
+    schedule: Literal["optimised", "naive", "serial"] = Field(
+        default="optimised",
+        description="Order of reading, updating and writing states on an SSD, for comparison (LoHan, figure 7): "
+        "all three at once, beside the device's work; one after another, beside the device's work; or one after "
+        "another, after backward. Every choice gives the same numbers.",
     )
 
 
@@ -250,7 +256,7 @@ class HMTConfig(StrictModel):
     )
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
     offload: OffloadConfig = Field(
-        default_factory=OffloadConfig, description="The work on states in host memory."
+        default_factory=OffloadConfig, description="The work on states in host memory or on an SSD."
     )
 
     def gives(self, section: str) -> bool:

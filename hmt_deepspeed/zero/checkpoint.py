@@ -22,6 +22,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
+from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
@@ -32,9 +33,12 @@ from hmt_deepspeed.zero.files import (
     replace_text,
     sync_folder,
 )
+from hmt_deepspeed.zero.fp32_groups import stage3_groups, stage12_groups
+from hmt_deepspeed.zero.host_states import MOMENTS
+from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.residency import resident
 from hmt_deepspeed.zero.saved import SavedState
-from hmt_deepspeed.zero.shards import padded
+from hmt_deepspeed.zero.ssd_checkpoint import describe_files, keep_files
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
@@ -87,13 +91,29 @@ def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
 
 
 def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> None:
-    """Write the manifest, give the folder its name, point ``latest`` at it."""
+    """Link what is on an SSD, write the manifest, give the folder its name, point ``latest`` at it.
+
+    Two phases: the folder gets its name after every rank has said that its part is on the disk.
+
+    Raises:
+        RuntimeError: on all ranks, when one could not.
+    """
+    folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
+    mine, problem = dict(engine.checkpoint_engine.checksums), None
+    try:
+        mine |= keep_files(engine.optimizer, folder)
+    except (StoreError, OSError) as error:
+        problem = f"rank {engine.global_rank}: {error}"
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, engine.checkpoint_engine.checksums)
+    dist.all_gather_object(gathered, (mine, problem))
+    problems = [problem for _, problem in gathered if problem is not None]
+    if problems:
+        raise RuntimeError(f"checkpoint {tag!r} was not saved under {save_dir}: {problems[0]}")
     if _is_writer(engine):
-        files = {name: entry for part in gathered for name, entry in part.items()}
-        folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
-        present = {name: files[name] for name in sorted(files) if name in os.listdir(folder)}
+        files = {name: entry for part, _ in gathered for name, entry in part.items()}
+        present = {
+            name: files[name] for name in sorted(files) if os.path.exists(f"{folder}/{name}")
+        }
         manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
         replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
         sync_folder(folder)
@@ -119,9 +139,9 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     stage, world = max(optimizer.settings.stage, 1), optimizer.collectives.world
     state: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
     if stage == 3:
-        state["fp32_flat_groups"] = _stage3_groups(optimizer)
+        state["fp32_flat_groups"] = stage3_groups(optimizer)
     else:
-        state["single_partition_of_fp32_groups"] = _stage12_groups(optimizer)
+        state["single_partition_of_fp32_groups"] = stage12_groups(optimizer)
     state["hmt"] = {
         "format": FORMAT,
         "stage": optimizer.settings.stage,
@@ -153,37 +173,6 @@ def _group_names(optimizer: HMTZeroOptimizer) -> list[list[str]]:
     return [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups]
 
 
-def _stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
-    """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
-    groups = []
-    for params in optimizer.round_robin_bit16_groups:
-        parts = [by_param[p] for p in params]
-        flat = [padded(e.weight.master_values(), e.gradient.shards.partition) for e in parts]
-        groups.append(torch.cat(flat).cpu() if flat else torch.empty(0))
-    return groups
-
-
-def _stage12_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
-    """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
-    world, rank = optimizer.collectives.world, optimizer.collectives.rank
-    groups = []
-    for params in optimizer.round_robin_bit16_groups:
-        entries = [by_param[p] for p in params]
-        total = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
-        length = -(-total // (2 * world)) * 2
-        begin, own, offset = rank * length, torch.zeros(length), 0
-        for entry in entries:
-            whole = optimizer.state_access.get_full_hp_param(entry.gradient.param).view(-1)
-            first, last = max(begin, offset), min(begin + length, offset + whole.numel())
-            if first < last:
-                own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()
-            offset += whole.numel()
-        groups.append(own)
-    return groups
-
-
 def _holds_states(optimizer: HMTZeroOptimizer) -> bool:
     """Stage 0 keeps the same states everywhere; its first rank saves them."""
     return optimizer.settings.stage > 0 or optimizer.collectives.rank == 0
@@ -208,18 +197,17 @@ def _matrix_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
 def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     if not _holds_states(optimizer):
         return {}
-    states = {}
+    states, on_ssd = {}, describe_files(optimizer)
     for entry in optimizer.entries:
-        if entry.dense_state is not None:
-            first, second = (_to_cpu(state.read()) for state in entry.dense_state[:2])
-            step = entry.dense_state[2]
-            flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-            states[entry.name] = {
-                "flat": flat,
-                "exp_avg": first,
-                "exp_avg_sq": second,
-                "step": float(step),
-            }
+        if entry.dense_state is None:
+            continue
+        first, second, step = entry.dense_state
+        if entry.name in on_ssd:
+            moments = on_ssd[entry.name]
+        else:
+            moments = {"exp_avg": _to_cpu(first.read()), "exp_avg_sq": _to_cpu(second.read())}
+        flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
+        states[entry.name] = {"flat": flat, "step": float(step), **moments}
     return states
 
 
@@ -409,9 +397,12 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     for entry in optimizer.entries:
         if entry.dense_state is not None:
             flat = entry.gradient.shards.flat(optimizer.shard_rank)
-            *moments, step = saved.dense(entry.name, flat)
-            for state, value in zip(entry.dense_state[:2], moments, strict=True):
-                state.write(value.to(state.data.device, copy=True), None)
+            first, second, step = saved.dense(entry.name, flat)
+            if isinstance(entry.weight, HostWeight):
+                entry.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))
+            else:
+                for state, value in zip(entry.dense_state[:2], (first, second), strict=True):
+                    state.write(value.to(state.data.device, copy=True), None)
             entry.dense_state[2].copy_(step)
     if optimizer.dynamic_loss_scale and hmt["loss_scaler"]["dynamic"]:
         # A static scale is the config's; so is the start of a dynamic one after bf16 or fp32.

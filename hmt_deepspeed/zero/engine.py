@@ -24,6 +24,7 @@ from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
+from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
@@ -105,9 +106,10 @@ class HMTEngine(DeepSpeedEngine):
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
-            overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
-            check_supported(config, config_class, self._hmt_options, overlap)
-            self._hmt_overlap = resolved_overlap(config_class, overlap)
+            offload = hmt.offload.model_dump(exclude_unset=True)
+            check_supported(config, config_class, self._hmt_options, offload)
+            self._hmt_overlap = resolved_overlap(config_class, offload)
+            self._hmt_schedule = hmt.offload.schedule
             self._hmt_stage = int(config_class.zero_optimization_stage)
             if self._hmt_stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
@@ -141,7 +143,7 @@ class HMTEngine(DeepSpeedEngine):
             ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
             device=self.device,
             mpu=self.mpu,
-            aio=self._config.aio_config if "aio" in config else None,
+            aio=self._aio_section(),
             current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
         )
 
@@ -210,7 +212,25 @@ class HMTEngine(DeepSpeedEngine):
         config = self.zero_offload_optimizer()
         if config is None or config.device == OffloadDeviceEnum.none:
             return None
-        return HostSettings(pinned=bool(config.pin_memory), overlap=self._hmt_overlap)
+        pinned, overlap = bool(config.pin_memory), self._hmt_overlap
+        if config.device == OffloadDeviceEnum.cpu:
+            return HostSettings(pinned, overlap)
+        pipelined = self._hmt_schedule == "optimised"
+        return HostSettings(
+            pinned,
+            overlap,
+            SsdSettings(
+                path=str(config.nvme_path),
+                num_buffers=config.buffer_count,
+                read_ahead=pipelined and _unless_off(config, "pipeline_read"),
+                write_behind=pipelined and _unless_off(config, "pipeline_write"),
+                aio=self._aio_section(),
+            ),
+        )
+
+    def _aio_section(self) -> dict[str, Any] | None:
+        """DeepSpeed's ``aio`` where the JSON has it, with its defaults."""
+        return self._config.aio_config if "aio" in self.config else None
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""
@@ -367,6 +387,11 @@ class HMTEngine(DeepSpeedEngine):
             module_only=load_module_only,
             strict=load_module_strict,
         )
+
+
+def _unless_off(config: Any, key: str) -> bool:
+    """A key of ``offload_optimizer`` that is true where the JSON does not say otherwise."""
+    return key not in config.model_fields_set or bool(getattr(config, key))
 
 
 def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:

@@ -21,9 +21,11 @@ from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
 from hmt_deepspeed.zero.host_adamw import HostAdamW
+from hmt_deepspeed.zero.host_states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostGradient, HostWorker
 from hmt_deepspeed.zero.shards import RowShards
+from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.weights import Weight
 
 __all__ = [
@@ -44,10 +46,12 @@ class HostSettings:
     """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
 
     pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+    ssd: where masters and moments live, if not in host memory.
     """
 
     pinned: bool
     overlap: str
+    ssd: SsdSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,14 @@ class ZeroSettings:
         return self.clip > 0 or self.check_overflow
 
     @property
+    def steps_early(self) -> bool:
+        """Whether updates in host memory begin before the verdict."""
+        return self.host is not None and self.host.overlap == "backward"
+
+    @property
     def undoes(self) -> bool:
         """Whether updates begun before the verdict may have to be taken back."""
-        return self.host is not None and self.host.overlap == "backward" and self.has_verdict
+        return self.steps_early and self.has_verdict
 
 
 DenseState = tuple[StateTensor, StateTensor, Tensor]
@@ -153,18 +162,21 @@ def build_entries(
         encoded = options["weight_dtype"] == "int8" and site is not None
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, matrix, site)
-        state, host = None, None
+        state: DenseState | None = None
+        host: HostAdamW | None = None
         if encoded and can_encode(modules[name]):
             weight: Weight = EncodedWeight(param, by_weight, rank)
         elif worker is not None and (matrix is None or keep_master):
-            weight = HostWeight(param, by_weight, rank, keep_master, worker, name)
+            weight = _host_weight(
+                name, param, by_weight, rank, matrix is None, keep_master, settings, worker
+            )
         else:
             weight = Weight(param, by_weight, rank, keep_master)
         if matrix is None and isinstance(weight, HostWeight):
-            state = _host_state(weight)
+            first, second = (HostMoment(weight.states, column) for column in MOMENTS)
+            state = (first, second, torch.zeros(()))
             gradient.host = HostGradient(weight.worker, name, weight.num_elements)
-            moments = (state[0].data, state[1].data)
-            host = HostAdamW(weight, gradient.host, (*moments, state[2]), settings.undoes)
+            host = HostAdamW(weight, gradient.host, state[2])
         elif matrix is None:
             state = _dense_state(weight, options["state_dtype"])
         entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
@@ -179,15 +191,26 @@ def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
     return first, second, torch.zeros((), device=device)
 
 
-def _host_state(weight: HostWeight) -> DenseState:
-    """AdamW's moments in host memory, fp32: what its kernel takes."""
-    moments = []
-    for signed in (True, False):
-        state = StateTensor((0,), "fp32", signed, torch.device("cpu"))
-        state.shape = torch.Size((weight.num_elements,))
-        state.data = weight.worker.zeros(weight.num_elements, f"a moment of {weight.name}")
-        moments.append(state)
-    return moments[0], moments[1], torch.zeros(())
+def _host_weight(
+    name: str,
+    param: nn.Parameter,
+    shards: RowShards,
+    rank: int,
+    dense: bool,
+    keep_master: bool,
+    settings: ZeroSettings,
+    worker: HostWorker,
+) -> HostWeight:
+    """Weights updated on the host, with the states that are there: of a dense parameter AdamW's moments too."""
+    has_master = keep_master or param.dtype == torch.float32
+    columns = [MASTER] * has_master + list(MOMENTS) * dense
+    begin, end = shards.flat(rank)
+    if worker.ssd is None:
+        undo = settings.undoes and dense and has_master
+        ram = RamStates(worker, name, end - begin, columns, undo)
+        return HostWeight(param, shards, rank, ram, worker, name)
+    states, early = SsdStates(worker, name, end - begin, columns), settings.steps_early
+    return HostWeight(param, shards, rank, states, worker, name, dense and has_master and early)
 
 
 def _site(

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from hmt_deepspeed.memory.alternate import Record, read_kept
+from hmt_deepspeed.memory.errors import StoreError
+
 __all__ = [
     "MANIFEST",
     "AtomicCheckpointEngine",
@@ -95,8 +98,20 @@ def damage(folder: str) -> str | None:
         size = os.path.getsize(member)
         if size != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if fingerprint(member)["sha256"] != expected["sha256"]:
-            return f"{name} does not match its checksum"
+        problem = _content_problem(member, expected)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _content_problem(path: str, expected: dict[str, Any]) -> str | None:
+    if "sha256" in expected:
+        same = fingerprint(path)["sha256"] == expected["sha256"]
+        return None if same else f"{os.path.basename(path)} does not match its checksum"
+    try:
+        read_kept(path, Record(expected["bytes"], expected["content"], expected["checksum"]))
+    except StoreError as error:
+        return str(error)
     return None
 
 

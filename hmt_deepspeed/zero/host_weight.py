@@ -1,4 +1,4 @@
-"""Weights whose fp32 masters and AdamW moments live in host memory and are updated there.
+"""Weights whose fp32 masters and AdamW moments live in host memory or on an SSD and are updated on the host.
 
 A chunk's way: what updates it (the gradient's sum, which is on the host already, or a low-rank matrix's
 update, formed on the device and sent) -> AdamW or addition on the master -> the model's dtype -> the
@@ -7,7 +7,7 @@ device's shard. Chunks follow one another through :class:`HostWorker`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -18,25 +18,30 @@ from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.apply import apply_whole_
+from hmt_deepspeed.zero.host_states import MASTER, HostStates, Loan, RamStates
 from hmt_deepspeed.zero.host_worker import HostWorker, chunks
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
 
 __all__ = ["HostWeight"]
 
-Step = Callable[[Tensor, int, int], None]  # fp32 values of a chunk, and its range
-ArrivalStep = Callable[[Tensor, Tensor, int, int], None]  # the same with what arrived between
+# fp32 values of a chunk and its moments, and its range
+Step = Callable[[Sequence[Tensor], int, int], None]
+# the same with what arrived between
+ArrivalStep = Callable[[Sequence[Tensor], Tensor, int, int], None]
+Fill = Callable[[Tensor], object]  # writes new weights into memory given to it
 
 
 class HostWeight(Weight):
     """One parameter's weights on this rank, updated on the host.
 
     Args:
-        keep_master: False for bf16 weights that are their own master; each step then fetches them.
+        states: its master, or bf16 weights are their own and each step fetches them; and moments.
         worker: does the updates. name: of the parameter.
+        keeps: early steps leave the new weights in host memory, for want of a master there.
 
     Attributes:
-        master: flat fp32 master of the shard on the host, or None.
+        master: flat fp32 master of the shard in host memory; None where there is none, or it is on an SSD.
         pending: an update was begun and not finished, on all ranks alike: also of a shard without elements.
     """
 
@@ -45,21 +50,51 @@ class HostWeight(Weight):
         param: nn.Parameter,
         shards: RowShards,
         rank: int,
-        keep_master: bool,
+        states: HostStates,
         worker: HostWorker,
         name: str,
+        keeps: bool = False,
     ) -> None:
         self.param, self.shards, self.rank = param, shards, rank
         self.partitioned, self.device = hasattr(param, "ds_tensor"), param.device
-        self.worker, self.name = worker, name
-        self.master = None
+        self.states, self.worker, self.name = states, worker, name
         self.pending = False
         self._jobs: list[Future[None]] = []
         self._arrivals: list[Arrival] = []
-        self._unwritten: tuple[Tensor, int] | None = None
-        if keep_master or param.dtype == torch.float32:
-            self.master = worker.zeros(self.num_elements, f"the master of {name}")
-            self.refresh_master()
+        self.master = None
+        if self.has_master and isinstance(states, RamStates):
+            self.master = states.read(MASTER)
+        self._kept: Tensor | None = None
+        if keeps:
+            owner = f"the new weights of {name}"
+            self._kept = worker.zeros(self.num_elements, owner, param.dtype)
+        with self.shard() as shard:
+            states.write({MASTER: shard} if self.has_master else {})
+
+    @property
+    def has_master(self) -> bool:
+        return MASTER in self.states.columns
+
+    def master_bytes(self) -> int:
+        """Bytes of the master, wherever it lives."""
+        return self.num_elements * torch.float32.itemsize if self.has_master else 0
+
+    def master_values(self) -> Tensor:
+        """fp32 values of the shard: the master, or a copy of weights that are their own."""
+        return self.states.read(MASTER) if self.has_master else super().master_values()
+
+    def set_values(self, values: Tensor) -> None:
+        """Overwrite master and shard from flat fp32 values of the shard."""
+        if self.has_master:
+            self.states.write({MASTER: values})
+        with self.shard(overwrite=True) as shard:
+            shard.copy_(values)
+
+    def refresh_master(self) -> None:
+        """Take the shard's values into the master, after someone loaded weights."""
+        if self.has_master:
+            with self.shard() as shard:
+                self.states.write({MASTER: shard})
 
     def _master_is_shard(self) -> bool:
         return False
@@ -67,16 +102,28 @@ class HostWeight(Weight):
     # -- updates, each ended by finish() ----------------------------------------------------------
 
     def step_with(self, step: Step, key: int) -> None:
-        """Begin an update whose data is on the host: ``step(values, begin, end)``, in jobs, on every chunk.
+        """Begin an update whose data is on the host: ``step(states, begin, end)``, in jobs, on every chunk.
 
         Args:
             key: seed of stochastic rounding.
         """
-        self._begin(lambda values, _, begin, end: step(values, begin, end), None, key)
+        self._begin(lambda states, _, begin, end: step(states, begin, end), None, key)
 
-    def send_master(self, key: int) -> None:
-        """Begin to send what a job has made of the master."""
-        self._begin(lambda *_: None, None, key)
+    def keep(self, values: Tensor, begin: int) -> None:
+        """Worker thread: what :meth:`send_master` will send of a chunk, where its master will be out of reach."""
+        if self._kept is not None:
+            self._kept[begin : begin + values.numel()].copy_(values)
+
+    def send_master(self) -> None:
+        """Begin to send what early jobs have made of the master."""
+        source = self.master if self._kept is None else self._kept
+        assert source is not None
+        self.pending = True
+        with self.shard() as shard:
+            for begin, end in chunks(self.num_elements):
+                place, values = self._place(shard[begin:end]), source[begin:end]
+                job = partial(self._send, place, values)
+                self._jobs.append(self.worker.submit(self.name, job))
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """Begin ``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` of its rows x n."""
@@ -111,14 +158,9 @@ class HostWeight(Weight):
         self.pending = False
         jobs, self._jobs = self._jobs, []
         arrivals, self._arrivals = self._arrivals, []
-        unwritten, self._unwritten = self._unwritten, None
         self.worker.wait(jobs)
         for arrival in arrivals:
             self.worker.engine.receive(arrival)
-        if unwritten is not None:
-            values, key = unwritten
-            with self.shard(overwrite=True) as shard:
-                self._cast(values, key, 0, shard)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -126,57 +168,63 @@ class HostWeight(Weight):
         self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
     ) -> None:
         self.pending = True
-        if self._offloaded:
-            self._begin_beside_host_shard(step, incoming, key)
-            return
         with self.shard() as shard:
             for begin, end in chunks(self.num_elements):
                 target = shard[begin:end]
                 piece = None if incoming is None else incoming(begin, end)
-                if self.master is None:  # a dense one: what arrives are the weights themselves
-                    piece = target
-                arrival = self.worker.engine.into(target, self.name)
-                self._arrivals.append(arrival)
-                job = partial(self._update, step, begin, end, arrival, key)
-                self._jobs.append(self.worker.submit(self.name, job, piece))
+                if not self.has_master and not self._offloaded:
+                    piece = target  # a dense one: what arrives are the weights themselves
+                place, loan = self._place(target), self.states.lend(begin, end)
+                job = partial(self._update, step, begin, end, loan, target, place, key)
+                self._jobs.append(self.worker.submit(self.name, job, piece, loan))
 
-    def _begin_beside_host_shard(
-        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
-    ) -> None:
-        """``offload_param``: the shard is on the host too, and is written as a whole at the end."""
-        if self.master is None:
-            with self.shard() as shard:
-                values = shard.float()
-        else:
-            values = self.master
-        self._unwritten = (values, key)
-        for begin, end in chunks(self.num_elements):
-            piece = None if incoming is None else incoming(begin, end)
-
-            def job(arrived: Tensor, begin: int = begin, end: int = end) -> None:
-                step(values[begin:end], arrived, begin, end)
-
-            self._jobs.append(self.worker.submit(self.name, job, piece))
+    def _place(self, target: Tensor) -> Tensor | Arrival:
+        """Where new weights go: on their way to the device, or at once where the shard is on the host too
+        (``offload_param``)."""
+        if self._offloaded:
+            return target
+        arrival = self.worker.engine.into(target, self.name)
+        self._arrivals.append(arrival)
+        return arrival
 
     def _update(
-        self, step: ArrivalStep, begin: int, end: int, arrival: Arrival, key: int, piece: Tensor
+        self,
+        step: ArrivalStep,
+        begin: int,
+        end: int,
+        loan: Loan,
+        target: Tensor,
+        place: Tensor | Arrival,
+        key: int,
+        piece: Tensor,
     ) -> None:
         """Worker thread: one chunk."""
-        values = piece.float() if self.master is None else self.master[begin:end]
-        step(values, piece, begin, end)
-        fill = partial(self._cast, values, key, begin)
-        self.worker.send(arrival, fill, self.param.dtype)
+        with loan as states:
+            if not self.has_master:
+                states = [(target if self._offloaded else piece).float(), *states]
+            step(states, piece, begin, end)
+            self._deliver(place, partial(self._cast, states[0], key, begin))
+
+    def _send(self, place: Tensor | Arrival, values: Tensor, _: Tensor) -> None:
+        """Worker thread: one chunk of weights that are there already."""
+        self._deliver(place, lambda out: out.copy_(values))
+
+    def _deliver(self, place: Tensor | Arrival, fill: Fill) -> None:
+        if isinstance(place, Arrival):
+            self.worker.send(place, fill, self.param.dtype)
+        else:
+            fill(place)
 
     def _cast(self, values: Tensor, key: int, begin: int, out: Tensor) -> None:
         """fp32 values of a chunk in the model's dtype; without a master rounded stochastically."""
-        if self.master is not None:
+        if self.has_master:
             out.copy_(values)
         else:
             stochastic_round(values, out, key, self.shards.flat(self.rank)[0] + begin)
 
 
 def _addition(lr: float, weight_decay: float) -> ArrivalStep:
-    def step(values: Tensor, update: Tensor, begin: int, end: int) -> None:
-        apply_whole_(values, update, lr, weight_decay)
+    def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
+        apply_whole_(states[0], update, lr, weight_decay)
 
     return step

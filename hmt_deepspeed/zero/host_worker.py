@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from hmt_deepspeed.memory.counters import run_in_background
 from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
 from hmt_deepspeed.zero.cpu_adam import CpuAdam
+from hmt_deepspeed.zero.ssd import Ssd, SsdSettings
 
 __all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
 
@@ -22,6 +24,12 @@ NUM_STAGED = 16  # chunks of fp32 on their way to the host at once, and as many 
 POOL_BYTES = NUM_STAGED * CHUNK * torch.float32.itemsize  # of either way
 
 Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived for it
+
+
+class Cancelled(Protocol):
+    """What a job would use, and must be told when it does not run."""
+
+    def cancel(self) -> None: ...
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
@@ -39,12 +47,18 @@ class HostWorker:
     Args:
         device: where gradients come from and weights go to.
         pinned: page-lock the states and gradients too, not only what travels.
+        ssd: where the states live, if not in host memory.
 
     Attributes:
-        engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs. nbytes: host bytes of states and gradients.
+        engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs.
+        ssd: the states' files, None when there are none.
+        nbytes: host bytes of states and gradients.
+
+    Raises:
+        StoreError: the folder for the files cannot be made.
     """
 
-    def __init__(self, device: torch.device, pinned: bool) -> None:
+    def __init__(self, device: torch.device, pinned: bool, ssd: SsdSettings | None = None) -> None:
         self.adam = CpuAdam()
         self.engine = TransferEngine(device, POOL_BYTES)
         self.scratch = torch.empty(CHUNK)  # for a job's own use
@@ -53,39 +67,55 @@ class HostWorker:
         self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
         self._failure: RuntimeError | None = None
         self.nbytes = 0
+        self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
 
     def describe(self) -> str:
         """What is where, for the start table."""
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
-        return (
+        text = (
             f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
             f"{2 * POOL_BYTES:,} bytes of page-locked pools for what travels"
         )
+        return text if self.ssd is None else f"{text}; {self.ssd.describe()}"
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def zeros(self, numel: int, owner: str) -> Tensor:
-        """Flat fp32 zeros on the host for as long as the worker lives; ``owner`` is for messages."""
-        size = numel * torch.float32.itemsize
+    def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Flat zeros on the host for as long as the worker lives; ``owner`` is for messages."""
+        size = numel * dtype.itemsize
         self.nbytes += size
         if not self._pinned or not numel:
-            return torch.zeros(numel)
+            return torch.zeros(numel, dtype=dtype)
         pool = self.engine.new_pool(size, f"memory of {owner}")
-        return pool.take(size, owner).memory[:size].view(torch.float32).zero_()
+        return pool.take(size, owner).memory[:size].view(dtype).zero_()
 
     # -- jobs -----------------------------------------------------------------------------------
 
-    def submit(self, owner: str, rule: Rule, incoming: Tensor | None = None) -> Future[None]:
+    def submit(
+        self,
+        owner: str,
+        rule: Rule,
+        incoming: Tensor | None = None,
+        loan: Cancelled | None = None,
+    ) -> Future[None]:
         """Queue ``rule(incoming)``; a device tensor is on the host by then, an absent one is empty.
+
+        Args:
+            loan: what the rule uses, cancelled when it does not come to that.
 
         Raises:
             RuntimeError: a job failed, this one's or an earlier one's; the message names its parameter.
         """
-        self.check()
         transfer = None
-        if incoming is not None:
-            transfer = self.engine.put(incoming, owner, lent=True)
-        return self._thread.submit(self._run, owner, rule, transfer)
+        try:
+            self.check()
+            if incoming is not None:
+                transfer = self.engine.put(incoming, owner, lent=True)
+        except BaseException:
+            if loan is not None:
+                loan.cancel()
+            raise
+        return self._thread.submit(self._run, owner, rule, transfer, loan)
 
     def check(self) -> None:
         """Raises RuntimeError if a job has failed."""
@@ -103,7 +133,15 @@ class HostWorker:
         """Returns when everything submitted is done. Raises as :meth:`check` does."""
         self.wait([self._thread.submit(lambda: None)])
 
-    def send(self, arrival: Arrival, fill: Callable[[Tensor], None], dtype: torch.dtype) -> None:
+    def commit(self) -> None:
+        """What jobs have written to an SSD counts from now on. Raises as :meth:`check` does."""
+        if self.ssd is not None:
+            with self.engine.counters.waiting():
+                self.ssd.drain()
+            self.check()
+            self.ssd.commit()
+
+    def send(self, arrival: Arrival, fill: Callable[[Tensor], object], dtype: torch.dtype) -> None:
         """Let ``fill`` write the values of an expected device tensor, and start their way there. In a job."""
         nbytes = arrival.flat.numel()
         buffer = self._outbound.take(nbytes, arrival.name, lent=True)
@@ -117,9 +155,13 @@ class HostWorker:
     def close(self) -> None:
         """Waits for the jobs and frees the pools. Idempotent."""
         self._thread.shutdown()
+        if self.ssd is not None:
+            self.ssd.close()
         self.engine.close()
 
-    def _run(self, owner: str, rule: Rule, transfer: Transfer | None) -> None:
+    def _run(
+        self, owner: str, rule: Rule, transfer: Transfer | None, loan: Cancelled | None
+    ) -> None:
         try:
             if self._failure is None:
                 piece = torch.empty(0)
@@ -127,14 +169,21 @@ class HostWorker:
                     piece = self.engine.host_bytes(transfer).view(transfer.layout.dtype)
                 rule(piece)
         except Exception as error:
-            self._failure = RuntimeError(
-                f"the optimizer's work on {owner} in host memory failed: {error}. Its states may be half "
-                "updated: resume from the last checkpoint."
-            )
-            self._failure.__cause__ = error
+            self._fail(owner, error)
         finally:
             if transfer is not None:  # after a failure too: someone may be waiting for its room
                 self.engine.drop(transfer)
+            if loan is not None:
+                loan.cancel()
+
+    def _fail(self, owner: str, error: Exception) -> None:
+        """Any worker thread: from now on everything raises."""
+        failure = RuntimeError(
+            f"the optimizer's work on {owner} in host memory failed: {error}. Its states may be half "
+            "updated: resume from the last checkpoint."
+        )
+        failure.__cause__ = error
+        self._failure = self._failure or failure
 
 
 class HostGradient:

@@ -90,7 +90,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         placed = self._placed()
         self.host: HostWorker | None = None
         if settings.host is not None:
-            self.host = HostWorker(placed[0][1].device, settings.host.pinned)
+            self.host = HostWorker(placed[0][1].device, settings.host.pinned, settings.host.ssd)
         self.entries = build_entries(
             placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
         )
@@ -118,6 +118,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.options,
             self.shard_rank,
             order_of_use(self.entries, param_names),
+            self.host,
         )
         self._hooks = self._register_hooks()
         self.overlap = Overlap(

@@ -56,7 +56,7 @@ class Overlap:
             self._gates = Gates(module, self._finish_for, partitioned)
         elif kind == "backward":
             for entry in self._on_host.values():
-                if entry.gradient.host is not None and entry.weight.master is not None:
+                if entry.gradient.host is not None and entry.weight.has_master:
                     entry.gradient.host.complete = partial(self._start, entry)
 
     def end_step(self) -> None:

@@ -6,6 +6,7 @@ Files are memory-mapped; a parameter is assembled from the ranks' parts when it 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hmt_deepspeed.zero.files import MANIFEST
+from hmt_deepspeed.zero.host_states import MOMENTS
+from hmt_deepspeed.zero.ssd_checkpoint import read_columns
 
 __all__ = ["SavedState"]
 
@@ -187,15 +192,25 @@ class SavedState:
 
     def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Moments of flat elements of a dense parameter, and its step count."""
-        moments = []
-        for key in ("exp_avg", "exp_avg_sq"):
-            whole = torch.empty(self._numel(name))
-            for state in self._optimizer:
-                held = state["hmt"]["dense"].get(name)
-                if held is not None:
-                    whole[held["flat"][0] : held["flat"][1]] = held[key]
-            moments.append(whole[flat[0] : flat[1]])
-        return moments[0], moments[1], torch.tensor(self.hmt["dense"][name]["step"])
+        whole = {key: torch.empty(self._numel(name)) for key in MOMENTS}
+        for state in self._optimizer:
+            held = state["hmt"]["dense"].get(name)
+            if held is None:
+                continue
+            begin, end = held["flat"]
+            columns = held
+            if "pieces" in held:
+                columns = read_columns(self.folder, self._files(), held)
+            for key, values in whole.items():
+                values[begin:end] = columns[key]
+        first, second = (values[flat[0] : flat[1]] for values in whole.values())
+        return first, second, torch.tensor(self.hmt["dense"][name]["step"])
+
+    def _files(self) -> dict[str, Any]:
+        """Of the checkpoint's manifest."""
+        with open(os.path.join(self.folder, MANIFEST)) as file:
+            files: dict[str, Any] = json.load(file)["files"]
+        return files
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """Random number states a rank saved."""

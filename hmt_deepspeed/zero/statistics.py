@@ -11,6 +11,7 @@ from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
+from hmt_deepspeed.zero.host_states import RamStates
 from hmt_deepspeed.zero.host_weight import HostWeight
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
         "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
         "host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
+        **_ssd_numbers(optimizer),
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,
         "stock_zero_communication_bytes_per_step": stock_communication_bytes(optimizer),
@@ -74,6 +76,18 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "rank_per_matrix": ranks,
         "captured_energy_per_matrix": energies,
         "refreshed_matrices": sum(e.gradient.refreshing for e in low_rank),
+    }
+
+
+def _ssd_numbers(optimizer: HMTZeroOptimizer) -> dict[str, int]:
+    """Bytes of states' files, and of what was read and written of them since construction."""
+    if optimizer.host is None or optimizer.host.ssd is None:
+        return {}
+    ssd = optimizer.host.ssd
+    return {
+        "ssd_state_bytes": ssd.slots.folder.file_bytes,
+        "ssd_bytes_read": ssd.counters.bytes_in,
+        "ssd_bytes_written": ssd.counters.bytes_out,
     }
 
 
@@ -159,7 +173,7 @@ def _state_dtype(entry: Entry, wanted: str) -> str:
 
 
 def _masters_kind(entry: Entry) -> str:
-    return "weights are fp32" if entry.weight.master is not None else "none"
+    return "weights are fp32" if entry.weight.has_master else "none"
 
 
 def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
@@ -167,7 +181,8 @@ def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
     part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
     if not isinstance(entry.weight, HostWeight):
         return part
-    return f"{part}, on host" if entry.matrix is None else f"{part}, masters on host"
+    home = "host" if isinstance(entry.weight.states, RamStates) else "SSD"
+    return f"{part}, on {home}" if entry.matrix is None else f"{part}, masters on {home}"
 
 
 def _size(dtype: torch.dtype) -> int:

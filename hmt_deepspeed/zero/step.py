@@ -23,6 +23,7 @@ from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
 from hmt_deepspeed.zero.gradients import Gradient
 from hmt_deepspeed.zero.host_weight import HostWeight
+from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.transpose import rows_from_columns
 from hmt_deepspeed.zero.weights import GatherPipeline
@@ -38,6 +39,7 @@ class ZeroStep:
         collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
         shard_rank: this process's place in the shards; 0 at stage 0.
         order: places of the entries in the order in which their new weights are needed.
+        host: does the updates in host memory, None when there are none.
     """
 
     def __init__(
@@ -50,17 +52,19 @@ class ZeroStep:
         options: Mapping[str, Any],
         shard_rank: int,
         order: Sequence[int],
+        host: HostWorker | None = None,
     ) -> None:
-        self.order = order
+        self.order, self.host = order, host
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
         self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
         self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
-        self._measured: dict[
-            int, Tensor
-        ] = {}  # by place: sums of the verdict over overflow, for the norm
+        # by place: sums of the verdict over overflow, for the norm
+        self._measured: dict[int, Tensor] = {}
+        # what the verdict has let pass may be on an SSD, and does not count yet
+        self._uncommitted = False
 
     def found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite, or whose squared norm is not.
@@ -249,6 +253,7 @@ class ZeroStep:
                 self._gather_weight(entry, gather)
             entry.gradient.clear()
         gather.finish()
+        self._uncommitted = bool(self._unfinished)
 
     def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Adam of every matrix; (update, sums over all rows) by place."""
@@ -290,7 +295,7 @@ class ZeroStep:
         """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
 
         Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
-        at different places still gather in the same order.
+        at different places still gather in the same order. With the last one the step is committed.
         """
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         while self._unfinished:
@@ -301,6 +306,9 @@ class ZeroStep:
             if entry is last:
                 break
         gather.finish()
+        if self._uncommitted and not self._unfinished and self.host is not None:
+            self._uncommitted = False
+            self.host.commit()
 
     # -- weights --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
+from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
 __all__ = ["check_activations", "check_engine", "check_supported", "resolved_overlap"]
 
@@ -19,18 +20,18 @@ Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
 
 
 def check_supported(
-    config: dict[str, Any], parsed: Any, options: dict[str, Any], overlap: str | None
+    config: dict[str, Any], parsed: Any, options: dict[str, Any], offload: dict[str, str]
 ) -> None:
     """Refuse DeepSpeed features that would be ignored or would change results.
 
     Args:
         config: the DeepSpeed JSON. parsed: its ``DeepSpeedConfig``. options: fields of ``hmt.optimizer``.
-        overlap: ``hmt.offload.overlap`` where it is given.
+        offload: fields of ``hmt.offload``, those that are given.
 
     Raises:
         ValueError: naming every key, its value, what is legal and what to do.
     """
-    refusals = [*_precision(config, parsed, options), *_zero(parsed, options, overlap)]
+    refusals = [*_precision(config, parsed, options), *_zero(parsed, options, offload)]
     refusals += _parallelism(config, parsed)
     refusals += _int8_weights(parsed, options)
     refusals += _optimizer_params(config)
@@ -199,15 +200,19 @@ def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:
         yield f"optimizer.params.{key}", value, legal, remedy
 
 
-def resolved_overlap(parsed: Any, wanted: str | None) -> str:
+def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
     """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
+
+    The schedules that exist for comparison say it themselves: "serial" is after backward, "naive" beside it.
 
     "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
     never lets weights be read that a gate does not see, as "forward" does below stage 3.
     """
-    if wanted not in (None, "auto"):
-        assert wanted is not None
+    wanted, schedule = offload.get("overlap", "auto"), offload.get("schedule", "optimised")
+    if wanted != "auto":
         return wanted
+    if schedule != "optimised":
+        return {"naive": "backward", "serial": "none"}[schedule]
     if not (parsed.gradient_clipping or parsed.float16_config.enabled or _checks_overflow(parsed)):
         return "backward"
     return "forward" if parsed.zero_optimization_stage == 3 else "none"
@@ -217,14 +222,16 @@ def _checks_overflow(parsed: Any) -> bool:
     return bool(parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow)
 
 
-def _zero(parsed: Any, options: dict[str, Any], overlap: str | None) -> Iterator[Refusal]:
+def _zero(parsed: Any, options: dict[str, Any], given: dict[str, str]) -> Iterator[Refusal]:
     zero = parsed.zero_config
     offload = zero.offload_optimizer
     if offload is not None and offload.device != OffloadDeviceEnum.none:
         yield from _offload_optimizer(zero.stage, offload, zero.offload_param, options)
-    elif overlap is not None:
+    elif "overlap" in given:
         remedy = "There is nothing to overlap: remove the key, or add offload_optimizer."
-        yield "hmt.offload.overlap", overlap, 'unset without "offload_optimizer"', remedy
+        legal = 'unset without "offload_optimizer"'
+        yield "hmt.offload.overlap", given["overlap"], legal, remedy
+    yield from _schedule(offload, given)
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
         yield from _nvme(zero.stage, param)
@@ -250,13 +257,8 @@ def _offload_optimizer(
 ) -> Iterator[Refusal]:
     key = "zero_optimization.offload_optimizer"
     device = str(getattr(offload.device, "value", offload.device))
-    if device != "cpu":
-        remedy = 'States on an SSD are not supported yet: use "cpu".'
-        yield f"{key}.device", device, '"none" or "cpu"', remedy
     if param is not None and param.device == OffloadDeviceEnum.nvme:
-        remedy = (
-            'Parameters on an SSD and states in host memory are not tested together: use "cpu".'
-        )
+        remedy = 'Parameters on an SSD beside states elsewhere than on the device are not tested: use "cpu".'
         legal = '"none" or "cpu" with offload_optimizer'
         yield "zero_optimization.offload_param.device", "nvme", legal, remedy
     if stage == 0:
@@ -274,6 +276,39 @@ def _offload_optimizer(
             '"fp32" with offload_optimizer',
             "The CPU Adam kernel takes fp32 moments: remove the key, or offload_optimizer.",
         )
+
+
+def _schedule(offload: Any, given: dict[str, str]) -> Iterator[Refusal]:
+    """``hmt.offload.schedule`` with what it orders, and what says the same or otherwise."""
+    section = "zero_optimization.offload_optimizer"
+    schedule = given.get("schedule", "optimised")
+    if offload is None or offload.device != OffloadDeviceEnum.nvme:
+        if "schedule" in given:
+            remedy = "Nothing is read or written that could be ordered: remove the key."
+            legal = 'unset without states on an SSD ("offload_optimizer": {"device": "nvme"})'
+            yield "hmt.offload.schedule", schedule, legal, remedy
+        return
+    if offload.nvme_path is None:
+        remedy = "Name one that every rank can write."
+        yield f"{section}.nvme_path", None, "a folder on the SSD", remedy
+    least = MIN_BUFFERS if schedule == "optimised" else 1
+    if offload.buffer_count < least:
+        remedy = "Each holds a piece of the states that is being read, updated or written."
+        legal = f'at least {least} with "schedule": "{schedule}"'
+        yield f"{section}.buffer_count", offload.buffer_count, legal, remedy
+    if schedule == "optimised":
+        return
+    for key in ("pipeline_read", "pipeline_write"):
+        if getattr(offload, key):
+            legal = f'false with "hmt": {{"offload": {{"schedule": "{schedule}"}}}}'
+            remedy = "That schedule reads, updates and writes in turn: remove one of the two."
+            yield f"{section}.{key}", True, legal, remedy
+    legal_overlaps = {"naive": ("auto", "backward", "forward"), "serial": ("auto", "none")}
+    overlap = given.get("overlap", "auto")
+    if overlap not in legal_overlaps[schedule]:
+        legal = " or ".join(f'"{name}"' for name in legal_overlaps[schedule])
+        remedy = "The schedule says when the host works: remove one of the two."
+        yield "hmt.offload.overlap", overlap, f'{legal} with "schedule": "{schedule}"', remedy
 
 
 def _nvme(stage: int, param: Any) -> Iterator[Refusal]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import psutil
 import torch
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from hmt_deepspeed.memory.file_io import AsyncIO, FileIO, PositionalIO
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.nvme import FileStore
 from hmt_deepspeed.memory.pool import GRANULE
 from hmt_deepspeed.memory.tiered import Store, TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.zero.ssd import file_io
 
 __all__ = ["SwapMemory", "free_host_memory"]
 
@@ -82,7 +81,9 @@ class SwapMemory:
     @cached_property
     def files(self) -> FileStore:
         assert self.nvme_path is not None, "the config has refused swap_ssd without a folder"
-        return FileStore(self.engine, self.nvme_path, self._file_io())
+        return FileStore(
+            self.engine, self.nvme_path, file_io(self._aio, "hmt.activations.nvme_path")
+        )
 
     @cached_property
     def host_then_files(self) -> Store:
@@ -123,20 +124,3 @@ class SwapMemory:
             made = vars(self).pop(name, None)
             if made is not None:
                 made.close()
-
-    def _file_io(self) -> FileIO:
-        """Through the page cache, unless the JSON sets up DeepSpeed's ``async_io``."""
-        if self._aio is None:
-            return PositionalIO()
-        builder = AsyncIOBuilder()
-        if not builder.is_compatible(verbose=False):
-            raise ValueError(
-                "the config has an aio section, but DeepSpeed's async_io does not build here, for which "
-                "hmt.activations.nvme_path would use it: install libaio-dev (Debian, Ubuntu) or "
-                "libaio-devel (Fedora), or remove the section."
-            )
-        handle = builder.load().aio_handle
-        keys = ("block_size", "queue_depth", "single_submit", "overlap_events")
-        settings = [self._aio[key] for key in keys]
-        reader, writer = (handle(*settings, self._aio["intra_op_parallelism"]) for _ in range(2))
-        return AsyncIO(reader, writer)

@@ -51,7 +51,12 @@ class Weight:
     @property
     def by_rows(self) -> bool:
         """Whether this rank updates its own rows; else every rank updates all of a bf16 weight alike."""
-        return self.master is not None or self.partitioned
+        return self.has_master or self.partitioned
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 values of the shard, wherever they live."""
+        return self.master is not None
 
     @property
     def num_elements(self) -> int:

@@ -6,11 +6,12 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks import activations, foundations, fpdt, gpu, optimizer
+from benchmarks import activations, foundations, fpdt, gpu, offload, optimizer
 from benchmarks.results import add_case, case_record, load_average
 from benchmarks.setting import Setting, free_port, join_ranks
 
-SUITES = {module.SUITE: module for module in (foundations, optimizer, activations, fpdt, gpu)}
+_MODULES = (foundations, optimizer, activations, offload, fpdt, gpu)
+SUITES = {module.SUITE: module for module in _MODULES}
 
 
 def why_skipped(suite: str, setting: Setting) -> str | None:

@@ -45,9 +45,41 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"master_weights": "none"}}},
         ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
     ),
-    "offload_optimizer to nvme": (
-        {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
-        ["zero_optimization.offload_optimizer.device is 'nvme'", '"none" or "cpu"', 'use "cpu"'],
+    "offload_optimizer to nvme without a path": (
+        {"zero_optimization.offload_optimizer": {"device": "nvme"}},
+        ["zero_optimization.offload_optimizer.nvme_path is None", "a folder", "Name one"],
+    ),
+    "offload_optimizer to nvme with too few buffers": (
+        {
+            "zero_optimization.offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/tmp",
+                "buffer_count": 2,
+            }
+        },
+        ["zero_optimization.offload_optimizer.buffer_count is 2", "at least 3"],
+    ),
+    "a schedule of nothing": (
+        {
+            "zero_optimization.offload_optimizer": {"device": "cpu"},
+            "hmt": {"offload": {"schedule": "serial"}},
+        },
+        ["hmt.offload.schedule is 'serial'", "unset without states on an SSD", "remove the key"],
+    ),
+    "a serial schedule beside the forward": (
+        {
+            "zero_optimization.offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/tmp",
+                "pipeline_read": True,
+            },
+            "hmt": {"offload": {"schedule": "serial", "overlap": "forward"}},
+        },
+        [
+            "zero_optimization.offload_optimizer.pipeline_read is True",
+            "hmt.offload.overlap is 'forward'",
+            '"auto" or "none" with "schedule": "serial"',
+        ],
     ),
     "offload_optimizer at stage 0": (
         {

@@ -1,0 +1,187 @@
+"""Pieces of bytes in files that change all together or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checksum import as_memoryview, checksum
+from .errors import StoreError
+from .slots import Slot, SlotFolder
+
+__all__ = ["AlternateSlots", "Piece", "Record", "read_kept"]
+
+# What says that a file cannot be linked there, though it could be copied.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class Record(NamedTuple):
+    """What a kept file holds: its size, how many bytes of it are content, and their checksum."""
+
+    file_bytes: int
+    nbytes: int
+    digest: str
+
+
+class _Version(NamedTuple):
+    slot: Slot
+    digest: str
+
+
+class Piece:
+    """A fixed number of bytes under a name; zeros until they are first written."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name, self.nbytes = name, nbytes
+        self._committed: _Version | None = None
+        self._written: _Version | None = None  # since the last commit
+        self._kept = False  # the committed file is somebody else's too, and never written again
+
+
+class AlternateSlots:
+    """Writes go to other files than those that hold what was committed, until :meth:`commit`.
+
+    The manifest, which file of a piece is the one that counts and the checksum of its content, is in memory:
+    it changes in one place, without I/O, and a process that dies leaves nothing half done behind. What shall
+    outlive the process is kept elsewhere by :meth:`keep`, with its line of the manifest.
+
+    Reads and writes of different pieces may run in several threads, ``commit`` and ``roll_back`` when none of
+    the pieces concerned is being written.
+
+    Args:
+        folder: the files; twice the bytes of the pieces, once all were written twice.
+    """
+
+    def __init__(self, folder: SlotFolder) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._open: set[Piece] = set()
+
+    def read(self, piece: Piece, memory: Tensor) -> int:
+        """The piece as last written, committed or not, into a buffer (see :class:`SlotFolder`).
+
+        Returns:
+            bytes read: none for zeros.
+
+        Raises:
+            StoreError: naming the piece and its file.
+        """
+        version = piece._written or piece._committed
+        if version is None:
+            memory[: piece.nbytes].zero_()
+            return 0
+        try:
+            self.folder.read(version.slot, memory, piece.nbytes, version.digest)
+        except StoreError as error:
+            raise StoreError(f"{piece.name}: {error}") from error
+        return piece.nbytes
+
+    def write(self, piece: Piece, memory: Tensor) -> None:
+        """Writes the piece; counts once it is committed.
+
+        Raises:
+            StoreError: naming the piece and its file; what was committed is as it was.
+        """
+        with self._lock:
+            self._open.add(piece)
+        slot = piece._written.slot if piece._written else self.folder.take(piece.nbytes)
+        piece._written = None
+        try:
+            digest = self.folder.write(slot, memory, piece.nbytes)
+        except StoreError as error:
+            self.folder.give_back(slot)
+            raise StoreError(f"{piece.name}: {error}") from error
+        piece._written = _Version(slot, digest)
+
+    def commit(self) -> None:
+        """Everything written counts. The files that counted before are written to next.
+
+        Raises:
+            StoreError: a file that is kept elsewhere could not be given up here.
+        """
+        retired = []
+        for piece in self._open:
+            if piece._written is not None:
+                retired.append((piece._committed, piece._kept))
+                piece._committed, piece._written, piece._kept = piece._written, None, False
+        self._open.clear()
+        for version, kept in retired:
+            if version is not None:
+                self._retire(version.slot, kept)
+
+    def roll_back(self, pieces: Iterable[Piece]) -> None:
+        """What was written of these pieces since the last commit never was."""
+        for piece in pieces:
+            version, piece._written = piece._written, None
+            self._open.discard(piece)
+            if version is not None:
+                self.folder.give_back(version.slot)
+
+    def keep(self, piece: Piece, path: str) -> Record:
+        """Gives the committed file a second name, which no later write touches; or copies it there.
+
+        Its content survives a power cut when this returns; the name does once its folder is synced.
+
+        Raises:
+            StoreError: neither works, or nothing was ever committed.
+        """
+        version = piece._committed
+        if version is None:
+            raise StoreError(f"{piece.name} cannot be kept: it was never written")
+        self.folder.sync(version.slot)
+        try:
+            os.link(version.slot.path, path)
+            piece._kept = True
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise StoreError(f"{piece.name}: cannot link {path}: {error}") from error
+            _copy(version.slot.path, path)
+        return Record(version.slot.capacity, piece.nbytes, version.digest)
+
+    def _retire(self, slot: Slot, kept: bool) -> None:
+        if kept:
+            try:
+                self.folder.discard(slot)
+            except OSError as error:
+                raise StoreError(f"{slot.path}: cannot be removed: {error}") from error
+        self.folder.give_back(slot)
+
+
+def _copy(source: str, path: str) -> None:
+    try:
+        with open(source, "rb") as original, open(path, "xb") as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError as error:
+        raise StoreError(f"cannot copy {source} to {path}: {error}") from error
+
+
+def read_kept(path: str, record: Record) -> Tensor:
+    """The content (uint8) of a file that :meth:`AlternateSlots.keep` has made.
+
+    Raises:
+        StoreError: it is missing, has another size, cannot be read, or holds something else.
+    """
+    memory = torch.empty(record.nbytes, dtype=torch.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != record.file_bytes:
+                raise StoreError(f"{path} has {found} bytes instead of {record.file_bytes}")
+            done = file.readinto(as_memoryview(memory)) if record.nbytes else 0
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    if done != record.nbytes:
+        raise StoreError(f"{path}: read {done} of {record.nbytes} bytes")
+    digest = checksum(memory, record.digest)
+    if digest != record.digest:
+        raise StoreError(f"{path} does not match its checksum: {digest}, expected {record.digest}")
+    return memory

@@ -1,0 +1,489 @@
+"""Masters and moments on an SSD: ``offload_optimizer: nvme``."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_offload_overlap
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from harness import Ranks
+from test_nvme import needs_async_io
+from test_offload_optimizer import ADAMW, stock_offload
+from training import (
+    LOW_RANK,
+    ds_config,
+    furthest,
+    loss_of,
+    make_engine,
+    micro_batches,
+    model_weights,
+    stock_config,
+    tiny_llama,
+    train,
+    train_step,
+    weights,
+)
+
+STEPS = 6
+
+
+def small_chunks() -> None:
+    """Every parameter in several pieces, each of one page: of 12 bytes an element, 3072 of 4096."""
+    from hmt_deepspeed.zero import host_worker
+
+    host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
+
+
+def offloaded(
+    folder: str,
+    stage: int,
+    options: dict[str, Any] = ADAMW,
+    offload: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """``offload`` is ``hmt.offload``; ``section`` goes to ``offload_optimizer``; no folder: in host RAM."""
+    config = ds_config(stage, options, **changes)
+    device = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
+    config["zero_optimization"]["offload_optimizer"] = {**device, **(section or {})}
+    if offload:
+        config["hmt"]["offload"] = offload
+    return config
+
+
+# -- the same numbers ---------------------------------------------------------------------------------
+
+
+def run(
+    homes: list[str], stage: int, overlaps: list[str], options: Any, gas: int, clip: float
+) -> list[dict[str, Any]]:
+    """One run for each home of the states, with its overlap."""
+    small_chunks()
+    found = []
+    for folder, overlap in zip(homes, overlaps, strict=True):
+        model = tiny_llama(layers=1)
+        # Of one element the second of two ranks holds nothing.
+        model.model.norm.scalar = torch.nn.Parameter(torch.ones(1))
+        changes = {"gas": gas, "gradient_clipping": clip}
+        engine = make_engine(
+            offloaded(folder, stage, options, {"overlap": overlap}, **changes), model
+        )
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses.append(train_step(engine, step))
+            norms.append(float(engine.get_global_grad_norm()))
+        entry = {"losses": losses, "norms": norms, "weights": weights(engine)}
+        entry["model"] = model_weights(engine)
+        ssd = engine.optimizer.host.ssd
+        if ssd is not None:
+            entry["buffers"] = (ssd._pool.peak_bytes, ssd._pool.nbytes)
+        entry["table"] = engine.optimizer.describe()
+        engine.destroy()
+        found.append(entry)
+    return found
+
+
+CASES = [
+    # stage, world, overlaps, options, accumulation, clip: clipped in some steps and not in others
+    (3, 2, ["none", "forward", "backward"], ADAMW, 2, 0.7),
+    (2, 2, ["forward"], LOW_RANK, 1, 0.7),
+    (1, 1, ["backward"], ADAMW, 1, 0.0),
+]
+
+
+@pytest.mark.parametrize(("stage", "world", "overlaps", "options", "gas", "clip"), CASES)
+def test_the_bits_are_those_of_host_memory(
+    ranks: Ranks,
+    tmp_path: Path,
+    stage: int,
+    world: int,
+    overlaps: list[str],
+    options: Any,
+    gas: int,
+    clip: float,
+) -> None:
+    homes = ["", *[str(tmp_path)] * len(overlaps)]
+    runs = ranks.run(run, world, homes, stage, ["none", *overlaps], options, gas, clip)[0]
+    host, *others = runs
+    assert clip == 0 or 0 < sum(norm > clip for norm in host["norms"]) < STEPS
+    for ssd, overlap in zip(others, overlaps, strict=True):
+        assert ssd["losses"] == host["losses"], overlap
+        assert ssd["norms"] == host["norms"]
+        assert furthest(ssd["weights"], host["weights"]) == 0
+        assert furthest(ssd["model"], host["model"]) == 0
+        assert ssd["buffers"] == (3 * 4096, 3 * 4096)  # pieces of 3072 bytes take a page each
+        assert "on SSD" in ssd["table"]
+    assert not list(tmp_path.glob("hmt-swap-*"))  # the folders go with the engine
+
+
+def overflowing(folder: str, overlap: str) -> dict[str, Any]:
+    """fp16 with two overflows on one rank; the scale grows in between."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    small_chunks()
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 3}
+    config = offloaded(folder, 3, ADAMW, {"overlap": overlap}, fp16=fp16)
+    engine = make_engine(config, tiny_llama(layers=1))
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(engine, micro_batches(engine, step)[0])
+        engine.backward(loss * (1e8 if step in (2, 4) and torch.distributed.get_rank() else 1.0))
+        engine.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": weights(engine), "skipped": engine.skipped_steps}
+
+
+def test_steps_that_overflow_are_dropped(ranks: Ranks, tmp_path: Path) -> None:
+    host = ranks.run(overflowing, 2, "", "none")[0]
+    ssd = ranks.run(overflowing, 2, str(tmp_path), "backward")[0]
+    assert host["skipped"] == ssd["skipped"] == 2
+    assert ssd["losses"] == host["losses"]
+    assert furthest(ssd["weights"], host["weights"]) == 0
+
+
+def exact_run(folder: str, stock: bool) -> dict[str, Any]:
+    """200 steps in fp32 on fresh tokens, two of which overflow; both engines are told to look for that, which
+    they otherwise do in 16 bits only."""
+    if stock:
+        config = stock_offload(2)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    else:
+        config = offloaded(folder, 2, ADAMW, {"overlap": "backward"})
+    engine = make_engine(config, tiny_llama(layers=1))
+    if stock:
+        engine.optimizer.check_grad_overflow = True
+    else:
+        engine.optimizer.settings = replace(engine.optimizer.settings, check_overflow=True)
+    losses, norms = [], []
+    for step in range(200):
+        generator = torch.Generator().manual_seed(step)
+        loss = loss_of(engine, torch.randint(0, 61, (12, 16), generator=generator))
+        engine.backward(loss * (float("inf") if step in (40, 120) else 1.0))
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    found = {"losses": losses, "norms": norms, "weights": model_weights(engine)}
+    return {**found, "skipped": engine.skipped_steps}
+
+
+@pytest.mark.slow
+def test_200_steps_are_zero_offloads(ranks: Ranks, tmp_path: Path) -> None:
+    ours = ranks.run(exact_run, 1, str(tmp_path), False)[0]
+    stock = ranks.run(exact_run, 1, "", True)[0]
+    assert ours["skipped"] == stock["skipped"] == 2
+    assert sum(norm > 0.5 for norm in ours["norms"]) >= 50  # clipped
+    # ten times the steps of test_the_numbers_are_zero_offloads, and ten times its tolerance
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    assert furthest(ours["weights"], stock["weights"]) < 2e-3
+
+
+def on_the_host(folder: str, offloaded_param: bool) -> dict[str, Any]:
+    """``offload_param``: this rank's partitions are in host memory too. Of a CPU they always are, so the way
+    to them is chosen by hand."""
+    from hmt_deepspeed.zero.host_weight import HostWeight
+
+    small_chunks()
+    if offloaded_param:
+        HostWeight._offloaded = property(lambda _: True)  # type: ignore[assignment]
+    found = {}
+    for overlap, masters in (("forward", "fp32"), ("forward", "none"), ("backward", "fp32")):
+        options = {"method": "adamw", "master_weights": masters}
+        config = offloaded(folder, 3, options, {"overlap": overlap}, bf16={"enabled": True})
+        engine = make_engine(config, tiny_llama(layers=1))
+        losses = train(engine, 3)
+        found[overlap + masters] = {"losses": losses, "weights": model_weights(engine)}
+        engine.destroy()
+    return found
+
+
+def test_partitions_in_host_memory_are_written_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(on_the_host, 2, str(tmp_path), False)[0]
+    for name, found in ranks.run(on_the_host, 2, str(tmp_path), True)[0].items():
+        assert found["losses"] == plain[name]["losses"], name
+        assert furthest(found["weights"], plain[name]["weights"]) == 0
+
+
+# -- what is where, what is moved ------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Of all tensors."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+def moved(folder: str) -> dict[str, Any]:
+    """Host bytes on an SSD and in host memory, and what each step reads and writes."""
+    small_chunks()
+    found: dict[str, Any] = {}
+    for home in ("", folder):
+        config = offloaded(
+            home, 1, ADAMW, {"overlap": "backward"}, {"pin_memory": False}, gradient_clipping=0.7
+        )
+        engine = make_engine(config, tiny_llama(layers=1))
+        optimizer, steps = engine.optimizer, []
+        for step in range(5):
+            before = optimizer.metrics()
+            train_step(engine, step)
+            after = optimizer.metrics()
+            if home:
+                keys = ("ssd_bytes_read", "ssd_bytes_written")
+                clipped = float(engine.get_global_grad_norm()) > 0.7
+                steps.append((clipped, *(after[key] - before[key] for key in keys)))
+        found[home and "ssd"] = {
+            "live": live_bytes(),
+            "host": optimizer.metrics()["host_bytes"],
+            "files": optimizer.metrics().get("ssd_state_bytes"),
+            "steps": steps,
+        }
+        found["numel"] = [e.weight.num_elements for e in optimizer.entries]
+        engine.destroy()
+        del engine, optimizer
+    return found
+
+
+def test_host_memory_holds_gradients_and_a_few_buffers(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(moved, 1, str(tmp_path))[0]
+    ssd, host, numel = found["ssd"], found[""], sum(found["numel"])
+    pages = sum(4096 * -(-n // 256) for n in found["numel"])
+    # masters, moments and the undo log of three are gone; gradients and the new weights are left
+    assert host["host"] == (4 + 12 + 12) * numel
+    assert ssd["host"] == (4 + 4) * numel
+    assert host["live"] - ssd["live"] == pytest.approx(20 * numel, abs=10**5)
+    assert ssd["files"] == 2 * pages  # each piece in two files
+    clipped = [step[1:] for step in ssd["steps"] if step[0]]
+    others = [step[1:] for step in ssd["steps"] if not step[0]]
+    assert clipped
+    assert others
+    assert set(others) == {(pages, pages)}  # read once, written once
+    assert set(clipped) == {(2 * pages, 2 * pages)}  # and redone where the norm was clipped
+
+
+# -- who reads, waits -------------------------------------------------------------------------------------
+
+
+def readers_on_ssd(home: str, folder: str) -> dict[str, Any]:
+    """Everything that reads or replaces weights and states, between steps and within one."""
+
+    def offloaded_there(config: dict[str, Any]) -> dict[str, Any]:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": home}
+        return config
+
+    if home:
+        test_offload_overlap.offloaded = offloaded_there
+    return test_offload_overlap.readers(3, "backward" if home else "none", folder)
+
+
+def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
+    host = ranks.run(readers_on_ssd, 2, "", str(tmp_path / "host"))[0]
+    ssd = ranks.run(readers_on_ssd, 2, str(tmp_path / "home"), str(tmp_path / "ssd"))[0]
+    assert ssd.keys() == host.keys()
+    for name, value in host.items():
+        assert test_offload_overlap.same(value, ssd[name]), name
+
+
+# -- schedules ---------------------------------------------------------------------------------------------
+
+
+def scheduled(folder: str, schedule: str) -> dict[str, Any]:
+    """Losses, and what was read, updated and written in the third step, before or after backward's end."""
+    small_chunks()
+    offload = {"schedule": schedule} | ({"overlap": "backward"} if schedule == "optimised" else {})
+    zero = {"reduce_bucket_size": 2000}  # or all gradients come at once, with the last
+    config = offloaded(folder, 1, ADAMW, offload, gradient_clipping=0.0, zero_optimization=zero)
+    engine = make_engine(config, tiny_llama(layers=1))
+    ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
+    losses = train(engine, 2)
+    slow_down(ssd.slots, "read", 2e-3)
+    slow_down(ssd.slots, "write", 2e-3)
+    slow_down(adam, "step_", 4e-3)
+    ssd.events = []
+    (tokens,) = micro_batches(engine, 2)
+    loss = loss_of(engine, tokens)
+    embedding = engine.module.get_parameter("model.embed_tokens.weight")
+    if schedule != "serial":  # the last gradient does not come before the first read
+        embedding.register_hook(lambda _: wait_for(lambda: bool(ssd.events)))
+    engine.backward(loss)
+    ended = time.perf_counter()
+    engine.step()
+    losses.append(loss.item())
+    found = {"losses": losses, "events": ssd.events, "backward": ended}
+    found["table"] = engine.optimizer.describe()
+    ssd.events = None
+    return {**found, "weights": weights(engine)}
+
+
+def slow_down(of: Any, name: str, seconds: float) -> None:
+    method = getattr(of, name)
+
+    def slow(*arguments: Any, **keyword: Any) -> Any:
+        time.sleep(seconds)
+        return method(*arguments, **keyword)
+
+    setattr(of, name, slow)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def overlapping(events: list[Any], one: str, other: str) -> int:
+    """Pairs of different verbs that ran at once."""
+    first = [e for e in events if e.verb == one]
+    second = [e for e in events if e.verb == other]
+    return sum(a.begin < b.end and b.begin < a.end for a in first for b in second)
+
+
+def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> None:
+    runs = {
+        name: ranks.run(scheduled, 1, str(tmp_path), name)[0]
+        for name in ("optimised", "naive", "serial")
+    }
+    for name, found in runs.items():
+        events, ended = found["events"], found["backward"]
+        num = sum(e.verb == "update" for e in events)
+        assert sum(e.verb == "read" for e in events) == num
+        assert sum(e.verb == "write" for e in events) == num
+        during_backward = sum(e.begin < ended for e in events)
+        pairs = [("read", "update"), ("write", "update"), ("read", "write")]
+        at_once = [overlapping(events, *pair) for pair in pairs]
+        if name == "optimised":
+            assert min(at_once) > num // 4
+            assert "reads beside and writes beside updates" in found["table"]
+        else:
+            assert at_once == [0, 0, 0]
+            assert [e.verb for e in events] == ["read", "update", "write"] * num
+            assert "reads after and writes after updates" in found["table"]
+        assert (during_backward == 0) == (name == "serial")
+        assert found["losses"] == runs["serial"]["losses"]
+        assert furthest(found["weights"], runs["serial"]["weights"]) == 0
+
+
+def through_async_io(folder: str, aio: bool) -> dict[str, Any]:
+    """With DeepSpeed's async_io, and through the page cache; or DeepSpeed's own NVMe offload."""
+    small_chunks()
+    config = offloaded(folder, 3, ADAMW, {"overlap": "forward"})
+    if aio:
+        config["aio"] = {"block_size": 65536, "queue_depth": 4}
+    engine = make_engine(config, tiny_llama(layers=1))
+    found = {"losses": train(engine, 3), "weights": weights(engine)}
+    return {**found, "table": engine.optimizer.describe()}
+
+
+def zero_infinity(folder: str) -> dict[str, Any]:
+    config = stock_config(3, aio={"block_size": 65536, "queue_depth": 4})
+    del config["optimizer"]["params"]["torch_adam"]
+    section = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
+    config["zero_optimization"]["offload_optimizer"] = section
+    engine = make_engine(config, tiny_llama(layers=1))
+    return {"losses": train(engine, 3), "weights": model_weights(engine)}
+
+
+@needs_async_io
+def test_async_io_and_zero_infinity(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(through_async_io, 1, str(tmp_path), False)[0]
+    ours = ranks.run(through_async_io, 1, str(tmp_path), True)[0]
+    assert "through DeepSpeed's async_io" in ours["table"]
+    assert "through the page cache" in plain["table"]
+    assert ours["losses"] == plain["losses"]
+    assert furthest(ours["weights"], plain["weights"]) == 0
+    stock = ranks.run(zero_infinity, 1, str(tmp_path))[0]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert furthest(ours["weights"], stock["weights"]) < 2e-3
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def ssd_engine(folder: str, home: str, stage: int = 3, seed: int = 0, **changes: Any) -> Any:
+    small_chunks()
+    config = offloaded(home, stage, ADAMW, {"overlap": "forward"}, **changes)
+    return make_engine(config, tiny_llama(layers=1, seed=seed))
+
+
+def linked(folder: str) -> dict[str, int]:
+    """Names of every file of moments in a checkpoint, with how many names it has."""
+    return {path.name: path.stat().st_nlink for path in Path(folder, "ssd_states").glob("*.bin")}
+
+
+def saved(folder: str, home: str, copied: bool) -> dict[str, Any]:
+    """Three steps, save, three more steps, save."""
+    if copied:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        os.link = refuse
+    engine = ssd_engine(folder, home)
+    train(engine, 3)
+    engine.save_checkpoint(folder, "three")
+    found = {"at three": weights(engine), "linked": linked(f"{folder}/three")}
+    found["losses"] = train(engine, 3, first=3)
+    engine.save_checkpoint(folder, "six")
+    found["later"], found["weights"] = linked(f"{folder}/three"), weights(engine)
+    found["files"] = engine.optimizer.metrics()["ssd_state_bytes"]
+    return found
+
+
+def resumed(folder: str, home: str, stage: int, tag: str | None = "three") -> dict[str, Any]:
+    engine = ssd_engine(folder, home, stage, seed=1)
+    path, _ = engine.load_checkpoint(folder, tag)
+    steps = 3 if tag == "three" else 0
+    found = {"losses": train(engine, steps, first=3), "weights": weights(engine)}
+    return {**found, "path": path}
+
+
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoints(ranks: Ranks, tmp_path: Path, copied: bool) -> None:
+    """Bit for bit on the same layout; at another world size, stage and home up to summation."""
+    folder, home = str(tmp_path), str(tmp_path / "ssd")
+    whole = ranks.run(saved, 2, folder, home, copied)[0]
+    assert len(whole["linked"]) > 50
+    assert set(whole["linked"].values()) == {1 if copied else 2}
+    assert set(whole["later"].values()) == {1}  # the run writes to other files
+    same = ranks.run(resumed, 2, folder, home, 3)[0]
+    assert same["losses"] == whole["losses"]
+    assert furthest(same["weights"], whole["weights"]) == 0
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, "three")
+    at_three = {name: fp32[name] for name in whole["at three"]}
+    assert furthest(at_three, whole["at three"]) == 0
+    for world, stage, other_home in ((1, 2, home), (2, 3, "")):
+        other = ranks.run(resumed, world, folder, other_home, stage)[0]
+        assert other["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert furthest(other["weights"], whole["weights"]) < 2e-3
+    damaged_tags(ranks, tmp_path, whole)
+
+
+def damaged_tags(ranks: Ranks, tmp_path: Path, whole: dict[str, Any]) -> None:
+    folder, home = str(tmp_path), str(tmp_path / "ssd")
+    path = sorted((tmp_path / "six" / "ssd_states").glob("*.bin"))[7]
+    flip_bit(path)
+    codes, _, logs = ranks.attempt(resumed, 1, folder, home, 2, "six")
+    assert codes != [0]
+    assert f"{path.name} does not match its checksum" in logs[0]
+    found = ranks.run(resumed, 1, folder, home, 2, None)[0]
+    assert found["path"].endswith("three")
+    assert furthest(found["weights"], whole["at three"]) == 0
+
+
+def flip_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(1001)
+        byte = file.read(1)[0]
+        file.seek(1001)
+        file.write(bytes([byte ^ 1]))
