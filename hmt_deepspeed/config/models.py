@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,7 @@ from hmt_deepspeed.config.fields import (
     RegexList,
     StrictModel,
 )
+from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = [
@@ -238,6 +239,19 @@ class OffloadConfig(StrictModel):
     )
 
 
+_NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy": "plan"}.'
+
+
+def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
+    """Of a raw block whose planner section nobody reads."""
+    activations = block.get("activations")
+    if "planner" not in block or any(".activations.policy" in key for key in known_bad):
+        return {}
+    if isinstance(activations, dict) and activations.get("policy") == "plan":
+        return {}
+    return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -248,10 +262,19 @@ class HMTConfig(StrictModel):
         default_factory=ActivationsConfig,
         description="What becomes of activations; the backend is on where this is given.",
     )
+    planner: PlannerConfig = Field(
+        default_factory=PlannerConfig, description="The plan of a run's activations."
+    )
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig, description="The work on states in host memory."
     )
+
+    @model_validator(mode="after")
+    def _refuse_idle_planner(self) -> HMTConfig:
+        if self.gives("planner") and not self.activations.is_planned:
+            raise ValueError(_NOTHING_PLANS)
+        return self
 
     def gives(self, section: str) -> bool:
         """Whether the block has the section, if only as {}."""
@@ -280,6 +303,7 @@ class HMTConfig(StrictModel):
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)
+        problems |= _planner_problems(block, problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {key}: {text}" for key, text in problems.items()]
         raise ValueError(
