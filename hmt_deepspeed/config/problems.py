@@ -81,7 +81,8 @@ def field_problems(error: ValidationError, root: type[BaseModel], name: str) -> 
             text = _unknown_key_text(key, path, model, root, name)
             problems.setdefault(f"{path}.{key}", f"got {detail['input']!r}. {text}")
         elif detail["type"] == "model_type":
-            text = "Legal: an object. Write {} to use its defaults."
+            legal = dict(walk_fields(root, name)).get(path, {}).get("legal", "an object")
+            text = f"Legal: {legal}. Write {{}} to use its defaults."
             problems.setdefault(path, f"got {detail['input']!r}. {text}")
         elif rest:
             key, text = _value_problem(path, model, rest, detail)

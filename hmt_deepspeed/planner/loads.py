@@ -228,6 +228,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         ValueError: see :func:`site_choices`.
     """
     by_site = site_choices(layer, choices)
+    again = () if isinstance(layer, Head) else made_again(layer, by_site)
     forward, backward = amounts(), amounts()
     held = np.zeros(len(MEMORIES))
     kept, swapped = 0.0, 0.0
@@ -235,6 +236,8 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         choice = by_site[site.name]
         parts = setup.model_parallel if _is_partitioned(site, setup) else 1
         device = site.device_bytes(choice, setup.block_size)
+        if choice != "recompute" and site in again:
+            device -= site.raw_bytes  # its pair is made again too
         held[0] += device / parts
         if choice in ("swap_host", "swap_ssd"):
             moved = site.nbytes / parts
@@ -252,7 +255,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             backward += amounts(network=site.nbytes * (1 - 1 / parts))
     if isinstance(layer, Head):
         return LayerLoad(forward, backward, held, layer.logits_bytes + swapped, 0.0)
-    for site in made_again(layer, by_site):
+    for site in again:
         kind = "attention" if site.name == "attention_output" else "flops"
         backward += amounts(**{kind: site.flops})
     products = layer.projected_bytes if setup.projected_inputs == "keep" else 0
