@@ -15,7 +15,7 @@ from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.workload import made_again
 
-__all__ = ["Comparison", "Row", "compare", "describe_comparison", "held_by_component"]
+__all__ = ["Comparison", "Row", "compare", "held_by_component"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,21 @@ class Comparison:
             }
             for row in self.rows
         }
+
+    def describe(self) -> str:
+        """As a table; bytes in MiB."""
+        lines: list[tuple[str, ...]] = [
+            ("predicted against measured", "predicted", "measured", "error")
+        ]
+        for row in self.rows:
+            unit, size = ("s", 1.0) if row.unit == "s" else ("MiB", 2.0**20)
+            pair = [f"{value / size:.4g} {unit}" for value in (row.predicted, row.measured)]
+            lines.append((row.name, *pair, "" if row.error is None else f"{row.error:+.1%}"))
+        first, *others = (max(len(line[column]) for line in lines) for column in range(4))
+        return "\n".join(
+            "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
+            for name, *cells in lines
+        )
 
 
 def compare(
@@ -133,24 +148,3 @@ def held_by_component(problem: Problem, plan: Plan) -> dict[str, float]:
         size = site.device_bytes(choice, setup.block_size)
         held[site.component] = held.get(site.component, 0.0) + size
     return held
-
-
-def describe_comparison(comparison: Comparison) -> str:
-    """As a table; bytes in MiB."""
-    lines = [("predicted against measured", "predicted", "measured", "error")]
-    for row in comparison.rows:
-        unit, size = ("s", 1.0) if row.unit == "s" else ("MiB", 2.0**20)
-        error = "" if row.error is None else f"{row.error:+.1%}"
-        lines.append(
-            (
-                row.name,
-                f"{row.predicted / size:.4g} {unit}",
-                f"{row.measured / size:.4g} {unit}",
-                error,
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    return "\n".join(
-        f"{name.ljust(widths[0])}  {a.rjust(widths[1])}  {b.rjust(widths[2])}  {c.rjust(widths[3])}".rstrip()
-        for name, a, b, c in lines
-    )

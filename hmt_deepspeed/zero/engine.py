@@ -149,7 +149,7 @@ class HMTEngine(DeepSpeedEngine):
 
         ours = self._hmt_options is not None
         stage = self._hmt_stage if ours else int(self.zero_optimization_stage())
-        overlap = self._hmt_overlap if ours and self._host_settings() is not None else "none"
+        overlap: Any = self._hmt_overlap if ours and self._host_settings() is not None else "none"
         return RunPlanner(
             run_facts(self, hmt, self._hmt_options, stage, overlap),
             hmt,

@@ -63,7 +63,6 @@ class RunPlanner:
             with a plan from a file.
         profile_seconds: what measuring the machine took; None where nothing was measured.
         planning_seconds: what the last search took, likewise.
-        comparison: of the plan in execution; None before it has been timed.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class RunPlanner:
         self.machine: Machine | None = None
         self.profile_seconds: float | None = None
         self.planning_seconds: float | None = None
-        self.comparison: Comparison | None = None
         self._problem: Problem | None = None
         self._profile = RunProfile(facts, hmt, accelerator, device)
         self._timer = StepTimer(accelerator.synchronize)
@@ -121,7 +119,7 @@ class RunPlanner:
         self._has_begun = False
         self._iteration += 1
         if self.plan is not None:
-            self._compare(seconds)
+            self._timed += [] if seconds is None else [seconds]
         elif self._iteration > WARM_UP:
             reruns = self._backend.report().rerun_seconds if self._times_reruns else None
             self._profile.add(self.facts.workload(*self._shapes), seconds, reruns)
@@ -287,7 +285,7 @@ class RunPlanner:
         }
         self._adopt(self._hmt.activations.model_copy(update=update))
         self.plan, self._problem = plan, problem
-        self._iteration, self._timed, self.comparison = 0, [], None
+        self._iteration, self._timed = 0, []
         if _rank() == 0:
             print(self.describe(), flush=True)
             path = self._hmt.planner.save_plan
@@ -315,16 +313,16 @@ class RunPlanner:
 
     # -- predicted against measured ---------------------------------------------------------------
 
-    def _compare(self, seconds: IterationSeconds | None) -> None:
-        if seconds is None or self._problem is None:
-            return
-        assert self.plan is not None
-        self._timed.append(seconds)
+    @property
+    def comparison(self) -> Comparison | None:
+        """Of the plan in execution, by its timed iterations; None before there are any."""
+        if not self._timed or self._problem is None or self.plan is None:
+            return None
         medians = {
             field.name: median(getattr(timed, field.name) for timed in self._timed)
             for field in fields(IterationSeconds)
         }
-        self.comparison = compare(
+        return compare(
             self._problem,
             self.plan,
             IterationSeconds(**medians),
