@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
