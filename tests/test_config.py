@@ -824,3 +824,57 @@ def test_the_plain_optimizer_has_the_same_defaults():
     from hmt_deepspeed.optim import options
 
     assert OptimizerConfig().model_dump() == options.DEFAULTS
+
+
+# -- planner ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_policy_that_computes_everything_again_until_it_is_made():
+    planned = HMTConfig.from_block({"activations": {"policy": "plan"}}).activations
+    assert planned.is_planned
+    assert planned.policy.mlp_intermediate == "recompute"
+    assert not HMTConfig.from_block({"activations": {}}).activations.is_planned
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "words"),
+    [
+        ({"planner": {}}, "hmt.planner", "Nothing is planned"),
+        (
+            {"activations": {}, "planner": {"gpu_memory": 2**30}},
+            "hmt.planner",
+            "Nothing is planned",
+        ),
+        ({"activations": {"policy": "plam"}}, "hmt.activations.policy", '"plan" or an object'),
+        (
+            {"activations": {"policy": "plan", "host_memory": 2**25}},
+            "hmt.activations.host_memory",
+            "hmt.planner.host_memory",
+        ),
+        (
+            {"activations": {"policy": "plan", "overrides": {"x": {"residual": "keep"}}}},
+            "hmt.activations.overrides",
+            "write the policy out",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "planner": {"lossy": {"layernorm": "int8"}}},
+            "hmt.planner.lossy",
+            "never held in 8 bits",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "planner": {"gpu_memory": 5}},
+            "hmt.planner.gpu_memory",
+            "an integer >= 1048576",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "fpdt": {"enabled": True}},
+            "hmt.activations.policy",
+            "turn hmt.fpdt off",
+        ),
+    ],
+)
+def test_planner_problems(block, key, words):
+    with pytest.raises(ValueError, match="1 problem") as caught:
+        HMTConfig.from_block(block)
+    assert f"{key}: " in str(caught.value)
+    assert words in str(caught.value)

@@ -212,9 +212,10 @@ class FpdtConfig(StrictModel):
         description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
         "a layer keeps its input only.",
     )
-    chunk_size: PositiveInt = Field(
+    chunk_size: Auto | PositiveInt = Field(
         default=65536,
-        description="Tokens of a chunk in attention; projections and MLP take a quarter at once.",
+        description="Tokens of a chunk in attention; projections and MLP take a quarter at once. auto: the "
+        "largest power of two that fits the device at the model's longest sequence.",
     )
     offload_kv: bool = Field(
         default=True,
@@ -242,12 +243,22 @@ class OffloadConfig(StrictModel):
 _NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy": "plan"}.'
 
 
+_PLANNED_CHUNKS = (
+    "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
+    "turn hmt.fpdt off."
+)
+
+
 def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
-    """Of a raw block whose planner section nobody reads."""
-    activations = block.get("activations")
-    if "planner" not in block or any(".activations.policy" in key for key in known_bad):
+    """Of a raw block whose planner section nobody reads, or whose plan FPDT would not follow."""
+    activations, fpdt = block.get("activations"), block.get("fpdt")
+    if any(".activations.policy" in key for key in known_bad):
         return {}
     if isinstance(activations, dict) and activations.get("policy") == "plan":
+        chunked = isinstance(fpdt, dict) and fpdt.get("enabled") is True
+        key = f"{BLOCK_NAME}.activations.policy"
+        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if chunked else {}
+    if "planner" not in block:
         return {}
     return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
 
@@ -274,6 +285,8 @@ class HMTConfig(StrictModel):
     def _refuse_idle_planner(self) -> HMTConfig:
         if self.gives("planner") and not self.activations.is_planned:
             raise ValueError(_NOTHING_PLANS)
+        if self.activations.is_planned and self.fpdt.enabled:
+            raise ValueError(_PLANNED_CHUNKS)
         return self
 
     def gives(self, section: str) -> bool:

@@ -23,9 +23,10 @@ from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
+from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
-from hmt_deepspeed.zero.plan_inputs import counted_bytes, run_facts
+from hmt_deepspeed.zero.plan_inputs import RunFacts, counted_bytes, run_facts
 from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
 from hmt_deepspeed.zero.support import (
@@ -119,7 +120,10 @@ class HMTEngine(DeepSpeedEngine):
             self.hmt_activations = self._activations(config, hmt.activations)
         if hmt.activations.is_planned:
             self.hmt_planner = self._run_planner(config, hmt)
-        self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
+        fpdt = hmt.fpdt
+        if fpdt.enabled and fpdt.chunk_size == "auto":
+            fpdt = with_chunk_size(fpdt, self._run_facts(hmt), self)
+        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -139,6 +143,12 @@ class HMTEngine(DeepSpeedEngine):
             current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
         )
 
+    def _run_facts(self, hmt: HMTConfig) -> RunFacts:
+        ours = self._hmt_options is not None
+        stage = self._hmt_stage if ours else int(self.zero_optimization_stage())
+        overlap: Any = self._hmt_overlap if ours and self._host_settings() is not None else "none"
+        return run_facts(self, hmt, self._hmt_options, stage, overlap)
+
     def _run_planner(self, config: dict[str, Any], hmt: HMTConfig) -> RunPlanner:
         def adopt(settings: ActivationsConfig) -> None:
             assert self.hmt_activations is not None
@@ -147,17 +157,14 @@ class HMTEngine(DeepSpeedEngine):
             if self.global_rank == 0:
                 print(self.hmt_activations.describe(), flush=True)
 
-        ours = self._hmt_options is not None
-        stage = self._hmt_stage if ours else int(self.zero_optimization_stage())
-        overlap: Any = self._hmt_overlap if ours and self._host_settings() is not None else "none"
         return RunPlanner(
-            run_facts(self, hmt, self._hmt_options, stage, overlap),
+            self._run_facts(hmt),
             hmt,
             get_accelerator(),
             self.device,
             adopt,
             lambda: self.hmt_activations,
-            lambda: counted_bytes(self.optimizer) if ours else {},
+            lambda: {} if self._hmt_options is None else counted_bytes(self.optimizer),
         )
 
     def destroy(self) -> None:

@@ -14,14 +14,22 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
+from hmt_deepspeed.planner.memory import (
+    MemoryBudget,
+    OptimizerMode,
+    Sharding,
+    model_states,
+    temporary_bytes,
+)
 from hmt_deepspeed.planner.problem import Overlap, Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.workload import Workload, build_workload
 from hmt_deepspeed.zero.swap import free_host_memory
 
 __all__ = [
+    "KEPT_FREE",
     "RunFacts",
+    "bytes_at_rest",
     "counted_bytes",
     "device_capacity",
     "memory_budget",
@@ -95,15 +103,15 @@ def run_facts(
     config = getattr(engine.module, "config", None)
     if config is None:
         raise ValueError(
-            f'hmt.activations.policy is "plan", but {type(engine.module).__name__} has no config to plan by; '
-            "legal: a model of transformers. Write the policy out."
+            f"{type(engine.module).__name__} has no config to plan by; legal: a model of transformers. Write "
+            'out what is "plan" or "auto" in the hmt block.'
         )
     try:
         shape = shape_of_config(config)
     except ValueError as error:
         raise ValueError(
-            f'hmt.activations.policy is "plan", and the planner does not know the model: {error} Else write '
-            "the policy out."
+            f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
+            "block."
         ) from error
     itemsize, gradient_itemsize = (
         torch.empty(0, dtype=dtype).element_size() for dtype in engine.get_data_types()
@@ -170,6 +178,22 @@ def counted_bytes(optimizer: Any) -> dict[tuple[str, str], float]:
 def _local_ranks() -> int:
     """Ranks of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+
+
+def bytes_at_rest(facts: RunFacts) -> int:
+    """Device bytes of weights, gradients and states between two steps, on the rank that holds most."""
+    setup = facts.setup
+    states = model_states(
+        facts.shape,
+        facts.mode,
+        Sharding(setup.zero_stage, setup.ranks),
+        itemsize=facts.itemsize,
+        gradient_itemsize=facts.gradient_itemsize,
+    )
+    weights = states.weights if setup.offload_param == "none" else 0
+    if setup.offload_optimizer != "none":
+        return weights + states.probes
+    return weights + states.probes + states.gradients + states.optimizer
 
 
 def device_capacity(accelerator: Any) -> tuple[int, int]:

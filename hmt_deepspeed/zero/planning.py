@@ -136,7 +136,7 @@ class RunPlanner:
             self._check_plan_of_file(self.plan)
         is_profiled = self.plan is None and self._iteration >= WARM_UP
         if is_profiled:
-            self._times_reruns = (self._iteration - WARM_UP) % 2 == 1
+            self._times_reruns = self._profile.times_reruns(self._iteration - WARM_UP)
             self._backend.time_reruns(self._timer.clock if self._times_reruns else None)
         is_compared = _SETTLED <= self._iteration < _SETTLED + COMPARED
         self._timer.begin_iteration(is_profiled if self.plan is None else is_compared)

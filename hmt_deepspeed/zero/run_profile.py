@@ -1,7 +1,7 @@
 """The machine as the first iterations of a run have it: their times, and what is measured beside them.
 
-The iterations compute everything again that may be. In turn their phases are timed and what they run again;
-the rates of links, SSDs and codecs are then measured with tensors of the sizes that the run would move.
+The iterations compute everything again that may be. Their phases are timed and what they run again: on a GPU in
+turn, because timing every op makes the iteration slower, on a processor together. The rates of links, SSDs and codecs are then measured with tensors of the sizes that the run would move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hmt_deepspeed.zero.profile import Probe, measure_machine
 
 __all__ = ["PROFILED", "RunProfile", "reference_plan"]
 
-PROFILED = 4  # iterations, two of each kind
+PROFILED = 4  # iterations
 _BUFFER_BYTES = (2**16, 2**26)
 _UNKNOWN = MatmulRates(1.0, 1.0, 1.0)  # until what was run again gives it
 
@@ -57,7 +57,12 @@ class RunProfile:
         self, facts: RunFacts, hmt: HMTConfig, accelerator: Any, device: torch.device
     ) -> None:
         self._facts, self._hmt, self._accelerator, self._device = facts, hmt, accelerator, device
+        self._is_processor = device.type == "cpu"
         self._samples: list[_Sample] = []
+
+    def times_reruns(self, number: int) -> bool:
+        """Whether what the profiled iteration of this number runs again is to be timed."""
+        return self._is_processor or number % 2 == 1
 
     def add(
         self,
@@ -65,7 +70,7 @@ class RunProfile:
         phases: IterationSeconds | None,
         reruns: Mapping[str, float] | None,
     ) -> None:
-        """Keep an iteration. On a GPU one whose reruns were timed is slower for it: no measure of phases.
+        """Keep an iteration.
 
         Args:
             phases: None where the iteration was not timed as a whole.
@@ -74,7 +79,7 @@ class RunProfile:
         n = self._facts.setup.accumulation
         if reruns is not None:
             reruns = {component: seconds / n for component, seconds in reruns.items()}
-            phases = phases if self._device.type == "cpu" else None
+            phases = phases if self._is_processor else None
         self._samples.append(_Sample(workload, phases, reruns))
 
     def measure(self, interconnect: float | None) -> Machine:
@@ -86,11 +91,15 @@ class RunProfile:
         machine = measure_machine(
             self._accelerator, self._device, self._probe(), interconnect=interconnect
         )
-        timed = [s for s in self._samples if s.reruns]
-        if timed:
-            machine = _median([self._with_reruns(machine, s) for s in timed])
-        whole = [self._calibrated(machine, s) for s in self._samples if s.phases is not None]
-        return _median(whole) if whole else machine
+        rates = [self._with_reruns(machine, s) for s in self._samples if s.reruns]
+        typical = _median(rates) if rates else machine
+        # where one iteration gives both, its phases are compared with its own rates: noise is in both
+        whole = [
+            self._calibrated(self._with_reruns(machine, s) if s.reruns else typical, s)
+            for s in self._samples
+            if s.phases is not None
+        ]
+        return _median(whole) if whole else typical
 
     def _with_reruns(self, machine: Machine, sample: _Sample) -> Machine:
         assert sample.reruns is not None
@@ -136,7 +145,7 @@ class RunProfile:
 
 
 def _median(machines: list[Machine]) -> Machine:
-    """One with the median of each rate and overhead that samples differ in."""
+    """The first with the median of each rate and overhead that samples differ in."""
     rate = median(machine.matmul.bf16 for machine in machines)
     factors = {
         field.name: median(getattr(machine.overheads, field.name) for machine in machines)

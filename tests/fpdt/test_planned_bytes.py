@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-from benchmarks.fpdt import _layer_workspace
-
+from benchmarks.fpdt import layer_workspace
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
 from hmt_deepspeed.planner.shapes import plain_shape
@@ -40,7 +34,7 @@ def test_device_bytes_of_a_layer_are_those_counted(heads: int, kv_heads: int, ch
         shape_of_config(config), length, chunk, layer_parameters=parameters, micro_batch=1
     )
     # the benchmark leaves out gradients as large as the weights, and what is as long as the sequence
-    counted = _layer_workspace(model, length, chunk, torch.bfloat16) + 2 * parameters
+    counted = layer_workspace(model, length, chunk, torch.bfloat16) + 2 * parameters
     assert found.chunks + found.gradients == pytest.approx(counted, rel=0.05)
 
 
