@@ -258,7 +258,9 @@ def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[
         chunked = isinstance(fpdt, dict) and fpdt.get("enabled") is True
         key = f"{BLOCK_NAME}.activations.policy"
         return {key: f'got "plan". {_PLANNED_CHUNKS}'} if chunked else {}
-    if "planner" not in block:
+    if block.get("planner", {}) == {} or any(".planner" in key for key in known_bad):
+        return {}
+    if PlannerConfig.model_validate(block["planner"]) == PlannerConfig():
         return {}
     return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
 
@@ -283,7 +285,7 @@ class HMTConfig(StrictModel):
 
     @model_validator(mode="after")
     def _refuse_idle_planner(self) -> HMTConfig:
-        if self.gives("planner") and not self.activations.is_planned:
+        if self.planner != PlannerConfig() and not self.activations.is_planned:
             raise ValueError(_NOTHING_PLANS)
         if self.activations.is_planned and self.fpdt.enabled:
             raise ValueError(_PLANNED_CHUNKS)
