@@ -32,7 +32,9 @@ def chosen() -> dict[str, Any]:
     config = ds_config(2)
     config["hmt"]["fpdt"] = {"enabled": True, "chunk_size": "auto"}
     for _ in range(2):
-        engine = make_engine(config, tiny_llama(use_cache=False, max_position_embeddings=POSITIONS))
+        model = tiny_llama(use_cache=False)
+        model.config.max_position_embeddings = POSITIONS
+        engine = make_engine(config, model)
         found["losses"] = train(engine, 2)
         engine.destroy()
         if dist.get_rank() == 1:
