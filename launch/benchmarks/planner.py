@@ -30,8 +30,6 @@ from hmt_deepspeed.planner.compare import held_by_component
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.plan import uniform_plan
 from hmt_deepspeed.sites import COMPONENTS
-from hmt_deepspeed.zero import planning, profile_files
-from hmt_deepspeed.zero.run_profile import PROFILED, reference_plan
 
 SUITE = "planner"
 SHAPE = Shape(256, 4, 4, vocabulary=2048, sequence=512, micro_batch=2)
@@ -68,6 +66,8 @@ def _engine(shape: Shape, dtype: str, activations: dict[str, Any], **planner: An
 
 
 def in_a_run(setting: Setting) -> CaseResult:
+    from hmt_deepspeed.zero import planning, profile_files
+
     shape = TOY if setting.toy else SHAPE
     with tempfile.TemporaryDirectory() as folder:
         planning.cache_file = partial(profile_files.cache_file, folder=folder)
@@ -108,12 +108,15 @@ def in_a_run(setting: Setting) -> CaseResult:
 
 def _profiled(setting: Setting, shape: Shape, folder: str) -> tuple[Any, dict[str, float]]:
     """An engine that has profiled itself, and what that took."""
+    from hmt_deepspeed.zero.planning import WARM_UP
+    from hmt_deepspeed.zero.run_profile import PROFILED
+
     engine = _engine(shape, setting.dtype, {"policy": "plan"}, lossy=LOSSY)
     step = EngineStep(engine, Batches(shape, setting.device))
-    seconds = [step()["seconds"] for _ in range(planning.WARM_UP + PROFILED + 1)]
+    seconds = [step()["seconds"] for _ in range(WARM_UP + PROFILED + 1)]
     planner = engine.hmt_planner
     planner.save(Path(folder))
-    timed = sorted(seconds[planning.WARM_UP : planning.WARM_UP + PROFILED])
+    timed = sorted(seconds[WARM_UP : WARM_UP + PROFILED])
     return engine, {
         "iteration": (timed[1] + timed[2]) / 2,
         "profile": planner.profile_seconds,
@@ -130,6 +133,13 @@ def _timed(step: EngineStep, device: str) -> Sample:
     return sample
 
 
+def _reference(planner: Any, problem: Any) -> Any:
+    """The plan that computes everything again that may be."""
+    from hmt_deepspeed.zero.run_profile import reference_plan
+
+    return reference_plan(planner._hmt, problem.workload, problem.machine)
+
+
 def _limit(profiled: Any, shape: Shape, part: float) -> int:
     planner = profiled.hmt_planner
     work = planner.facts.workload(shape.micro_batch, shape.sequence)
@@ -137,7 +147,7 @@ def _limit(profiled: Any, shape: Shape, part: float) -> int:
     least, most = (
         estimate(problem, plan).peak("gpu")
         for plan in (
-            reference_plan(planner._hmt, work, planner.machine),
+            _reference(planner, problem),
             uniform_plan(work, planner.machine, dict.fromkeys(COMPONENTS, "keep")),
         )
     )
@@ -188,8 +198,7 @@ def _bytes(name: str, planner: Any, counted: int) -> list[Measurement]:
 
 def _times(name: str, planner: Any, mine: Any, base: Any) -> list[Measurement]:
     problem, plan = planner._problem, planner.plan
-    reference = reference_plan(planner._hmt, problem.workload, problem.machine)
-    expected = plan.seconds / estimate(problem, reference).seconds
+    expected = plan.seconds / estimate(problem, _reference(planner, problem)).seconds
     took = median_of(mine) / median_of(base)
     between = paired_spread(column(mine), column(base))
     return [

@@ -6,49 +6,48 @@ from typing import Any
 
 import torch.distributed as dist
 from harness import Ranks
-from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama, train
+from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama
 
-POSITIONS = 4096
+POSITIONS, AT_REST, ROOM = 4096, 5000, 4 * 10**6
 
 
 def chosen() -> dict[str, Any]:
-    """First with room for everything, then with room for chunks of 512 tokens on the last rank only."""
-    from hmt_deepspeed.planner.fpdt import fpdt_bytes
-    from hmt_deepspeed.zero import fpdt_chunk
+    """The first rank has room for everything, the second for ROOM bytes beside what is there at rest."""
+    from hmt_deepspeed.zero import fpdt, fpdt_chunk
 
-    found: dict[str, Any] = {"chunks": []}
-    resolve, capacity = fpdt_chunk.fpdt_chunk_size, [2**40]
+    found: dict[str, Any] = {}
+    resolve, install = fpdt_chunk.fpdt_chunk_size, fpdt.install
 
     def noting(shape: Any, length: int, budget: int, **sizes: int) -> int:
-        chunk = resolve(shape, length, budget, **sizes)
-        found["chunks"].append(chunk)
-        found.update(length=length, sizes=sizes, spent=capacity[0] - budget)
-        found["needed"] = fpdt_bytes(shape, length, 512, **sizes).device
-        return chunk
+        found.update(shape=shape, length=length, budget=budget, sizes=sizes)
+        return resolve(shape, length, budget, **sizes)
 
-    fpdt_chunk.fpdt_chunk_size = noting
+    def installing(*args: Any, **kwargs: Any) -> Any:
+        found["installed"] = kwargs["chunk_size"]
+        return install(*args, **kwargs)
+
+    capacity = 2**40 if dist.get_rank() == 0 else AT_REST + ROOM
     fpdt_chunk.KEPT_FREE = 0.0
-    fpdt_chunk.device_capacity = lambda _: (1000, capacity[0])
+    fpdt_chunk.bytes_at_rest = lambda _: AT_REST
+    fpdt_chunk.device_capacity = lambda _: (AT_REST - 1, capacity)
+    fpdt_chunk.fpdt_chunk_size = noting
+    fpdt.install = installing
     config = ds_config(2)
     config["hmt"]["fpdt"] = {"enabled": True, "chunk_size": "auto"}
-    for _ in range(2):
-        model = tiny_llama(use_cache=False)
-        model.config.max_position_embeddings = POSITIONS
-        engine = make_engine(config, model)
-        found["losses"] = train(engine, 2)
-        engine.destroy()
-        if dist.get_rank() == 1:
-            capacity[0] = found["spent"] + found["needed"]
+    model = tiny_llama(use_cache=False)
+    model.config.max_position_embeddings = POSITIONS
+    make_engine(config, model).destroy()
     return found
 
 
 def test_the_chunk_follows_from_the_fullest_rank(ranks: Ranks) -> None:
+    from hmt_deepspeed.planner.fpdt import fpdt_chunk_size
+
     first, second = ranks.run(chosen, 2)
-    assert first["chunks"] == second["chunks"] == [POSITIONS, 512]
-    assert first["losses"] == second["losses"]
+    expected = fpdt_chunk_size(first["shape"], POSITIONS, ROOM, **first["sizes"])
+    assert 256 <= expected < POSITIONS
+    assert first["installed"] == second["installed"] == expected
+    assert first["budget"] == second["budget"] == ROOM
     assert first["length"] == POSITIONS
     assert first["sizes"]["micro_batch"] == GLOBAL_BATCH // 2
     assert first["sizes"]["itemsize"] == 4
-    assert (
-        first["spent"] > 1000
-    )  # weights, gradients and states, which are more than was taken then
