@@ -118,6 +118,9 @@ def finish_run(loop: TrainingLoop, zero_stage: int) -> None:
     summary = finish.write_run_summary(loop, progress, zero_stage, {"model_folder": str(folder)})
     if rank() == 0:
         print(format_table(summary_rows(summary), ("result", "value")))
+        comparison = finish.plan_comparison(loop.engine)
+        if comparison is not None:
+            print(comparison.describe())
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

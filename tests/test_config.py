@@ -573,7 +573,7 @@ def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(comp
     [
         ({"policy": {"residual": "int4"}}, "policy.residual", 'Did you mean "int8"?'),
         ({"policy": {"residual": None}}, "policy.residual", "got None. Legal: "),
-        ({"policy": "paper"}, "policy", "got 'paper'. Legal: an object."),
+        ({"policy": "paper"}, "policy", "got 'paper'. Legal: \"plan\" or an object."),
         ({"policy": {"residul": "fp8"}}, "policy.residul", '"hmt.activations.policy.residual"'),
         ({"residual": "fp8"}, "residual", 'belongs at "hmt.activations.policy.residual"'),
         ({"overrides": {"x": "fp8"}}, "overrides['x']", "Legal: an object."),
@@ -661,14 +661,17 @@ def test_a_bad_choice_does_not_also_make_a_conflict(section):
 # --- describe_fields --------------------------------------------------------------------------
 
 
+PLANNER = ("gpu_memory", "host_memory", "lossy", "profile", "plan", "save_plan")
 FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
 
 
 def test_every_field_is_described_once():
     rows = describe_fields()
     fields = [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields += ["hmt.activations.policy"]
     fields += [f"hmt.activations.policy.{key}" for key in POLICY]
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
+    fields += [f"hmt.planner.{key}" for key in PLANNER]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
     fields += ["hmt.offload.overlap", "hmt.offload.schedule"]
     assert [row[0] for row in rows] == fields
@@ -690,7 +693,7 @@ def test_described_defaults_are_the_defaults():
     "fields",
     [
         {"chunk_size": 0},
-        {"chunk_size": "auto"},
+        {"chunk_size": "half"},
         {"enabled": 1},
         {"chunk": 8},
         {"sequence_parallel_size": 0},
@@ -824,3 +827,57 @@ def test_the_plain_optimizer_has_the_same_defaults():
     from hmt_deepspeed.optim import options
 
     assert OptimizerConfig().model_dump() == options.DEFAULTS
+
+
+# -- planner ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_policy_that_computes_everything_again_until_it_is_made():
+    planned = HMTConfig.from_block({"activations": {"policy": "plan"}}).activations
+    assert planned.is_planned
+    assert planned.policy.mlp_intermediate == "recompute"
+    assert not HMTConfig.from_block({"activations": {}}).activations.is_planned
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "words"),
+    [
+        ({"planner": {"plan": "x.json"}}, "hmt.planner", "Nothing is planned"),
+        (
+            {"activations": {}, "planner": {"gpu_memory": 2**30}},
+            "hmt.planner",
+            "Nothing is planned",
+        ),
+        ({"activations": {"policy": "plam"}}, "hmt.activations.policy", '"plan" or an object'),
+        (
+            {"activations": {"policy": "plan", "host_memory": 2**25}},
+            "hmt.activations.host_memory",
+            "hmt.planner.host_memory",
+        ),
+        (
+            {"activations": {"policy": "plan", "overrides": {"x": {"residual": "keep"}}}},
+            "hmt.activations.overrides",
+            "write the policy out",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "planner": {"lossy": {"layernorm": "int8"}}},
+            "hmt.planner.lossy",
+            "never held in 8 bits",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "planner": {"gpu_memory": 5}},
+            "hmt.planner.gpu_memory",
+            "an integer >= 1048576",
+        ),
+        (
+            {"activations": {"policy": "plan"}, "fpdt": {"enabled": True}},
+            "hmt.activations.policy",
+            "turn hmt.fpdt off",
+        ),
+    ],
+)
+def test_planner_problems(block, key, words):
+    with pytest.raises(ValueError, match="1 problem") as caught:
+        HMTConfig.from_block(block)
+    assert f"{key}: " in str(caught.value)
+    assert words in str(caught.value)

@@ -36,6 +36,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "small_states": 2,
     "activations": 2,
     "activations_swap": 2,
+    "plan": 2,
     "fpdt": 3,
     "adamw_offload": 3,
     "adamw_offload_nvme": 3,
@@ -52,7 +53,10 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
     """A few steps with every config, one engine after another."""
     from deepspeed.accelerator import get_accelerator
 
+    from hmt_deepspeed.zero import planning
+
     get_accelerator().is_fp16_supported = lambda: True
+    planning.cache_file = lambda model: Path(tempfile.mkdtemp()) / "profile.json"
     found = {}
     for name in names:
         config = resolve_bf16(read_json_config(FOLDER / f"{name}.json"), True)
@@ -81,6 +85,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "rules": {(e.assignment.layout, _storage(e)) for e in engine.optimizer.low_rank},
             "share": state_share(engine),
             "activations": engine.hmt_activations and engine.hmt_activations.metrics(),
+            "plan": engine.hmt_planner and engine.hmt_planner.plan,
         }
         engine.destroy()
     return found
@@ -147,6 +152,13 @@ def test_the_configs_of_activations_hold_them_as_they_say(alone: dict[str, Any])
     assert swap["activation_bytes_to_host"] >= 2 * 8 * 16 * (2 * 77 + 3 * 40)
     assert "mlp_intermediate" not in swap["activation_bytes_per_component"]
     assert alone["hmt"]["activations"] is None
+
+
+def test_the_config_that_plans_executes_its_plan(alone: dict[str, Any]) -> None:
+    assert alone["plan"]["plan"].micro_batch == 8
+    # there is room for everything, so nothing is computed again but X [Q | P]
+    assert set(alone["plan"]["activations"]["activation_rerun_flops_per_component"]) == {"project"}
+    assert alone["activations"]["plan"] is None
 
 
 def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:

@@ -209,6 +209,10 @@ class ActivationBackend:
 
     # -- steps and numbers ----------------------------------------------------------------------------
 
+    def time_reruns(self, clock: Callable[[], float] | None) -> None:
+        """Time what is run again, or stop it (None), see :attr:`Ledger.clock`."""
+        self._ledger.clock = clock
+
     def begin_step(self) -> None:
         """A training step begins: the report starts anew."""
         self._step += 1
@@ -248,6 +252,7 @@ class ActivationBackend:
             unread=by_label(ledger.unread),
             rerun=by_label(ledger.rerun),
             rerun_flops=by_label(ledger.rerun_flops),
+            rerun_seconds=dict(ledger.rerun_seconds),
             errors=ledger.errors(),
             swapped_out_bytes=int(out),
             swapped_in_bytes=int(back),

@@ -356,7 +356,11 @@ class ReplayMode(_CachingMode):
         return self._run_again(func, operation.site.layer, operation.label, args, kwargs)
 
     def _run_again(self, func: Any, layer: str, label: str, args: Any, kwargs: Any) -> Any:
+        clock = self.ledger.clock
+        begin = 0.0 if clock is None else clock()
         out = func(*args, **kwargs)
+        if clock is not None:
+            self.ledger.count_seconds(label, clock() - begin)
         self.ledger.count(self.ledger.rerun, layer, label)
         self.ledger.count(self.ledger.rerun_flops, layer, label, flops(func, args, kwargs, out))
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -31,7 +31,8 @@ class ActivationReport:
         hits: heavy operations that a component's choice was applied to in forward, by layer and component.
         missed: ``layer: component`` for which there is a policy but were none.
         unread: held outputs that a backward did not ask for.
-        rerun: heavy operations run again in backward. rerun_flops: their FLOPs.
+        rerun: heavy operations run again in backward. rerun_flops: their FLOPs. rerun_seconds: their time,
+            while :attr:`Ledger.clock` is set.
         errors: ``|decoded - original| / |original|`` (Frobenius) of what was encoded with a loss.
         swapped_out_bytes, swapped_in_bytes: moved away from the device, and back.
         seconds_waited: time the host stood still for those moves.
@@ -43,6 +44,7 @@ class ActivationReport:
     unread: Mapping[str, int]
     rerun: Mapping[str, int]
     rerun_flops: Mapping[str, int]
+    rerun_seconds: Mapping[str, float]
     errors: Mapping[str, float]
     swapped_out_bytes: int
     swapped_in_bytes: int
@@ -72,9 +74,12 @@ class Ledger:
         hits, unread, rerun, rerun_flops: by layer and label, see :class:`ActivationReport`.
         layers: those that were recorded.
         held: bytes by layer and label now.
+        clock: seconds after what the device has been given is done; times what is run again. None: nothing
+            is timed, so nothing waits for the device.
     """
 
     def __init__(self) -> None:
+        self.clock: Callable[[], float] | None = None
         self._lock = threading.Lock()
         # Garbage may be collected at any allocation, also while the lock is held.
         self._released: SimpleQueue[dict[_Key, int]] = SimpleQueue()
@@ -90,6 +95,7 @@ class Ledger:
             self.unread: Counter[_Key] = Counter()
             self.rerun: Counter[_Key] = Counter()
             self.rerun_flops: Counter[_Key] = Counter()
+            self.rerun_seconds: defaultdict[str, float] = defaultdict(float)
             self._squares: dict[str, list[Tensor]] = {}
             self._note_peak()
 
@@ -128,6 +134,10 @@ class Ledger:
     def count(self, counter: Counter[_Key], layer: str, label: str, amount: int = 1) -> None:
         with self._lock:
             counter[layer, label] += amount
+
+    def count_seconds(self, label: str, seconds: float) -> None:
+        with self._lock:
+            self.rerun_seconds[label] += seconds
 
     def visit(self, layer: str) -> None:
         with self._lock:

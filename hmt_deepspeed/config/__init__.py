@@ -15,6 +15,7 @@ from hmt_deepspeed.config.models import (
     OptimizerConfig,
     describe_fields,
 )
+from hmt_deepspeed.config.planner import PlannerConfig
 
 __all__ = [
     "BLOCK_NAME",
@@ -24,6 +25,7 @@ __all__ = [
     "ModuleRule",
     "OffloadConfig",
     "OptimizerConfig",
+    "PlannerConfig",
     "describe_fields",
     "read_json_config",
 ]

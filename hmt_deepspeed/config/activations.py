@@ -6,14 +6,22 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hmt_deepspeed.config.conflicts import Conflict
 from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
 from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
 
-__all__ = ["ActivationsConfig", "activation_conflicts"]
+__all__ = ["ActivationsConfig", "Policy", "PolicyOverride", "activation_conflicts"]
 
+PLAN = "plan"
 _MIN_HOST_MEMORY = 2**20
 _BLOCK_SIZES = (16, 1024)
 
@@ -83,6 +91,22 @@ class Policy(StrictModel):
     check_choice = field_validator("*")(_check_choice)
 
 
+class PlannedPolicy(Policy):
+    """`"policy": "plan"`: the choices are the planner's; until it has made them, these are in force.
+
+    Everything that may be is computed again: the least that a step can hold without moving anything.
+    """
+
+    attention_qkv: Choice = "recompute"
+    attention_output: Choice = "recompute"
+    mlp_intermediate: Choice = "recompute"
+    residual: Choice = "recompute"
+
+
+def _planned(policy: object) -> object:
+    return PlannedPolicy() if policy == PLAN else policy
+
+
 class PolicyOverride(StrictModel):
     """A value of `hmt.activations.overrides`: components left out are as in the policy."""
 
@@ -107,7 +131,11 @@ def _power_of_two(size: int) -> int:
 class ActivationsConfig(StrictModel):
     """`hmt.activations`: the activation backend is on where the block has this section."""
 
-    policy: Policy = Field(default_factory=Policy, description="A choice for each component.")
+    policy: Annotated[Policy, BeforeValidator(_planned)] = Field(
+        default_factory=Policy,
+        description="A choice for each component; plan: the planner's, for each layer, see hmt.planner.",
+        json_schema_extra={"legal": '"plan" or an object'},
+    )
     overrides: dict[Regex, PolicyOverride] = Field(
         default={},
         description="Choices of their own for layers or modules, by regular expression searched in "
@@ -152,9 +180,16 @@ class ActivationsConfig(StrictModel):
         description="Steps between two measurements of the error that encoding makes; 0: none.",
     )
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner chooses."""
+        return isinstance(self.policy, PlannedPolicy)
+
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> ActivationsConfig:
         given = self.model_dump(exclude_unset=True)
+        if self.is_planned:
+            given["policy"] = PLAN
         conflicts = activation_conflicts(given)
         if conflicts:
             raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
@@ -176,8 +211,20 @@ _READERS: dict[str, tuple[Choice, ...]] = {
 }
 
 
+_DECIDED_BY_THE_PLAN = {
+    "overrides": 'With "policy": "plan" each layer has choices of its own: remove it, or write the policy out.',
+    "host_memory": 'With "policy": "plan" it is a limit of the plan: give "hmt.planner.host_memory".',
+}
+
+
 def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
     """Combinations of explicitly given `hmt.activations` fields that cannot be honoured."""
+    if given.get("policy") == PLAN:
+        return [
+            Conflict(key, given[key], ("policy",), advice)
+            for key, advice in _DECIDED_BY_THE_PLAN.items()
+            if given.get(key) not in (None, "auto", {})
+        ]
     chosen = dict(_chosen(given))
     written = _object(given.get("policy"))
     defaults = {choice for component, choice in PAPER_POLICY.items() if component not in written}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,7 @@ from hmt_deepspeed.config.fields import (
     RegexList,
     StrictModel,
 )
+from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = [
@@ -211,9 +212,10 @@ class FpdtConfig(StrictModel):
         description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
         "a layer keeps its input only.",
     )
-    chunk_size: PositiveInt = Field(
+    chunk_size: Auto | PositiveInt = Field(
         default=65536,
-        description="Tokens of a chunk in attention; projections and MLP take a quarter at once.",
+        description="Tokens of a chunk in attention; projections and MLP take a quarter at once. auto: the "
+        "largest power of two that fits the device at the model's longest sequence.",
     )
     offload_kv: bool = Field(
         default=True,
@@ -244,6 +246,31 @@ class OffloadConfig(StrictModel):
     )
 
 
+_NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy": "plan"}.'
+
+
+_PLANNED_CHUNKS = (
+    "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
+    "turn hmt.fpdt off."
+)
+
+
+def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
+    """Of a raw block whose planner section nobody reads, or whose plan FPDT would not follow."""
+    activations, fpdt = block.get("activations"), block.get("fpdt")
+    if any(".activations.policy" in key for key in known_bad):
+        return {}
+    if isinstance(activations, dict) and activations.get("policy") == "plan":
+        chunked = isinstance(fpdt, dict) and fpdt.get("enabled") is True
+        key = f"{BLOCK_NAME}.activations.policy"
+        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if chunked else {}
+    if block.get("planner", {}) == {} or any(".planner" in key for key in known_bad):
+        return {}
+    if PlannerConfig.model_validate(block["planner"]) == PlannerConfig():
+        return {}
+    return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -254,10 +281,21 @@ class HMTConfig(StrictModel):
         default_factory=ActivationsConfig,
         description="What becomes of activations; the backend is on where this is given.",
     )
+    planner: PlannerConfig = Field(
+        default_factory=PlannerConfig, description="The plan of a run's activations."
+    )
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig, description="The work on states in host memory or on an SSD."
     )
+
+    @model_validator(mode="after")
+    def _refuse_idle_planner(self) -> HMTConfig:
+        if self.planner != PlannerConfig() and not self.activations.is_planned:
+            raise ValueError(_NOTHING_PLANS)
+        if self.activations.is_planned and self.fpdt.enabled:
+            raise ValueError(_PLANNED_CHUNKS)
+        return self
 
     def gives(self, section: str) -> bool:
         """Whether the block has the section, if only as {}."""
@@ -286,6 +324,7 @@ class HMTConfig(StrictModel):
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)
+        problems |= _planner_problems(block, problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {key}: {text}" for key, text in problems.items()]
         raise ValueError(

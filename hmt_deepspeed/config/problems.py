@@ -19,10 +19,12 @@ def walk_fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, dict[s
     properties = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         nested = _nested_model(field.annotation)
+        schema = properties[name]
+        if nested is not None and "legal" in schema:  # something else than the object is legal too
+            yield f"{path}.{name}", {"default": {}, **schema}
         if nested is not None:
             yield from walk_fields(nested, f"{path}.{name}")
         else:
-            schema = properties[name]
             default = field.get_default(call_default_factory=True)
             yield f"{path}.{name}", {"default": default, **schema, "legal": _legal_values(schema)}
 
@@ -79,7 +81,8 @@ def field_problems(error: ValidationError, root: type[BaseModel], name: str) -> 
             text = _unknown_key_text(key, path, model, root, name)
             problems.setdefault(f"{path}.{key}", f"got {detail['input']!r}. {text}")
         elif detail["type"] == "model_type":
-            text = "Legal: an object. Write {} to use its defaults."
+            legal = dict(walk_fields(root, name)).get(path, {}).get("legal", "an object")
+            text = f"Legal: {legal}. Write {{}} to use its defaults."
             problems.setdefault(path, f"got {detail['input']!r}. {text}")
         elif rest:
             key, text = _value_problem(path, model, rest, detail)

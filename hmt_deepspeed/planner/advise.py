@@ -45,7 +45,7 @@ class Request:
         micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
             ranks, None for one micro-step.
         modes: optimizers to choose from. fallbacks: less exact ones, tried in turn while nothing fits.
-        stock: whether DeepSpeed's own AdamW with CPU Adam may be recommended, which runs without HMT.
+        cpu_adam: whether AdamW with its states in host memory or on SSD may be recommended.
         zero_stage, offload_param: None to choose.
         lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`.
         gpu_memory: bytes of a GPU to use, None for all but the context's.
@@ -59,7 +59,7 @@ class Request:
     global_batch: int | None = None
     modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method="adamw"))
     fallbacks: tuple[OptimizerMode, ...] = ()
-    stock: bool = True
+    cpu_adam: bool = True
     zero_stage: int | None = None
     offload_param: Place | None = None
     lossy: Mapping[Component, Choice] | None = None
@@ -101,8 +101,8 @@ class Answer:
 
     @property
     def is_stock(self) -> bool:
-        """Whether DeepSpeed runs it without HMT: CPU Adam, and checkpointing of whole layers."""
-        return self.problem.setup.offload_optimizer != "none"
+        """Whether DeepSpeed runs it without HMT: states on SSD, and checkpointing of whole layers."""
+        return self.problem.setup.offload_optimizer == "nvme"
 
     @property
     def name(self) -> str:
@@ -111,7 +111,9 @@ class Answer:
         parts = [f"ZeRO-{setup.zero_stage}"]
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         if self.is_stock:
-            return ", ".join([*parts, f"DeepSpeed's CPU Adam, states on {setup.offload_optimizer}"])
+            return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
+        if setup.offload_optimizer == "cpu":
+            return ", ".join([*parts, f"CPU Adam, overlap {setup.overlap}"])
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
@@ -170,7 +172,9 @@ def advise(request: Request) -> Advice:
     answers = [
         evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)
     ]
-    if request.stock:
+    if request.cpu_adam:
+        adamw = OptimizerMode(method="adamw")
+        answers += [evaluate(request, setup, adamw) for setup in _host_setups(request)]
         answers += [_checkpointed(request, setup) for setup in _stock_setups(request)]
     for mode in request.fallbacks:
         if any(answer.plan is not None for answer in answers):
@@ -224,21 +228,37 @@ def _places(request: Request) -> tuple[Place, ...]:
     return ("none", "cpu", "nvme") if on_ssd else ("none", "cpu")
 
 
-def _stock_setups(request: Request) -> Iterator[RunSetup]:
-    """ZeRO-Offload and ZeRO-Infinity: DeepSpeed's CPU Adam after the backward, weights where they fit."""
+def _host_setups(request: Request) -> Iterator[RunSetup]:
+    """AdamW's states in host memory under HMT's engine, which clips: the update waits for the verdict.
+
+    It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``).
+    """
     for stage in _stages(request, (2, 3)):
         for weights in _places(request):
-            if stage == 3 or (weights == "none" and stage > 0):
-                states: Place = "nvme" if weights == "nvme" else "cpu"
+            if stage > 0 and (weights == "none" or (weights == "cpu" and stage == 3)):
                 yield RunSetup(
                     ranks=request.machine.num_gpus,
                     zero_stage=stage,
                     offload_param=weights,
-                    offload_optimizer=states,
+                    offload_optimizer="cpu",
                     accumulation=request.accumulation,
-                    overlap="none",
+                    overlap="forward" if stage == 3 else "none",
                     holds_gradients=True,
                 )
+
+
+def _stock_setups(request: Request) -> Iterator[RunSetup]:
+    """ZeRO-Infinity: states and weights on SSD, DeepSpeed's CPU Adam after the backward."""
+    if "nvme" in _places(request) and 3 in _stages(request, (3,)):
+        yield RunSetup(
+            ranks=request.machine.num_gpus,
+            zero_stage=3,
+            offload_param="nvme",
+            offload_optimizer="nvme",
+            accumulation=request.accumulation,
+            overlap="none",
+            holds_gradients=True,
+        )
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down

@@ -117,7 +117,7 @@ def _request(args: argparse.Namespace) -> Request:
         global_batch=args.global_batch,
         modes=_modes(args),
         fallbacks=_fallbacks(args),
-        stock=args.method in ("auto", "adamw"),
+        cpu_adam=args.method in ("auto", "adamw"),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
         lossy={c: x for c, x in PAPER_POLICY.items() if x == "int8"} if args.lossy else None,

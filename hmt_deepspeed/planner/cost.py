@@ -99,16 +99,22 @@ def rates(problem: Problem) -> NDArray[np.float64]:
     sharing = ranks_per_node(machine, problem.setup)
     per_link = min(sharing, machine.gpus_per_link)
     found = np.zeros((len(Amount), len(RESOURCES)))
-    found[Amount.FLOPS, _INDEX["gpu"]] = 1 / getattr(
-        machine.matmul, _DTYPES[problem.workload.itemsize]
-    )
-    found[Amount.DEVICE, _INDEX["gpu"]] = 1 / machine.gpu_bandwidth
+    per_flop = 1 / getattr(machine.matmul, _DTYPES[problem.workload.itemsize])
+    per_byte = 1 / machine.gpu_bandwidth
+    found[Amount.FLOPS, _INDEX["gpu"]] = per_flop
+    found[Amount.ATTENTION, _INDEX["gpu"]] = machine.overheads.attention * per_flop
+    found[Amount.DEVICE, _INDEX["gpu"]] = per_byte
+    found[Amount.ENCODE, _INDEX["gpu"]] = machine.overheads.encode * per_byte
+    found[Amount.DECODE, _INDEX["gpu"]] = machine.overheads.decode * per_byte
     out, back = per_link / machine.device_to_host, per_link / machine.host_to_device
     both = min(1.0, machine.both_directions / (machine.device_to_host + machine.host_to_device))
     found[Amount.TO_HOST, _INDEX["gpu_to_host"]] = out
     found[Amount.TO_GPU, _INDEX["gpu_to_host"]] = back * (1 / both - 1)
     found[Amount.TO_GPU, _INDEX["host_to_gpu"]] = back
     found[Amount.TO_HOST, _INDEX["host_to_gpu"]] = out * (1 / both - 1)
+    if not machine.copies_beside:
+        found[Amount.TO_HOST, _INDEX["gpu"]] = out
+        found[Amount.TO_GPU, _INDEX["gpu"]] = back
     found[Amount.ADAM, _INDEX["cpu"]] = sharing * machine.cpu_adam_ns * 1e-9
     found[Amount.NETWORK, _INDEX["network"]] = 1 / machine.interconnect
     if machine.num_ssds:

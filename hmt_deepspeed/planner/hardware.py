@@ -7,16 +7,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
-__all__ = ["DTYPES", "MACHINES", "Machine", "MatmulRates", "machine_from_json", "named_machine"]
+__all__ = [
+    "DTYPES",
+    "MACHINES",
+    "Machine",
+    "MatmulRates",
+    "Overheads",
+    "machine_from_json",
+    "named_machine",
+]
 
 DTYPES = ("bf16", "fp16", "fp32")
 GB = 10**9
 GIB = 2**30
 TERA = 10**12
+
+
+def _illegal(field: str, value: object, legal: str) -> ValueError:
+    return ValueError(f"machine: {field} is {value!r}; legal: {legal}. Correct the field.")
+
+
+def _check_positive(field: str, value: object, unit: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
+        raise _illegal(field, value, f"a finite number above 0 ({unit})")
+
+
+def _check_whole(field: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _illegal(field, value, f"an integer >= {least}")
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,33 @@ class MatmulRates:
         """Raise ValueError for a rate that is not above 0."""
         for field in fields(self):
             _check_positive(f"matmul.{field.name}", getattr(self, field.name), "FLOP/s")
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """How many times longer work on the device takes than products and memory traffic at their rates.
+
+    1 where nothing was measured. A profiled run measures them with its own model (`calibrate.py`,
+    ``zero/profile.py``): launches, small products, reductions in fp32, whatever the rates do not know.
+
+    Attributes:
+        forward, backward: of the model itself, whatever is chosen for its activations.
+        update: of the optimizer's pass on the device.
+        attention: of the attention op when it is run again, over products of as many FLOPs.
+        encode, decode: of an 8-bit codec, over the bytes that it reads and writes.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    update: float = 1.0
+    attention: float = 1.0
+    encode: float = 1.0
+    decode: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a factor that is not above 0."""
+        for factor in fields(self):
+            _check_positive(f"overheads.{factor.name}", getattr(self, factor.name), "a factor")
 
 
 @dataclass(frozen=True)
@@ -55,6 +105,9 @@ class Machine:
         ssd_array_limit: bytes/s that all of them together never exceed; None where nothing limits but their sum.
         ssd_endurance: bytes that one SSD may be written; None if not known.
         price_per_hour: of the node, in any currency; None if not known.
+        overheads: of the model that the machine was measured with.
+        copies_beside: whether the device computes while its link is busy; not where the device is the
+            processor itself.
     """
 
     name: str
@@ -78,6 +131,8 @@ class Machine:
     ssd_array_limit: float | None = None
     ssd_endurance: float | None = None
     price_per_hour: float | None = None
+    overheads: Overheads = Overheads()
+    copies_beside: bool = True
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no machine can be: field, value, legal range, what to do."""
@@ -155,21 +210,6 @@ _OF_SSDS = {
 }
 
 
-def _illegal(field: str, value: object, legal: str) -> ValueError:
-    return ValueError(f"machine: {field} is {value!r}; legal: {legal}. Correct the field.")
-
-
-def _check_positive(field: str, value: object, unit: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
-        raise _illegal(field, value, f"a finite number above 0 ({unit})")
-
-
-def _check_whole(field: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _illegal(field, value, f"an integer >= {least}")
-
-
 def machine_from_json(text: str) -> Machine:
     """The machine that :meth:`Machine.to_json` wrote.
 
@@ -180,21 +220,17 @@ def machine_from_json(text: str) -> Machine:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"the machine is no JSON: {error}. Write one with --profile.") from error
-    return Machine(
-        **{
-            **_checked_keys(found, Machine, "the machine"),
-            "matmul": MatmulRates(
-                **_checked_keys(found.get("matmul"), MatmulRates, "the machine's matmul")
-            ),
-        }
-    )
+    given = dict(_checked_keys(found, Machine, "the machine"))
+    rates = _checked_keys(given["matmul"], MatmulRates, "the machine's matmul")
+    factors = _checked_keys(given.get("overheads", {}), Overheads, "the machine's overheads")
+    return Machine(**{**given, "matmul": MatmulRates(**rates), "overheads": Overheads(**factors)})
 
 
 def _checked_keys(found: Any, kind: Callable[..., Any], what: str) -> Mapping[str, Any]:
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {found!r}; legal: a JSON object with {sorted(known)}.")
-    required = {name for name in known if name not in _DEFAULTED}
+    required = {name for name, field in known.items() if field.default is MISSING}
     missing, unknown = sorted(required - set(found)), sorted(set(found) - set(known))
     if missing or unknown:
         raise ValueError(
@@ -203,9 +239,6 @@ def _checked_keys(found: Any, kind: Callable[..., Any], what: str) -> Mapping[st
         )
     return found
 
-
-_DEFAULTED = {"num_gpus", "gpus_per_link", *_OF_SSDS, "num_ssds"}
-_DEFAULTED |= {"ssd_array_limit", "ssd_endurance", "price_per_hour"}
 
 # A data-centre SSD on PCIe 4.0 x4, TLC, 3.84 TB, of the class that a server like LoHan's holds twelve of: 6.5
 # GB/s sequential read, 3.4 GB/s write, one drive write per day for five years are typical datasheet figures.

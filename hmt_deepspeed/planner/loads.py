@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hmt_deepspeed.planner.problem import Problem, RunSetup
-from hmt_deepspeed.planner.workload import Head, Layer, Site, recompute_flops
+from hmt_deepspeed.planner.workload import Head, Layer, Site, Workload, made_again
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
 
 __all__ = [
@@ -30,9 +30,11 @@ __all__ = [
     "Phase",
     "amounts",
     "layer_load",
+    "model_work",
     "phases",
     "site_choices",
     "static_bytes",
+    "update_traffic",
 ]
 
 Memory = Literal["gpu", "host", "ssd"]
@@ -57,6 +59,9 @@ class Amount(IntEnum):
     SSD_WRITE = 5  # bytes
     ADAM = 6  # elements updated on the CPU
     NETWORK = 7  # bytes sent
+    ATTENTION = 8  # FLOPs of attention ops run again
+    ENCODE = 9  # bytes through the GPU's own memory by 8-bit codecs
+    DECODE = 10
 
 
 Amounts = NDArray[np.float64]
@@ -108,11 +113,10 @@ def phases(problem: Problem) -> tuple[Phase, ...]:
     """The phases of an iteration, of weight above 0."""
     setup, workload = problem.setup, problem.workload
     n = setup.accumulation
-    fetch = _fetch(problem)
-    saved = workload.head.saved_bytes + sum(x.count * x.saved_bytes for x in workload.layers)
-    forward = fetch + amounts(flops=workload.forward_flops, device=FORWARD_PASSES * saved)
-    backward = fetch + amounts(flops=workload.backward_flops, device=BACKWARD_PASSES * saved)
-    backward += _each_micro_step(problem)
+    overheads, fetch = problem.machine.overheads, _fetch(problem)
+    forward, backward = model_work(workload)
+    forward = fetch + overheads.forward * forward
+    backward = fetch + overheads.backward * backward + _each_micro_step(problem)
     last = backward + _last_micro_step(problem)
     update = _update(problem)
     overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
@@ -128,6 +132,21 @@ def phases(problem: Problem) -> tuple[Phase, ...]:
     if overlap == "backward":
         found.append(Phase("redo", setup.redo_fraction, amounts(), None, update))
     return tuple(phase for phase in found if phase.weight > 0)
+
+
+def model_work(workload: Workload) -> tuple[Amounts, Amounts]:
+    """What forward and backward of one micro-step ask of the device, whatever is chosen for activations."""
+    saved = workload.head.saved_bytes + sum(x.count * x.saved_bytes for x in workload.layers)
+    return (
+        amounts(flops=workload.forward_flops, device=FORWARD_PASSES * saved),
+        amounts(flops=workload.backward_flops, device=BACKWARD_PASSES * saved),
+    )
+
+
+def update_traffic(problem: Problem) -> float:
+    """Bytes through the device's memory of an optimizer's pass on it."""
+    weights = problem.total.weights * problem.shard
+    return 2 * problem.of_rank.optimizer + problem.of_rank.gradients + weights
 
 
 def _fetch(problem: Problem) -> Amounts:
@@ -166,7 +185,7 @@ def _update(problem: Problem) -> Amounts:
     weights = problem.total.weights * problem.shard
     found = amounts()
     if setup.offload_optimizer == "none":
-        found += amounts(device=2 * states + problem.of_rank.gradients + weights)
+        found += problem.machine.overheads.update * amounts(device=update_traffic(problem))
         if setup.offload_param != "none":
             found += amounts(to_host=weights)
     else:
@@ -209,6 +228,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         ValueError: see :func:`site_choices`.
     """
     by_site = site_choices(layer, choices)
+    again = () if isinstance(layer, Head) else made_again(layer, by_site)
     forward, backward = amounts(), amounts()
     held = np.zeros(len(MEMORIES))
     kept, swapped = 0.0, 0.0
@@ -216,6 +236,8 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         choice = by_site[site.name]
         parts = setup.model_parallel if _is_partitioned(site, setup) else 1
         device = site.device_bytes(choice, setup.block_size)
+        if choice != "recompute" and site in again:
+            device -= site.raw_bytes  # its pair is made again too
         held[0] += device / parts
         if choice in ("swap_host", "swap_ssd"):
             moved = site.nbytes / parts
@@ -225,19 +247,24 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             held += (0.0, moved - on_ssd, on_ssd)
             swapped += moved
         elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
-            forward += amounts(device=site.nbytes + device)
-            backward += amounts(device=site.nbytes + device)
+            forward += amounts(encode=site.nbytes + device)
+            backward += amounts(decode=site.nbytes + device)
         elif choice == "keep" and parts == 1:
             kept += device
         if parts > 1:
             backward += amounts(network=site.nbytes * (1 - 1 / parts))
     if isinstance(layer, Head):
         return LayerLoad(forward, backward, held, layer.logits_bytes + swapped, 0.0)
-    recomputed = float(recompute_flops(layer, by_site))
-    backward += amounts(flops=recomputed)
-    held[0] += layer.projected_bytes
+    for site in again:
+        kind = "attention" if site.name == "attention_output" else "flops"
+        backward += amounts(**{kind: site.flops})
+    products = layer.projected_bytes if setup.projected_inputs == "keep" else 0
+    held[0] += products
+    if not products:
+        backward += amounts(flops=layer.projection_flops)
+    recomputed = float(backward[Amount.FLOPS] + backward[Amount.ATTENTION])
     # what is kept is there already; what is swapped comes back one layer ahead
-    working = max(0.0, layer.working_bytes - layer.projected_bytes - kept) + swapped
+    working = max(0.0, layer.working_bytes - products - kept) + swapped
     working += setup.buffer_bytes
     return LayerLoad(forward, backward, held, working, recomputed)
 

@@ -42,6 +42,8 @@ class RunSetup:
         model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
             of them (ZeRO-R's P_a).
         block_size: of the 8-bit codecs.
+        projected_inputs: whether ``X [Q | P]`` of projected linears is held or computed again
+            (``hmt.activations.projected_inputs``).
         buffer_bytes: GPU bytes of reduction buckets and full gradients during a backward.
     """
 
@@ -57,6 +59,7 @@ class RunSetup:
     model_parallel: int = 1
     partition_activations: bool = False
     block_size: int = 256
+    projected_inputs: Literal["keep", "recompute"] = "recompute"
     buffer_bytes: float = 0.0
 
     def __post_init__(self) -> None:

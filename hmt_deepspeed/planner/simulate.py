@@ -26,6 +26,7 @@ from hmt_deepspeed.planner.loads import (
     LayerLoad,
     layer_load,
     static_bytes,
+    update_traffic,
 )
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import Problem
@@ -209,6 +210,8 @@ class _Builder:
         held = (("gpu", takes),) if takes else ()
         freed = (("gpu", gives),) if gives else ()
         seconds = self.seconds(resource, size) + extra
+        if resource in ("gpu_to_host", "host_to_gpu") and not self.problem.machine.copies_beside:
+            resource = "gpu"
         self.tasks.append(Task(name, resource, seconds, before, held, freed))
         return len(self.tasks) - 1
 
@@ -246,11 +249,20 @@ class _Builder:
         takes = problem.total.weights * unit.share if last is not None else 0.0
         return [last, updated], takes
 
-    def device_seconds(self, unit: _Unit, forward: bool) -> float:
-        """Of ops that are no products, and of codecs."""
-        passes = FORWARD_PASSES if forward else BACKWARD_PASSES
-        codecs = (unit.load.forward if forward else unit.load.backward)[Amount.DEVICE]
-        return (passes * unit.saved + float(codecs)) / self.problem.machine.gpu_bandwidth
+    def compute_seconds(self, unit: _Unit, forward: bool) -> float:
+        """Of a unit's products and other ops, and of what its choices add: recompute and codecs."""
+        machine = self.problem.machine
+        factors, memory = machine.overheads, machine.gpu_bandwidth
+        if forward:
+            load, factor = unit.load.forward, factors.forward
+            flops, passes = unit.forward_flops, FORWARD_PASSES
+        else:
+            load, factor = unit.load.backward, factors.backward
+            flops, passes = unit.backward_flops, BACKWARD_PASSES
+        model = factor * (self.seconds("gpu", flops) + passes * unit.saved / memory)
+        again = load[Amount.FLOPS] + factors.attention * load[Amount.ATTENTION]
+        codecs = factors.encode * load[Amount.ENCODE] + factors.decode * load[Amount.DECODE]
+        return model + self.seconds("gpu", float(again)) + float(codecs) / memory
 
     def forward(self, with_update: bool) -> None:
         """One micro-step's forward; ``with_update``: each layer waits for its own update."""
@@ -264,11 +276,11 @@ class _Builder:
             done = self.add(
                 f"forward, {unit.name}",
                 "gpu",
-                unit.forward_flops,
+                0.0,
                 [*waits, self.behind(1), *self.swapped_out.get(before, [])],
                 takes=weights + float(load.held[0]) + moved,
                 gives=weights,
-                extra=self.device_seconds(unit, True),
+                extra=self.compute_seconds(unit, True),
             )
             assert done is not None
             self.computed.append(done)
@@ -303,11 +315,11 @@ class _Builder:
             done = self.add(
                 f"backward, {unit.name}",
                 "gpu",
-                unit.backward_flops + load.recomputed,
+                0.0,
                 [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
                 takes=weights + working + (gradients if leaves else 0.0),
                 gives=weights + working + back + float(load.held[0]),
-                extra=self.device_seconds(unit, False),
+                extra=self.compute_seconds(unit, False),
             )
             assert done is not None
             self.computed.append(done)
@@ -391,10 +403,9 @@ class _Builder:
         """The optimizer's pass on the GPU, and its weights' way home."""
         setup, problem = self.problem.setup, self.problem
         weights = problem.total.weights * problem.shard
-        moved = 2 * problem.of_rank.optimizer + problem.of_rank.gradients + weights
-        done = self.add(
-            "update", "gpu", 0.0, self.ends(), extra=moved / problem.machine.gpu_bandwidth
-        )
+        machine = problem.machine
+        seconds = machine.overheads.update * update_traffic(problem) / machine.gpu_bandwidth
+        done = self.add("update", "gpu", 0.0, self.ends(), extra=seconds)
         if setup.offload_param != "none":
             home = self.add("weights to host", "gpu_to_host", weights, [done])
             if setup.offload_param == "nvme":

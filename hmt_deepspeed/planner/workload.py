@@ -20,7 +20,16 @@ from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved,
 from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, parameters
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
 
-__all__ = ["OUTSIDE", "Head", "Layer", "Site", "Workload", "build_workload", "recompute_flops"]
+__all__ = [
+    "OUTSIDE",
+    "Head",
+    "Layer",
+    "Site",
+    "Workload",
+    "build_workload",
+    "made_again",
+    "recompute_flops",
+]
 
 OUTSIDE = -1  # number of the layer of a site that is in none
 
@@ -87,10 +96,10 @@ class Layer:
         layers: their numbers.
         sites: in forward order; the layer's input first.
         forward_flops: of everything heavy in the model itself.
-        projection_flops: of the products ``X [Q | P]``, in forward; never made again.
+        projection_flops: of the products ``X [Q | P]``, in forward.
         backward_flops: without any recompute.
         parameters: elements of its weights.
-        projected_bytes: products ``X [Q | P]`` held for projected backward with every choice.
+        projected_bytes: products ``X [Q | P]`` for projected backward, held or made again whatever is chosen.
         weight_gradient_bytes: of the linear with the largest, whole or projected.
         saved_bytes: activations that autograd would save with no checkpointing at all.
         working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
@@ -193,8 +202,8 @@ class Workload:
 # -- recompute --------------------------------------------------------------------------------------
 
 
-def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
-    """FLOPs that backward of one layer spends on making again what is not held.
+def made_again(layer: Layer, choices: Mapping[str, Choice]) -> tuple[Site, ...]:
+    """The sites that backward of one layer makes again, because they are not held.
 
     Backward reads every site, so each that is not held is made again, and what it depends on is there. One
     that is held is made again all the same where its pair is not what forward had: attention's output and
@@ -221,7 +230,12 @@ def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
     qkv = choices["attention_qkv"]
     if (choices["layer_input"] if qkv == "recompute" else qkv) in _LOSSY:
         again.add("attention_output")
-    return sum(site.flops for site in layer.sites if site.name in again)
+    return tuple(site for site in layer.sites if site.name in again)
+
+
+def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
+    """FLOPs of :func:`made_again`."""
+    return sum(site.flops for site in made_again(layer, choices))
 
 
 # -- building ---------------------------------------------------------------------------------------

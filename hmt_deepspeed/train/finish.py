@@ -156,7 +156,8 @@ def write_run_summary(
 ) -> dict[str, Any]:
     """`summary.json`: sizes, losses, speed, memory (the largest rank's) and the machine.
 
-    Fields of our optimizer and activations are None where those are stock. Speeds leave out this
+    Fields of our optimizer and activations are None where those are stock; "plan" is predicted against
+    measured, where the run planned its activations. Speeds leave out this
     process's first step. `final_train_loss` is the last step's.
     """
     memory = device_memory(loop.accelerator)
@@ -185,9 +186,18 @@ def write_run_summary(
         "machine": {**machine_info(), "accelerator": _accelerator_name(loop.accelerator)},
         **extra,
     }
+    comparison = plan_comparison(loop.engine)
+    if comparison is not None:
+        summary["plan"] = comparison.as_json()
     if rank() == 0:
         write_summary(loop.options.output_dir / "summary.json", summary)
     return summary
+
+
+def plan_comparison(engine: Any) -> Any | None:
+    """What the plan of the run's activations predicted beside what was measured; None without one."""
+    planner = getattr(engine, "hmt_planner", None)
+    return None if planner is None else planner.comparison
 
 
 def _accelerator_name(accelerator: Any) -> str:

@@ -94,6 +94,7 @@ class TrainingLoop:
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
+        self._saved_plan: Any = None
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -149,7 +150,16 @@ class TrainingLoop:
         progress.samples += self.global_batch
         progress.tokens += self.tokens_per_step
         progress.step_seconds.append(seconds)
+        self._save_plan()
         return self._record(seconds)
+
+    def _save_plan(self) -> None:
+        """Into the run's folder, whenever it is another one."""
+        planner = getattr(self.engine, "hmt_planner", None)
+        if planner is not None and planner.plan is not self._saved_plan:
+            self._saved_plan = planner.plan
+            if rank() == 0:
+                planner.save(self.options.output_dir)
 
     def _step(self) -> float:
         """One optimizer step; returns the mean loss per predicted token of the global batch.
@@ -348,9 +358,10 @@ class TrainingLoop:
 
 
 def engine_metrics(engine: Any) -> dict[str, Any]:
-    """What our optimizer and our activations say about themselves; nothing where both are stock."""
+    """What our optimizer, activations and planner say about themselves; nothing where all are stock."""
     found: dict[str, Any] = {}
-    for part in (engine.optimizer, getattr(engine, "hmt_activations", None)):
+    parts = ("optimizer", "hmt_activations", "hmt_planner")
+    for part in (getattr(engine, name, None) for name in parts):
         metrics = getattr(part, "metrics", None)
         found |= dict(metrics()) if callable(metrics) else {}
     return found

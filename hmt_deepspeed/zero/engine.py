@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.timer import NoopTimer
 
-from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.optim.hmt import HMT, MARK
 from hmt_deepspeed.optim.int8_linear import release
@@ -21,8 +23,11 @@ from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
+from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.plan_inputs import RunFacts, counted_bytes, run_facts
+from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
 from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.support import (
@@ -103,6 +108,7 @@ class HMTEngine(DeepSpeedEngine):
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt_options: dict[str, Any] | None = None
         self.hmt_activations: Activations | None = None
+        self.hmt_planner: RunPlanner | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
@@ -126,25 +132,54 @@ class HMTEngine(DeepSpeedEngine):
         prepare_for_fpdt(model, hmt.fpdt)
         super().__init__(args, model, *positional, **keyword)
         if hmt.gives("activations"):
-            self._configure_activations(config, hmt)
-        self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
+            self.hmt_activations = self._activations(config, hmt.activations)
+        if hmt.activations.is_planned:
+            self.hmt_planner = self._run_planner(config, hmt)
+        fpdt = hmt.fpdt
+        if fpdt.enabled and fpdt.chunk_size == "auto":
+            fpdt = with_chunk_size(fpdt, self._run_facts(hmt), self)
+        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
             for part in parts:
                 print(part.describe(), flush=True)
 
-    def _configure_activations(self, config: dict[str, Any], hmt: HMTConfig) -> None:
+    def _activations(self, config: dict[str, Any], settings: ActivationsConfig) -> Activations:
         """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
         this = weakref.ref(self)  # the model must not keep its engine alive
-        self.hmt_activations = Activations(
+        return Activations(
             self.module,
-            hmt.activations,
+            settings,
             ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
             device=self.device,
             mpu=self.mpu,
             aio=self._aio_section(),
             current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
+        )
+
+    def _run_facts(self, hmt: HMTConfig) -> RunFacts:
+        ours = self._hmt_options is not None
+        stage = self._hmt_stage if ours else int(self.zero_optimization_stage())
+        overlap: Any = self._hmt_overlap if ours and self._host_settings() is not None else "none"
+        return run_facts(self, hmt, self._hmt_options, stage, overlap)
+
+    def _run_planner(self, config: dict[str, Any], hmt: HMTConfig) -> RunPlanner:
+        def adopt(settings: ActivationsConfig) -> None:
+            assert self.hmt_activations is not None
+            self.hmt_activations.close()
+            self.hmt_activations = self._activations(config, settings)
+            if self.global_rank == 0:
+                print(self.hmt_activations.describe(), flush=True)
+
+        return RunPlanner(
+            self._run_facts(hmt),
+            hmt,
+            get_accelerator(),
+            self.device,
+            adopt,
+            lambda: self.hmt_activations,
+            lambda: {} if self._hmt_options is None else counted_bytes(self.optimizer),
         )
 
     def destroy(self) -> None:
@@ -282,6 +317,25 @@ class HMTEngine(DeepSpeedEngine):
         return offload
 
     # -- training loop ----------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As in DeepSpeed; a run that plans its activations looks at its batches here."""
+        if self.hmt_planner is None or not (self.module.training and torch.is_grad_enabled()):
+            return super().forward(*inputs, **kwargs)
+        self.hmt_planner.begin_forward(inputs, kwargs)
+        output = super().forward(*inputs, **kwargs)
+        self.hmt_planner.end_forward()
+        return output
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As in DeepSpeed."""
+        if self.hmt_planner is None:
+            super().step(lr_kwargs)
+            return
+        before = self.global_steps
+        self.hmt_planner.begin_step()
+        super().step(lr_kwargs)
+        self.hmt_planner.end_step(self.global_steps != before)
 
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""

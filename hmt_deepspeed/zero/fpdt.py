@@ -31,13 +31,14 @@ def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
 def install_fpdt(
     model: Any, config: FpdtConfig, optimizer: HMTZeroOptimizer | None
 ) -> Installation | None:
-    """After the engine and its optimizer have placed and patched the model.
+    """After the engine and its optimizer have placed and patched the model, with a number as chunk size.
 
     Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
     whatever linear is called: once per layer, then, not once per chunk.
     """
     if not config.enabled:
         return None
+    assert config.chunk_size != "auto", "resolved before, see fpdt_chunk.py"
     return install(
         model,
         chunk_size=config.chunk_size,

@@ -24,10 +24,11 @@ import torch
 from deepspeed import comm
 from torch import Tensor, nn
 
+from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.memory.file_io import FileIO
 from hmt_deepspeed.memory.own_folder import OwnFolder
 from hmt_deepspeed.memory.transfer import TransferEngine
-from hmt_deepspeed.planner.hardware import DTYPES, MACHINES, Machine, MatmulRates
+from hmt_deepspeed.planner.hardware import DTYPES, MACHINES, Machine, MatmulRates, Overheads
 from hmt_deepspeed.zero.compat import symbol
 
 __all__ = ["Probe", "measure_interconnect", "measure_machine"]
@@ -35,7 +36,7 @@ __all__ = ["Probe", "measure_interconnect", "measure_machine"]
 Product = tuple[int, int, int]  # tokens, inputs, outputs
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NUM_MEASUREMENTS = 11  # 3 dtypes, device memory, 3 ways of copying, 3 of the SSD, Adam
+_ASSUMED_ADAM_NS = 1.0  # of a desktop's memory, where nothing is updated on the CPU
 _LEAST_CALLS, _MOST_CALLS = 3, 1000
 
 
@@ -45,28 +46,46 @@ class Probe:
 
     Attributes:
         products: matrix products whose mean FLOP/s is the machine's: those of a model's linears.
+        matmul: their rates, where they are known already; nothing is multiplied then.
         seconds: budget of all measurements together; the first call of each comes on top.
         buffer_bytes: of a copy, of a file.
-        adam_parameters: of an update; more than the processor's caches hold.
+        adam_parameters: of an update; more than the processor's caches hold. 0 where nothing is updated on
+            the CPU: its speed is then assumed.
+        codec, activation: an 8-bit codec or None, and (tokens, channels, dtype) of what it encodes.
         file_io, folder: where states and activations would be swapped to; None for no SSD.
         adam: makes an optimizer of a list of tensors; None for DeepSpeed's CPU Adam, which compiles on first use.
     """
 
     products: Sequence[Product] = ((8192, 8192, 8192),)
+    matmul: MatmulRates | None = None
     seconds: float = 3.0
     buffer_bytes: int = 2**26
     adam_parameters: int = 2**24
     file_io: FileIO | None = None
     folder: str | None = None
     adam: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+    codec: Codec | None = None
+    activation: tuple[int, int, torch.dtype] = (4096, 4096, torch.bfloat16)
+
+    @property
+    def num_measurements(self) -> int:
+        """Over which the budget is divided: device memory, three ways of copying and what is asked for."""
+        found = (
+            4 + (3 if self.folder else 0) + (2 if self.codec else 0) + bool(self.adam_parameters)
+        )
+        return found + (len(DTYPES) if self.matmul is None else 0)
 
     def __post_init__(self) -> None:
         """Raise ValueError for what nothing can be measured with: field, value, legal range, what to do."""
-        for field in ("seconds", "buffer_bytes", "adam_parameters"):
+        for field in ("seconds", "buffer_bytes"):
             if not getattr(self, field) > 0:
                 raise ValueError(
                     f"Probe: {field} is {getattr(self, field)!r}; legal: above 0. Raise it."
                 )
+        if self.adam_parameters < 0:
+            raise ValueError(
+                f"Probe: adam_parameters is {self.adam_parameters!r}; legal: at least 0. Raise it."
+            )
         if not self.products or any(size < 1 for product in self.products for size in product):
             raise ValueError(
                 f"Probe: products is {self.products!r}; legal: at least one (tokens, inputs, outputs), all "
@@ -93,12 +112,12 @@ def measure_machine(
         ValueError: the folder has no room for two files.
     """
     device = torch.device(device)
-    seconds = probe.seconds / _NUM_MEASUREMENTS
+    seconds = probe.seconds / probe.num_measurements
     synchronize = accelerator.synchronize
     gpu_memory = int(accelerator.available_memory())
-    rates = {
-        name: _matmul_rate(probe.products, name, device, seconds, synchronize) for name in DTYPES
-    }
+    matmul = probe.matmul or MatmulRates(
+        **{n: _matmul_rate(probe.products, n, device, seconds, synchronize) for n in DTYPES}
+    )
     memory_rate = _memory_rate(device, probe.buffer_bytes, seconds, synchronize)
     with closing(TransferEngine(device, 4 * probe.buffer_bytes)) as engine:
         link = _link_rates(engine, probe.buffer_bytes, seconds, synchronize)
@@ -108,17 +127,19 @@ def measure_machine(
     name = _device_name(device)
     return Machine(
         name=name,
-        peak_flops=max(_peak_flops(name), *rates.values()),
-        matmul=MatmulRates(**rates),
+        peak_flops=max(_peak_flops(name), matmul.bf16, matmul.fp16, matmul.fp32),
+        matmul=matmul,
         gpu_memory=gpu_memory,
         gpu_bandwidth=memory_rate,
         device_to_host=link.down,
         host_to_device=link.up,
         both_directions=min(link.both, link.down + link.up),
         interconnect=link.down if interconnect is None else interconnect,
-        cpu_adam_ns=_adam_ns(probe, seconds),
+        cpu_adam_ns=_adam_ns(probe, seconds) if probe.adam_parameters else _ASSUMED_ADAM_NS,
         host_memory=int(psutil.virtual_memory().available),
         num_gpus=accelerator.device_count(),
+        overheads=_codec_overheads(probe, device, memory_rate, seconds, synchronize),
+        copies_beside=device.type != "cpu",
         **disk,
     )
 
@@ -237,6 +258,37 @@ def _memory_rate(
         return 2 * nbytes
 
     return _rate(work, seconds, synchronize)
+
+
+# -- codecs -------------------------------------------------------------------------------------------
+
+
+def _codec_overheads(
+    probe: Probe,
+    device: torch.device,
+    memory_rate: float,
+    seconds: float,
+    synchronize: Callable[[], Any],
+) -> Overheads:
+    """How many times longer encoding and decoding take than their bytes through the device's memory."""
+    codec = probe.codec
+    if codec is None:
+        return Overheads()
+    tokens, channels, dtype = probe.activation
+    tensor = torch.ones(tokens, channels, dtype=dtype, device=device)
+    held = codec.encode(tensor, name="profile")
+    moved = tensor.nbytes + held.nbytes
+
+    def encode() -> int:
+        codec.encode(tensor, 0, 1, "profile")
+        return moved
+
+    def decode() -> int:
+        held.decode()
+        return moved
+
+    factors = [memory_rate / _rate(work, seconds, synchronize) for work in (encode, decode)]
+    return Overheads(encode=factors[0], decode=factors[1])
 
 
 # -- link ---------------------------------------------------------------------------------------------

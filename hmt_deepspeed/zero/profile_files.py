@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -16,7 +15,7 @@ import torch
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json
 from hmt_deepspeed.version import __version__
 
-__all__ = ["cached_machine", "read_profile", "write_profile"]
+__all__ = ["cache_file", "read_profile", "write_profile"]
 
 
 def write_profile(machine: Machine, path: str | os.PathLike[str]) -> None:
@@ -28,8 +27,11 @@ def write_profile(machine: Machine, path: str | os.PathLike[str]) -> None:
     os.replace(temporary, path)
 
 
-def read_profile(path: str | os.PathLike[str]) -> Machine:
+def read_profile(path: str | os.PathLike[str], key: str = "--profile") -> Machine:
     """The machine that :func:`write_profile` wrote.
+
+    Args:
+        key: that named the file, for messages.
 
     Raises:
         ValueError: there is no such file, or it holds no machine.
@@ -38,26 +40,21 @@ def read_profile(path: str | os.PathLike[str]) -> Machine:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"--profile {os.fspath(path)!r} cannot be read ({error}); legal: a file that a profiled run wrote. "
+            f"{key} {os.fspath(path)!r} cannot be read ({error}); legal: a file that a profiled run wrote. "
             f"Name one, or a machine: {', '.join(MACHINES)}."
         ) from error
     try:
         return machine_from_json(text)
     except ValueError as error:
-        raise ValueError(f"--profile {os.fspath(path)!r}: {error}") from error
+        raise ValueError(f"{key} {os.fspath(path)!r}: {error}") from error
 
 
-def cached_machine(
-    measure: Callable[[], Machine], model: str, folder: str | os.PathLike[str] | None = None
-) -> Machine:
-    """What was measured on this machine for this model before, else ``measure()``, kept for the next time.
+def cache_file(model: str, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Where this machine's profile for a model is kept, whether or not there is one.
 
     Args:
         model: what tells its products from another's, such as its config as JSON.
         folder: of the cache; None for ``hmt_deepspeed/profiles`` in the user's cache folder.
-
-    Raises:
-        ValueError: the cached file holds no machine.
     """
     if folder is None:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -65,9 +62,4 @@ def cached_machine(
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     versions = (torch.__version__, deepspeed.__version__, __version__)
     key = json.dumps([platform.node(), devices, psutil.cpu_count(), versions, model])
-    path = Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if path.exists():
-        return read_profile(path)
-    machine = measure()
-    write_profile(machine, path)
-    return machine
+    return Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

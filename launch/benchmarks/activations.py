@@ -169,7 +169,7 @@ def _held_bytes(setting: Setting, shape: Shape, name: str) -> dict[str, int]:
             engine.module,
             lambda: engine(input_ids=rows, labels=rows).loss,
             contenders("")[name].around,
-            lambda: _end_copies(engine.hmt_activations),
+            lambda: end_copies(engine.hmt_activations),
         )
         if engine.hmt_activations is not None:
             moved = engine.hmt_activations.metrics()
@@ -178,7 +178,7 @@ def _held_bytes(setting: Setting, shape: Shape, name: str) -> dict[str, int]:
     return found
 
 
-def _end_copies(activations: Any) -> None:
+def end_copies(activations: Any) -> None:
     """On a CPU the transfer engine copies as late as it may; a device has done it meanwhile."""
     if activations is not None and "engine" in vars(activations.memory):
         activations.memory.engine.streams.drain()

@@ -39,7 +39,7 @@ def _counted(run: Callable[[], object]) -> int:
     return live.peak
 
 
-def _layer_workspace(model: Any, length: int, chunk_size: int, dtype: torch.dtype) -> int:
+def layer_workspace(model: Any, length: int, chunk_size: int, dtype: torch.dtype) -> int:
     """Device bytes of a layer's forward and backward beyond its output and its input's gradient, which
     are as long as the sequence whoever computes them, and beyond the gradients of its weights."""
     layer = model.model.layers[0]
@@ -63,11 +63,11 @@ def layer_memory(setting: Setting) -> CaseResult:
     model: Any = llama(NARROW).to(setting.torch_dtype)
     shortest = lengths[0]
     by_chunks = {
-        n: _layer_workspace(model, shortest, shortest // n, setting.torch_dtype) for n in CHUNKS
+        n: layer_workspace(model, shortest, shortest // n, setting.torch_dtype) for n in CHUNKS
     }
     fixed = shortest // 8
     by_length = {
-        length: _layer_workspace(model, length, fixed, setting.torch_dtype) for length in lengths
+        length: layer_workspace(model, length, fixed, setting.torch_dtype) for length in lengths
     }
     result = CaseResult(
         {"model": asdict(NARROW), "lengths": lengths, "chunk_size": fixed},

@@ -67,7 +67,7 @@ def test_learned_positions_end_the_sequence() -> None:
 
 
 def test_the_fastest_that_fits_comes_first() -> None:
-    advice = advise(request_for(stock=False))
+    advice = advise(request_for(cpu_adam=False))
     speeds = [answer.tokens_per_second for answer in advice.answers]
     assert speeds == sorted(speeds, reverse=True)
     assert advice.fits
@@ -80,28 +80,45 @@ def test_the_fastest_that_fits_comes_first() -> None:
 
 def test_smaller_states_only_where_nothing_exact_fits() -> None:
     small = OptimizerMode(rank=32, master_weights="none", state_dtype="int8")
-    asked = {"modes": (MODE,), "fallbacks": (small,), "stock": False, "offload_param": "none"}
+    asked = {"modes": (MODE,), "fallbacks": (small,), "cpu_adam": False, "offload_param": "none"}
     roomy, tight = advise(request_for(**asked)), advise(request_for(gpu_gib=1.6, **asked))
     assert all(answer.mode == MODE for answer in roomy.answers)
     assert tight.best.mode == small
     assert tight.fits
 
 
-def test_cpu_adam_is_deepspeeds_own() -> None:
-    advice = advise(request_for(gpu_gib=1.9, modes=(OptimizerMode(method="adamw"),)))
+ADAMW_ONLY = {"modes": (OptimizerMode(method="adamw"),)}
+
+
+def test_states_in_host_memory_run_under_hmt() -> None:
+    advice = advise(request_for(gpu_gib=1.9, nvme=False, **ADAMW_ONLY))
     assert advice.fits
-    assert advice.best.is_stock
-    config = deepspeed_json(advice.request, advice.best, nvme_path="/ssd")
+    setup = advice.best.problem.setup
+    assert setup.offload_optimizer == "cpu"
+    assert setup.overlap == ("forward" if setup.zero_stage == 3 else "none")
+    config = deepspeed_json(advice.request, advice.best)
+    assert config["optimizer"]["type"] == "HMT"
+    assert config["hmt"]["optimizer"] == {"method": "adamw"}
+    zero = config["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert zero["stage"] == setup.zero_stage
+    HMTConfig.from_block(config["hmt"])
+
+
+def test_states_on_ssd_are_deepspeeds_own() -> None:
+    request = request_for(zero_stage=3, offload_param="nvme", **ADAMW_ONLY)
+    (answer,) = (answer for answer in advise(request).answers if answer.is_stock)
+    config = deepspeed_json(request, answer, nvme_path="/ssd")
     assert config["optimizer"]["type"] == "AdamW"
     assert "hmt" not in config
-    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert set(advice.best.plan.counts()["residual"]) == {"recompute"}  # type: ignore[union-attr]
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert set(answer.plan.counts()["residual"]) == {"recompute"}  # type: ignore[union-attr]
 
 
 def test_cost_and_wear() -> None:
     machine = replace(MACHINE, price_per_hour=3.6, ssd_endurance=1e15)
     request = request_for(
-        machine=machine, zero_stage=3, offload_param="nvme", stock=False, modes=(MODE,)
+        machine=machine, zero_stage=3, offload_param="nvme", cpu_adam=False, modes=(MODE,)
     )
     best = advise(request).best
     assert best.cost_per_million_tokens == pytest.approx(1e-3 / best.tokens_per_second * 1e6)
@@ -125,7 +142,7 @@ def test_cost_and_wear() -> None:
     ],
 )
 def test_the_json_says_what_was_planned_and_is_accepted(fields: dict) -> None:
-    request = request_for(**{"stock": False, "modes": (MODE,), "gpu_gib": 3.5, **fields})
+    request = request_for(**{"cpu_adam": False, "modes": (MODE,), "gpu_gib": 3.5, **fields})
     advice = advise(request)
     best, plan = advice.best, advice.best.plan
     assert plan is not None
@@ -150,10 +167,10 @@ def test_the_json_says_what_was_planned_and_is_accepted(fields: dict) -> None:
 
 
 def test_the_json_needs_a_plan_and_a_folder_for_ssds() -> None:
-    request = request_for(zero_stage=3, offload_param="nvme", stock=False, modes=(MODE,))
+    request = request_for(zero_stage=3, offload_param="nvme", cpu_adam=False, modes=(MODE,))
     with pytest.raises(ValueError, match="uses SSDs; legal: with --nvme_path"):
         deepspeed_json(request, advise(request).best)
-    short = request_for(gpu_gib=0.2, stock=False)
+    short = request_for(gpu_gib=0.2, cpu_adam=False)
     with pytest.raises(ValueError, match="does not fit: there is nothing to write"):
         deepspeed_json(short, advise(short).best)
 

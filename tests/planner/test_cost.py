@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
 from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
-from hmt_deepspeed.planner.loads import layer_load, static_bytes
+from hmt_deepspeed.planner.loads import amounts, layer_load, static_bytes
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
 from hmt_deepspeed.planner.plan import uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
@@ -185,7 +184,7 @@ def test_mixed_ssd_traffic_is_measured_and_not_a_sum() -> None:
     for mixed in (3e9, 4e9, 6e9):
         problem = small_problem(ssd_mixed=mixed)
         per_unit = rates(problem)
-        seconds = np.array([0, 0, 0, 0, mixed * 2, mixed * 2, 0, 0]) @ per_unit
+        seconds = amounts(ssd_read=mixed * 2, ssd_write=mixed * 2) @ per_unit
         queue = [seconds[RESOURCES.index(r)] for r in ("ssd_reading", "ssd_writing")]
         assert max(queue) == pytest.approx(1.0)
 

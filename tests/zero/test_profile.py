@@ -13,9 +13,9 @@ import torch
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.zero import profile
+from hmt_deepspeed.zero import profile, profile_files
 from hmt_deepspeed.zero.profile import Probe, measure_interconnect, measure_machine
-from hmt_deepspeed.zero.profile_files import cached_machine, read_profile, write_profile
+from hmt_deepspeed.zero.profile_files import cache_file, read_profile, write_profile
 
 ACCELERATOR = SimpleNamespace(
     synchronize=lambda: None, available_memory=lambda: 8 * 2**30, device_count=lambda: 1
@@ -213,25 +213,14 @@ def test_interconnect_is_that_of_the_slowest_rank(ranks):
 # -- files --------------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_measured_once_per_model(tmp_path):
-    machine, calls = named_machine("h200", price_per_hour=3.0), []
-
-    def measure():
-        calls.append(1)
-        return machine
-
-    assert cached_machine(measure, "one model", tmp_path) == machine
-    assert cached_machine(measure, "one model", tmp_path) == machine
-    assert len(calls) == 1
-    cached_machine(measure, "another model", tmp_path)
-    assert len(calls) == 2
-    assert len(list(tmp_path.iterdir())) == 2  # and nothing temporary
-
-
-def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_users_folder_by_machine_and_model(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cached_machine(lambda: named_machine("h100"), "model")
-    assert len(list((tmp_path / "hmt_deepspeed" / "profiles").glob("*.json"))) == 1
+    file = cache_file("one model")
+    assert file.parent == tmp_path / "hmt_deepspeed" / "profiles"
+    assert file == cache_file("one model") != cache_file("another model")
+    assert cache_file("one model", tmp_path).parent == tmp_path
+    monkeypatch.setattr(profile_files.platform, "node", lambda: "another machine")
+    assert file != cache_file("one model")
 
 
 def test_profile_file_there_and_back(tmp_path):

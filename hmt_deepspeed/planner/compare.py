@@ -1,0 +1,150 @@
+"""Predicted against measured: seconds by phase, bytes moved, bytes held by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from hmt_deepspeed.planner.calibrate import IterationSeconds, predicted_seconds
+from hmt_deepspeed.planner.cost import estimate, grouped_layers
+from hmt_deepspeed.planner.loads import Amount, layer_load, site_choices
+from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.workload import made_again
+
+__all__ = ["Comparison", "Row", "compare", "held_by_component"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of an iteration on one rank."""
+
+    name: str
+    unit: Literal["s", "bytes"]
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured - 1; None where nothing was measured."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows in the order in which they are shown."""
+
+    rows: tuple[Row, ...]
+
+    def row(self, name: str) -> Row:
+        """By its name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        """By name: unit, predicted, measured and error."""
+        return {
+            row.name: {
+                "unit": row.unit,
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "error": row.error,
+            }
+            for row in self.rows
+        }
+
+    def describe(self) -> str:
+        """As a table; bytes in MiB."""
+        lines: list[tuple[str, ...]] = [
+            ("predicted against measured", "predicted", "measured", "error")
+        ]
+        for row in self.rows:
+            unit, size = ("s", 1.0) if row.unit == "s" else ("MiB", 2.0**20)
+            pair = [f"{value / size:.4g} {unit}" for value in (row.predicted, row.measured)]
+            lines.append((row.name, *pair, "" if row.error is None else f"{row.error:+.1%}"))
+        first, *others = (max(len(line[column]) for line in lines) for column in range(4))
+        return "\n".join(
+            "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
+            for name, *cells in lines
+        )
+
+
+def compare(
+    problem: Problem,
+    plan: Plan,
+    seconds: IterationSeconds,
+    counted: Mapping[str, Any],
+    memory: Mapping[tuple[str, str], float],
+) -> Comparison:
+    """A plan's predictions beside what its iterations did.
+
+    Args:
+        seconds: of an iteration, measured.
+        counted: metrics of the activation backend: ``activation_bytes_per_component`` and what was moved.
+        memory: bytes counted by (memory, kind), named as the planner names them.
+    """
+    found = estimate(problem, plan)
+    expected = predicted_seconds(plan, found)
+    rows = [
+        Row(f.name, "s", getattr(expected, f.name), getattr(seconds, f.name))
+        for f in fields(IterationSeconds)
+    ]
+    rows.append(Row("iteration", "s", expected.total, seconds.total))
+    moved = _moved(problem, plan)
+    for name, amount in _MOVES.items():
+        if moved[amount] or counted.get(name):
+            rows.append(Row(name, "bytes", float(moved[amount]), float(counted.get(name, 0))))
+    held = held_by_component(problem, plan)
+    by_component = counted["activation_bytes_per_component"]
+    # the head's input is held by its own linear, which a backend need not count
+    names = [name for name in held if name != "lm_head" or name in by_component]
+    for name in dict.fromkeys((*names, *by_component)):
+        size, is_there = held.get(name, 0.0), float(by_component.get(name, 0))
+        if size or is_there:
+            rows.append(Row(f"activations: {name}", "bytes", size, is_there))
+    total = sum(held[name] for name in names)
+    rows.append(Row("activations", "bytes", total, float(sum(by_component.values()))))
+    for (where, kind), size in memory.items():
+        rows.append(Row(f"{where}: {kind}", "bytes", found.memory[where].get(kind, 0.0), size))  # type: ignore[index]
+    return Comparison(tuple(rows))
+
+
+_MOVES = {
+    "activation_bytes_to_host": Amount.TO_HOST,
+    "activation_bytes_from_host": Amount.TO_GPU,
+    "activation_bytes_to_ssd": Amount.SSD_WRITE,
+    "activation_bytes_from_ssd": Amount.SSD_READ,
+}
+
+
+def _moved(problem: Problem, plan: Plan) -> Any:
+    """Amounts of an iteration's swaps."""
+    total = np.zeros(len(Amount))
+    for layer, group in grouped_layers(problem.workload, plan):
+        load = layer_load(layer, group.choices, problem.setup)
+        total += len(group.layers) * (load.forward + load.backward)
+    load = layer_load(problem.workload.head, plan.head, problem.setup)
+    return problem.setup.accumulation * (total + load.forward + load.backward)
+
+
+def held_by_component(problem: Problem, plan: Plan) -> dict[str, float]:
+    """Device bytes held for backward of one micro-batch, by component; ``project`` for ``X [Q | P]``."""
+    workload, setup = problem.workload, problem.setup
+    held: dict[str, float] = {}
+    for layer, group in grouped_layers(workload, plan):
+        chosen, count = site_choices(layer, group.choices), len(group.layers)
+        again = made_again(layer, chosen)
+        for site in layer.sites:
+            size = site.device_bytes(chosen[site.name], setup.block_size)
+            if site in again and size:
+                size -= site.raw_bytes
+            held[site.component] = held.get(site.component, 0.0) + count * size
+        if setup.projected_inputs == "keep":
+            held["project"] = held.get("project", 0.0) + count * layer.projected_bytes
+    for site in workload.head.sites:
+        choice = site_choices(workload.head, plan.head)[site.name]
+        size = site.device_bytes(choice, setup.block_size)
+        held[site.component] = held.get(site.component, 0.0) + size
+    return held
