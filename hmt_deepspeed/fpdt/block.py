@@ -117,7 +117,7 @@ class ChunkedLayer:
         deal = self._deal(x, visibility)
         spans = deal.local_spans(self.sequence.rank)
         pieces = [self._pieces(span) for span in spans]
-        first_of_next = [(following or [None])[0] for following in (*pieces[1:], [])]
+        next_pieces = [next(iter(following), None) for following in (*pieces[1:], [])]
         with self._open(x, visibility, backward=True) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(spans):
@@ -126,14 +126,14 @@ class ChunkedLayer:
                     index, self._projector(x, rotary, span, parts), for_backward=True
                 )
                 attended = self._own_tokens(shard, parts)
-                turn = in_turn(x, pieces[index], first_of_next[index])
+                turn = in_turn(x, pieces[index], next_pieces[index])
                 d_attended = self._finish_backward(turn, attended, grad, dx, span, sums)
                 d_shard = self.sequence.to_heads(d_attended, parts)
                 attention.keep_gradient(index, shard, log_sum_exp, d_shard)
                 del shard, log_sum_exp, attended, d_attended, d_shard
 
             def project_backward(chunk: int, *grads: Tensor) -> None:
-                turn = in_turn(x, pieces[chunk], first_of_next[chunk])
+                turn = in_turn(x, pieces[chunk], next_pieces[chunk])
                 self._project_backward(
                     turn, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums
                 )

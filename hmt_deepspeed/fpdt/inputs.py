@@ -100,7 +100,7 @@ def in_turn(
     x: Input, parts: Sequence[Span], then: Span | None = None
 ) -> Iterator[tuple[Span, Tensor]]:
     """Parts with their tokens, each on its way while the one before it is used; ``then`` is read after them."""
-    for part, following in zip(parts, [*parts[1:], then], strict=True):
+    for part, following in zip(parts, [*parts, then][1:], strict=True):
         piece = x.read(part)
         if following is not None:
             x.prefetch(following)
@@ -143,9 +143,7 @@ class Passage:
         return torch.empty(0)
 
 
-def passage_of(
-    x: Tensor, holder: Holder | None, parameters: Sequence[Tensor]
-) -> Passage | None:
+def passage_of(x: Tensor, holder: Holder | None, parameters: Sequence[Tensor]) -> Passage | None:
     """For a function of ``x`` and ``parameters``; None where nothing but autograd holds ``x``, or no backward
     will follow."""
     follows = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))

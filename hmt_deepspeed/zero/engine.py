@@ -19,6 +19,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
+from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
 from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
@@ -68,7 +69,7 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        if hmt.gives("activations") and not hmt.gives("optimizer"):
+        if hmt.gives("activations") and not hmt.gives("optimizer") and not hmt.fpdt.enabled:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
@@ -88,7 +89,7 @@ class HMTEngine(DeepSpeedEngine):
         block = config.get("hmt") if isinstance(config, dict) else None
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt_options: dict[str, Any] | None = None
-        self.hmt_activations: Activations | None = None
+        self.hmt_activations: Activations | ChunkedActivations | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
@@ -112,7 +113,8 @@ class HMTEngine(DeepSpeedEngine):
         super().__init__(args, model, *positional, **keyword)
         if hmt.gives("activations"):
             self._configure_activations(config, hmt)
-        self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
+        holders = getattr(self.hmt_activations, "holders", None)
+        self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer, holders)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -122,14 +124,17 @@ class HMTEngine(DeepSpeedEngine):
     def _configure_activations(self, config: dict[str, Any], hmt: HMTConfig) -> None:
         """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
         this = weakref.ref(self)  # the model must not keep its engine alive
+        given: dict[str, Any] = {
+            "device": self.device,
+            "aio": self._config.aio_config if "aio" in config else None,
+            "current_step": lambda: -1 if (engine := this()) is None else int(engine.global_steps),
+        }
+        if hmt.fpdt.enabled:
+            self.hmt_activations = ChunkedActivations(self.module, hmt.activations, **given)
+            return
+        keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
         self.hmt_activations = Activations(
-            self.module,
-            hmt.activations,
-            ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
-            device=self.device,
-            mpu=self.mpu,
-            aio=self._config.aio_config if "aio" in config else None,
-            current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
+            self.module, hmt.activations, keys, mpu=self.mpu, **given
         )
 
     def destroy(self) -> None:

@@ -162,17 +162,3 @@ def refused() -> str:
 
 def test_a_model_that_fpdt_cannot_run_is_refused_before_the_engine_is_built(ranks: Ranks) -> None:
     assert "attention_dropout is 0.1" in ranks.run(refused, 1)[0]
-
-
-def refused_beside_activations() -> str:
-    config = config_with(2, CHUNKS)
-    config["hmt"]["activations"] = {}
-    try:
-        make_engine(config, tiny_llama(use_cache=False))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_beside_the_activation_backend_it_is_refused(ranks: Ranks) -> None:
-    assert "remove hmt.activations" in ranks.run(refused_beside_activations, 1)[0]
