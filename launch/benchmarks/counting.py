@@ -1,18 +1,19 @@
-"""Counting what a computation would allocate, without its arithmetic where that takes hours."""
+"""Counting what a computation allocates, without the arithmetic that would take hours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.live_bytes import LiveBytes
-from hmt_deepspeed.fpdt.ops import CpuAttention
 
-__all__ = ["attention_not_computed", "counted"]
+__all__ = ["Uncomputed", "counted"]
+
+_aten = torch.ops.aten
 
 
 def counted(run: Callable[[], object]) -> int:
@@ -23,23 +24,27 @@ def counted(run: Callable[[], object]) -> int:
     return live.peak
 
 
-@contextmanager
-def attention_not_computed() -> Iterator[None]:
-    """FPDT's attention makes its outputs and gradients, of zeros: the same storages, quadratic work left out."""
+class Uncomputed(TorchDispatchMode):
+    """Matrix products and CPU attention return zeros of the right geometry: the same storages, hardly any time.
 
-    def forward(
-        ops: CpuAttention, query: Tensor, key: Tensor, value: Tensor, *_: object
-    ) -> tuple[Tensor, Tensor]:
-        sums = torch.zeros(query.shape[:-1], dtype=torch.float32, device=query.device)
-        return torch.zeros_like(query), sums
+    Enter it before what counts.
+    """
 
-    def backward(
-        ops: CpuAttention, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.mm.default:
+            return _product(*args)
+        if func is _aten.addmm.default:
+            return _product(*args[1:])
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query = args[0]
+            sums = torch.zeros(query.shape[:-1], dtype=torch.float32, device=query.device)
+            return torch.zeros_like(query), sums
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return tuple(torch.zeros_like(t) for t in args[1:4])  # of query, key and value
+        return func(*args, **(kwargs or {}))
 
-    with (
-        mock.patch.object(CpuAttention, "forward", forward),
-        mock.patch.object(CpuAttention, "backward", backward),
-    ):
-        yield
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_zeros(left.shape[0], right.shape[1])

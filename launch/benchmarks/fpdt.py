@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.alst import TiledLlama
-from benchmarks.counting import attention_not_computed, counted
+from benchmarks.counting import Uncomputed, counted
 from benchmarks.reduction_peak import reduction_peak
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import TOY, Batches, Setting, Shape, llama
@@ -28,7 +28,9 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 NARROW = Shape(64, 1, 1, vocabulary=64, micro_batch=1)
 WIDE = Shape(256, 2, 4, vocabulary=8192, micro_batch=1)
 CHUNKS = (2, 4, 8, 16, 32)
-UNCOMPUTED = "attention makes its outputs and does not compute them, which changes no storage"
+UNCOMPUTED = (
+    "products and attention make their outputs and do not compute them, which changes no storage"
+)
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def layer_memory(setting: Setting) -> CaseResult:
     shortest = lengths[0]
     fixed = shortest // 8
     workspace = partial(_layer_workspace, model, dtype=setting.torch_dtype)
-    with attention_not_computed():
+    with Uncomputed():
         by_chunks = {n: workspace(shortest, shortest // n) for n in CHUNKS}
         by_length = {length: workspace(length, fixed) for length in lengths}
     computed = workspace(shortest, fixed)
@@ -95,7 +97,7 @@ def layer_memory(setting: Setting) -> CaseResult:
             1.05,
             note="a fixed number of chunks is on the device",
         ),
-        _check("one layer", shortest, by_length[shortest], computed, "with attention computed"),
+        _check("one layer", shortest, by_length[shortest], computed, "computed"),
     ]
     return result
 
@@ -163,7 +165,7 @@ def model_memory(setting: Setting) -> CaseResult:
     chunk_size = shape.sequence // 16
     points = {n: _plain_bytes(replace(base, sequence=n), dtype) for n in counted_at}
     plain = _line(points, shape.sequence)
-    with attention_not_computed():
+    with Uncomputed():
         found = {s.sequence: _model_bytes(s, chunk_size, dtype) for s in (short, shape)}
         uncomputed = _model_bytes(small, small.sequence // 16, dtype)
     computed = _model_bytes(small, small.sequence // 16, dtype)
