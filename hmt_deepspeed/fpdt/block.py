@@ -1,8 +1,9 @@
 """A decoder layer in chunks: forward and backward of everything between its input and its output.
 
-Only the layer's input survives forward, as it is or held in pieces. Backward runs forward again chunk by chunk, takes each chunk's
-output gradient through MLP and output projection as it goes, then runs attention backward with chunks of
-keys outside, and takes dQ, dK, dV of each chunk through the projections as they become final.
+Only the layer's input survives forward, as it is or in pieces of another form. Backward runs forward again
+chunk by chunk, takes each chunk's output gradient through MLP and output projection as it goes, then runs
+attention backward with chunks of keys outside, and takes dQ, dK, dV of each chunk through the projections as
+they become final.
 """
 
 from __future__ import annotations
@@ -149,10 +150,10 @@ class ChunkedLayer:
         """Makes Q, K and V of a chunk for this rank's heads, without grad."""
 
         def project() -> tuple[Tensor, Tensor, Tensor]:
-            parts_read = self._pieces(span)
+            turn = self._pieces(span)
             pieces = [
                 families.project(self.layer, self.family, piece, _rotary_of(rotary, part))
-                for part, piece in in_turn(x, parts_read, next(iter(parts_read), None))
+                for part, piece in in_turn(x, turn, then=next(iter(turn), None))
             ]
             if not pieces:
                 q, k, v = self._no_tokens(x)
@@ -282,7 +283,7 @@ def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
 
 
 class _Layer(torch.autograd.Function):
-    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it, or by a passage."""
+    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it; or its passage."""
 
     @staticmethod
     def forward(

@@ -32,8 +32,8 @@ __all__ = [
     "build_codecs",
     "check_patterns",
     "choices_of",
+    "describe_exceptions",
     "describe_swap",
-    "exceptions",
 ]
 
 # The rounding noise is keyed by checkpointed calls; each step numbers its own, so that a resumed run goes on
@@ -164,7 +164,7 @@ class Activations:
                 component,
                 self.policy[component],
                 found[component],
-                exceptions(component, self.overrides),
+                describe_exceptions(component, self.overrides),
             ]
             for component in COMPONENTS
         ]
@@ -234,7 +234,9 @@ def build_codecs(
     }
 
 
-def exceptions(component: Component, overrides: Mapping[str, Mapping[Component, Choice]]) -> str:
+def describe_exceptions(
+    component: Component, overrides: Mapping[str, Mapping[Component, Choice]]
+) -> str:
     """What overrides say of a component, for a table."""
     found = (f"{p!r}: {c[component]}" for p, c in overrides.items() if component in c)
     return ", ".join(found) or "-"

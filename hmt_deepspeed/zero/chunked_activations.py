@@ -27,8 +27,8 @@ from hmt_deepspeed.zero.activations import (
     build_codecs,
     check_patterns,
     choices_of,
+    describe_exceptions,
     describe_swap,
-    exceptions,
 )
 from hmt_deepspeed.zero.swap import SwapMemory
 
@@ -156,7 +156,7 @@ class ChunkedActivations:
     def describe(self) -> str:
         """The start table: per component its choice and where it holds, the swap."""
         rows = [
-            [part, self.policy[part], self._found[part], exceptions(part, self.overrides)]
+            [part, self.policy[part], self._found[part], describe_exceptions(part, self.overrides)]
             for part in CHUNKED
         ]
         table = format_table(rows, ["component", "choice", "inputs", "but"])

@@ -199,8 +199,8 @@ def model_memory(setting: Setting) -> CaseResult:
             f"{label}: device bytes that a further token takes, inputs swapped, over a [1, hidden] tensor",
             per_token / (shape.hidden * dtype.itemsize),
             "x",
-            note="a layer's output and its gradient, the last norm's output and its gradient; cos, sin "
-            f"({2 * head_size} elements) and int64 numbers of the token",
+            note="as long as the sequence are the gradient that enters a layer and the one that leaves it, cos "
+            f"and sin ({2 * head_size} elements a token), and token numbers",
         ),
         _check("the model", small.sequence, uncomputed["kept"], computed["kept"], "computed"),
         Measurement(
@@ -297,7 +297,7 @@ def alst(setting: Setting) -> CaseResult:
         own_step = partial(_step, ours, rows)
         with torch.no_grad():
             losses = (
-                float(tiled._model(input_ids=rows, labels=rows).loss),
+                float(theirs(input_ids=rows, labels=rows).loss),
                 float(ours(input_ids=rows, labels=rows).loss),
             )
         nbytes = {"alst": counted(tiled_step), "fpdt": counted(own_step)}
