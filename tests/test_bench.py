@@ -146,6 +146,12 @@ def test_fpdt(tmp_path: Path) -> None:
     assert by_chunks["2"] > 4 * by_chunks["32"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model_memory", "step_time", "alst", "reduction_peak"])
+def test_other_cases_of_fpdt(name: str, tmp_path: Path) -> None:
+    check_fields(toy_case(name, tmp_path, "fpdt"))
+
+
 def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     toy_case("projected_backward", folder)  # runs again: replaces its entry
     done = run_bench("table", "--output", str(folder))

@@ -1,13 +1,15 @@
 """A decoder layer in chunks: forward and backward of everything between its input and its output.
 
-Only the layer's input survives forward. Backward runs forward again chunk by chunk, takes each chunk's
-output gradient through MLP and output projection as it goes, then runs attention backward with chunks of
-keys outside, and takes dQ, dK, dV of each chunk through the projections as they become final.
+Only the layer's input survives forward, as it is or in pieces of another form. Backward runs forward again
+chunk by chunk, takes each chunk's output gradient through MLP and output projection as it goes, then runs
+attention backward with chunks of keys outside, and takes dQ, dK, dV of each chunk through the projections as
+they become final.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,16 @@ from hmt_deepspeed.fpdt.gradients import (
     ParameterGradients,
     autocast_of,
     trained_parameters,
+)
+from hmt_deepspeed.fpdt.inputs import (
+    HeldInput,
+    Holder,
+    Input,
+    Passage,
+    WholeInput,
+    in_turn,
+    passage_of,
+    tokens,
 )
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
@@ -41,6 +53,7 @@ class ChunkedLayer:
         memory: where chunks are between their uses.
         sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
         around_backward: entered for the time of a backward.
+        holder: of the input between forward and backward; None: autograd saves it.
     """
 
     layer: nn.Module
@@ -50,6 +63,7 @@ class ChunkedLayer:
     memory: ChunkMemory
     sequence: SequenceParallel
     around_backward: Around
+    holder: Holder | None = None
 
     def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
         """The layer's output.
@@ -60,27 +74,39 @@ class ChunkedLayer:
             rotary: cos and sin, [1 or B, T, D], where the family rotates.
         """
         cos, sin = rotary or (None, None)
-        return _Layer.apply(x, cos, sin, self, visibility, *trained_parameters(self.layer))
+        parameters = trained_parameters(self.layer)
+        passage = passage_of(x, self.holder, parameters)
+        with nullcontext() if passage is None else passage.hooks():
+            return _Layer.apply(x, cos, sin, self, visibility, passage, *parameters)
 
-    def forward(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
-        """Without grad."""
+    def forward(
+        self,
+        x: Tensor,
+        visibility: Visibility,
+        rotary: Rotary | None,
+        held: HeldInput | None = None,
+    ) -> Tensor:
+        """Without grad. Each piece of ``x`` goes to ``held`` once it has been used."""
         out = torch.empty_like(x)
-        deal = self._deal(x, visibility)
-        with self._open(x, visibility, backward=False) as chunks:
+        whole = WholeInput(x)
+        deal = self._deal(whole, visibility)
+        with self._open(whole, visibility, backward=False) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(deal.local_spans(self.sequence.rank)):
                 parts = deal.parts[index]
-                shard, _ = attention.forward(index, self._projector(x, rotary, span, parts))
+                shard, _ = attention.forward(index, self._projector(whole, rotary, span, parts))
                 attended = self._own_tokens(shard, parts)
-                for part in self._pieces(span):
+                for part, piece in in_turn(whole, self._pieces(span)):
                     out[:, part[0] : part[1]] = families.finish(
-                        self.layer, self.family, _tokens(x, part), _tokens(attended, part, span)
+                        self.layer, self.family, piece, tokens(attended, part, span[0])
                     )
+                    if held is not None:
+                        held.hold(part, piece)
         return out
 
     def backward(
         self,
-        x: Tensor,
+        x: Input,
         grad: Tensor,
         visibility: Visibility,
         rotary: Rotary | None,
@@ -88,9 +114,11 @@ class ChunkedLayer:
         sums: ParameterGradients,
     ) -> Tensor | None:
         """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
-        dx = torch.empty_like(x) if wants_x else None
+        dx = x.new_gradient() if wants_x else None
         deal = self._deal(x, visibility)
         spans = deal.local_spans(self.sequence.rank)
+        pieces = [self._pieces(span) for span in spans]
+        next_pieces = [next(iter(following), None) for following in (*pieces[1:], [])]
         with self._open(x, visibility, backward=True) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(spans):
@@ -99,13 +127,17 @@ class ChunkedLayer:
                     index, self._projector(x, rotary, span, parts), for_backward=True
                 )
                 attended = self._own_tokens(shard, parts)
-                d_attended = self._finish_backward(x, attended, grad, dx, span, sums)
+                turn = in_turn(x, pieces[index], next_pieces[index])
+                d_attended = self._finish_backward(turn, attended, grad, dx, span, sums)
                 d_shard = self.sequence.to_heads(d_attended, parts)
                 attention.keep_gradient(index, shard, log_sum_exp, d_shard)
                 del shard, log_sum_exp, attended, d_attended, d_shard
 
             def project_backward(chunk: int, *grads: Tensor) -> None:
-                self._project_backward(x, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums)
+                turn = in_turn(x, pieces[chunk], next_pieces[chunk])
+                self._project_backward(
+                    turn, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums
+                )
 
             attention.backward(project_backward)
         return dx
@@ -113,16 +145,15 @@ class ChunkedLayer:
     # -- steps ----------------------------------------------------------------------------------------
 
     def _projector(
-        self, x: Tensor, rotary: Rotary | None, span: Span, parts: Sequence[int]
+        self, x: Input, rotary: Rotary | None, span: Span, parts: Sequence[int]
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Makes Q, K and V of a chunk for this rank's heads, without grad."""
 
         def project() -> tuple[Tensor, Tensor, Tensor]:
+            turn = self._pieces(span)
             pieces = [
-                families.project(
-                    self.layer, self.family, _tokens(x, part), _rotary_of(rotary, part)
-                )
-                for part in self._pieces(span)
+                families.project(self.layer, self.family, piece, _rotary_of(rotary, part))
+                for part, piece in in_turn(x, turn, then=next(iter(turn), None))
             ]
             if not pieces:
                 q, k, v = self._no_tokens(x)
@@ -137,7 +168,7 @@ class ChunkedLayer:
 
     def _finish_backward(
         self,
-        x: Tensor,
+        pieces: Iterator[tuple[Span, Tensor]],
         attended: Tensor,
         grad: Tensor,
         dx: Tensor | None,
@@ -146,14 +177,14 @@ class ChunkedLayer:
     ) -> Tensor:
         """dO [B, Hq, T, D] of ``attended`` [B, T, Hq D]; the residual's share of dX is written."""
         d_attended = torch.empty_like(attended)
-        for part in self._pieces(span):
+        for part, piece in pieces:
             inputs = [
-                _tokens(x, part).detach().requires_grad_(dx is not None),
-                _tokens(attended, part, span).detach().requires_grad_(),
+                piece.detach().requires_grad_(dx is not None),
+                tokens(attended, part, span[0]).detach().requires_grad_(),
             ]
             with torch.enable_grad():
                 out = families.finish(self.layer, self.family, *inputs)
-            d_x, d_part = sums.differentiate([out], [_tokens(grad, part)], inputs)
+            d_x, d_part = sums.differentiate([out], [tokens(grad, part)], inputs)
             assert d_part is not None
             d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
             if dx is not None and d_x is not None:
@@ -163,7 +194,7 @@ class ChunkedLayer:
 
     def _project_backward(
         self,
-        x: Tensor,
+        pieces: Iterator[tuple[Span, Tensor]],
         rotary: Rotary | None,
         grads: tuple[Tensor, ...],
         dx: Tensor | None,
@@ -177,8 +208,8 @@ class ChunkedLayer:
         grads = tuple(
             self.sequence.to_tokens(d, parts, n) for d, n in zip(grads, heads, strict=True)
         )
-        for part in self._pieces(span):
-            x_part = _tokens(x, part).detach().requires_grad_(dx is not None)
+        for part, piece in pieces:
+            x_part = piece.detach().requires_grad_(dx is not None)
             with torch.enable_grad():
                 outs = families.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
             begin, end = part[0] - span[0], part[1] - span[0]
@@ -193,7 +224,7 @@ class ChunkedLayer:
             for begin, end in spans_of(span[1] - span[0], self.piece_size)
         ]
 
-    def _no_tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _no_tokens(self, x: Input) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of a rank that has no token of a short last chunk.
 
         Its submodules are not called: tensors without elements all have the same address, by which
@@ -203,7 +234,7 @@ class ChunkedLayer:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         q, k, v = (
-            x.new_empty(x.shape[0], heads, 0, head_size, dtype=dtype)
+            torch.empty(x.shape[0], heads, 0, head_size, dtype=dtype, device=x.device)
             for heads in (query_heads, key_heads, key_heads)
         )
         return q, k, v
@@ -221,7 +252,7 @@ class ChunkedLayer:
         local = self.sequence.to_tokens(shard, parts, self._heads[0])
         return local.transpose(1, 2).flatten(2)
 
-    def _deal(self, x: Tensor, visibility: Visibility) -> Deal:
+    def _deal(self, x: Input, visibility: Visibility) -> Deal:
         deal = Deal(visibility.length, self.chunk_size, self.sequence.size)
         expected = sum(part[self.sequence.rank] for part in deal.parts)
         if x.shape[1] != expected:
@@ -231,7 +262,7 @@ class ChunkedLayer:
             )
         return deal
 
-    def _open(self, x: Tensor, visibility: Visibility, backward: bool) -> Chunks:
+    def _open(self, x: Input, visibility: Visibility, backward: bool) -> Chunks:
         query_heads, key_heads, head_size = self._heads
         shape = AttentionShape(
             x.shape[0],
@@ -239,14 +270,9 @@ class ChunkedLayer:
             query_heads // self.sequence.size,
             max(1, key_heads // self.sequence.size),
             head_size,
-            x.element_size(),
+            x.dtype.itemsize,
         )
         return self.memory.open(x.device, shape, self.chunk_size, backward)
-
-
-def _tokens(tensor: Tensor, part: Span, span: Span = (0, 0)) -> Tensor:
-    """Tokens of [B, T, ...] that begins at ``span``, contiguous as modules expect them."""
-    return tensor[:, part[0] - span[0] : part[1] - span[0]].contiguous()
 
 
 def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
@@ -257,7 +283,7 @@ def _rotary_of(rotary: Rotary | None, part: Span) -> Rotary | None:
 
 
 class _Layer(torch.autograd.Function):
-    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it."""
+    """Saves the layer's input by ``save_for_backward``, where saved-tensor hooks can swap it; or its passage."""
 
     @staticmethod
     def forward(
@@ -267,19 +293,26 @@ class _Layer(torch.autograd.Function):
         sin: Tensor | None,
         layer: ChunkedLayer,
         visibility: Visibility,
+        passage: Passage | None,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)  # type: ignore[arg-type]
+        held = None if passage is None else passage.held
+        first = x if passage is None else passage.ticket()
+        ctx.save_for_backward(first, cos, sin)  # type: ignore[arg-type]
+        ctx.passage = passage  # type: ignore[attr-defined]
         ctx.layer, ctx.visibility = layer, visibility  # type: ignore[attr-defined]
         ctx.parameters = parameters  # type: ignore[attr-defined]
         ctx.autocast = autocast_of(x.device)  # type: ignore[attr-defined]
         with autocast_of(x.device):
-            return layer.forward(x, visibility, None if cos is None or sin is None else (cos, sin))
+            rotary = None if cos is None or sin is None else (cos, sin)
+            return layer.forward(x, visibility, rotary, held)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        first, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        passage: Passage | None = ctx.passage  # type: ignore[attr-defined]
+        x = WholeInput(first) if passage is None else passage.arrived()
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
         with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]
@@ -290,4 +323,4 @@ class _Layer(torch.autograd.Function):
                 ctx.needs_input_grad[0],  # type: ignore[attr-defined]
                 sums,
             )
-        return dx, None, None, None, None, *sums.take()
+        return dx, None, None, None, None, None, *sums.take()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.fpdt.attention import chunked_attention
@@ -16,6 +17,7 @@ from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
 from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, heads_of, resolve
 from hmt_deepspeed.fpdt.gradients import Around
+from hmt_deepspeed.fpdt.inputs import Holder
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
@@ -88,6 +90,7 @@ def install(
     offload_kv: bool = True,
     group: Group | None = None,
     around_backward: Around = nullcontext,
+    holders: Mapping[nn.Module, Holder] | None = None,
 ) -> Installation:
     """Replaces the forward of a causal language model's decoder layers, last norm and loss.
 
@@ -104,6 +107,8 @@ def install(
             each computes its part, returns the loss of all, and has gradients whose mean over the ranks is
             the loss's.
         around_backward: entered for the time of each layer's backward, and of the head's.
+        holders: of the inputs of layers, and of the head, between forward and backward, piece by piece;
+            autograd saves those of other modules as they are.
 
     Raises:
         ValueError: another family, or a setting that would change the result.
@@ -124,6 +129,7 @@ def install(
 
     if ATTENTION not in AttentionInterface():
         register_attention()
+    holders = holders or {}
     installation = Installation(ChunkMemory(offload_kv), sequence)
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
@@ -135,9 +141,12 @@ def install(
             installation.memory,
             sequence,
             around_backward,
+            holders.get(layer),
         )
         forward = _layer_forward(type(layer).forward, chunked)
         installation.replace_method(layer, "forward", forward)
+        if hasattr(layer, "gradient_checkpointing"):  # it would run the whole layer once more
+            installation.set_config(layer, "gradient_checkpointing", False)
     norm = resolve(base, family.final_norm)
     if norm is not None:
         forward = _tokenwise_forward(norm.forward, piece_size)
@@ -145,7 +154,8 @@ def install(
     head = model.get_output_embeddings()
     size = loss_chunk_size(model.config.vocab_size, chunk_size)
     part = SequencePart(family, sequence, chunk_size)
-    installation.replace_method(head, "forward", _head_forward(head.forward, size, around_backward))
+    forward = _head_forward(head.forward, size, around_backward, holders.get(head))
+    installation.replace_method(head, "forward", forward)
     installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
     installation.replace_method(model, "generate", _generate(type(model).generate, installation))
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
@@ -221,7 +231,7 @@ def _tokenwise_forward(
 
 
 def _head_forward(
-    original: Callable[..., Any], size: int, around_backward: Around
+    original: Callable[..., Any], size: int, around_backward: Around, holder: Holder | None
 ) -> Callable[..., Tensor]:
     """With targets the head returns the loss: its own hooks, ZeRO-3's gather, fire once for all chunks."""
 
@@ -233,9 +243,14 @@ def _head_forward(
         count: Tensor | None = None,
     ) -> Tensor:
         if targets is None or count is None:
+            if holder is not None and torch.is_grad_enabled():
+                raise ValueError(
+                    "the head's input is held in another form between forward and backward, which FPDT does "
+                    "for its own loss: pass labels, compute logits under torch.no_grad(), or keep lm_head"
+                )
             return original(hidden_states)
         return chunked_cross_entropy(
-            hidden_states, targets, count, self, original, size, around_backward
+            hidden_states, targets, count, self, original, size, around_backward, holder
         )
 
     return forward

@@ -20,6 +20,7 @@ from hmt_deepspeed.fpdt.gradients import (
     autocast_of,
     trained_parameters,
 )
+from hmt_deepspeed.fpdt.inputs import Holder, Passage, WholeInput, in_turn, passage_of
 from hmt_deepspeed.fpdt.visibility import spans_of
 
 __all__ = ["IGNORED", "chunked_cross_entropy", "count_of", "loss_chunk_size", "shifted"]
@@ -48,30 +49,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         project: Callable[[Tensor], Tensor],
         chunk_size: int,
         around_backward: Around,
+        passage: Passage | None,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.around_backward = around_backward  # type: ignore[attr-defined]
-        ctx.save_for_backward(hidden, targets, count)
+        held = None if passage is None else passage.held
+        first = hidden if passage is None else passage.ticket()
+        ctx.around_backward, ctx.passage = around_backward, passage  # type: ignore[attr-defined]
+        ctx.save_for_backward(first, targets, count)
         ctx.project, ctx.parameters = project, parameters  # type: ignore[attr-defined]
         ctx.chunk_size = chunk_size  # type: ignore[attr-defined]
         ctx.autocast = autocast_of(hidden.device)  # type: ignore[attr-defined]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with autocast_of(hidden.device):
             for begin, end in spans_of(hidden.shape[0], chunk_size):
-                total += _sum_of_losses(project(hidden[begin:end]), targets[begin:end])
+                part = hidden[begin:end]
+                total += _sum_of_losses(project(part), targets[begin:end])
+                if held is not None:
+                    held.hold((begin, end), part)
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
+        first, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
+        passage: Passage | None = ctx.passage  # type: ignore[attr-defined]
+        hidden = WholeInput(first) if passage is None else passage.arrived()
         wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_hidden = hidden.new_gradient() if wants_hidden else None
         each = grad / count
         with ctx.around_backward():  # type: ignore[attr-defined]
-            for begin, end in spans_of(hidden.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
-                part = hidden[begin:end].detach().requires_grad_(wants_hidden)
+            spans = spans_of(hidden.shape[0], ctx.chunk_size)  # type: ignore[attr-defined]
+            for (begin, end), piece in in_turn(hidden, spans):
+                part = piece.detach().requires_grad_(wants_hidden)
                 with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
                     logits = ctx.project(part)  # type: ignore[attr-defined]
                     loss = _sum_of_losses(logits, targets[begin:end])
@@ -79,7 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 (d_part,) = sums.differentiate([loss], [each], [part])
                 if d_hidden is not None and d_part is not None:
                     d_hidden[begin:end] = d_part
-        return d_hidden, None, None, None, None, None, *sums.take()
+        return d_hidden, None, None, None, None, None, None, *sums.take()
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -104,6 +114,7 @@ def chunked_cross_entropy(
     project: Callable[[Tensor], Tensor],
     chunk_size: int,
     around_backward: Around = nullcontext,
+    holder: Holder | None = None,
 ) -> Tensor:
     """Cross entropy of ``project(hidden)`` against ``targets``, in fp32.
 
@@ -113,16 +124,21 @@ def chunked_cross_entropy(
         head: whose parameters ``project`` uses.
         project: [T, n] -> [T, vocabulary].
         around_backward: entered for the time of the backward.
+        holder: of ``hidden`` between forward and backward; None: autograd saves it.
 
     Returns:
         A scalar.
     """
-    return _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        targets.reshape(-1),
-        count,
-        project,
-        chunk_size,
-        around_backward,
-        *trained_parameters(head),
-    )
+    flat, parameters = hidden.reshape(-1, hidden.shape[-1]), trained_parameters(head)
+    passage = passage_of(flat, holder, parameters)
+    with nullcontext() if passage is None else passage.hooks():
+        return _ChunkedCrossEntropy.apply(
+            flat,
+            targets.reshape(-1),
+            count,
+            project,
+            chunk_size,
+            around_backward,
+            passage,
+            *parameters,
+        )

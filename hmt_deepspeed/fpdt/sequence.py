@@ -34,6 +34,9 @@ class Group(Protocol):
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """All-to-all: sends ``parts[r]`` to rank r, returns what rank r sent, of ``shapes[r]``."""
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, in order of ranks; anything that can be pickled."""
+
 
 class TorchGroup:
     """The ranks of a process group of ``torch.distributed``; None: all."""
@@ -62,6 +65,11 @@ class TorchGroup:
         pieces = received.split(sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
+    def gather(self, value: Any) -> list[Any]:
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value, group=self._group)
+        return every
+
 
 class _Alone:
     """One rank: nothing is exchanged."""
@@ -70,6 +78,9 @@ class _Alone:
 
     def exchange(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         return list(parts)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,13 @@ from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
 from hmt_deepspeed.zero.boundary import Boundary
 from hmt_deepspeed.zero.swap import SwapMemory
 
-__all__ = ["Activations"]
+__all__ = [
+    "Activations",
+    "build_codecs",
+    "choices_of",
+    "describe_exceptions",
+    "describe_swap",
+]
 
 # The rounding noise is keyed by checkpointed calls; each step numbers its own, so that a resumed run goes on
 # as the uninterrupted one.
@@ -62,15 +68,15 @@ class Activations:
         current_step: Callable[[], int],
     ) -> None:
         self.attribution = attribute(model, config.components)
-        self.policy = _choices(config.policy)
-        self.overrides = {pattern: _choices(over) for pattern, over in config.overrides.items()}
+        self.policy = choices_of(config.policy)
+        self.overrides = {pattern: choices_of(over) for pattern, over in config.overrides.items()}
         check_overrides(self.overrides, self.attribution)
         self._current_step, self._step = current_step, -1
         self._has_checked = False
         with ExitStack() as undo:  # of what was done before something is refused
             self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
             undo.callback(self.memory.close)
-            self._codecs = self._build_codecs(config)
+            self._codecs = build_codecs(self.policy, self.overrides, config, self.memory)
             inputs = LayerInputs(keys, mpu, self._swap_host)
             self.backend = ActivationBackend(
                 model,
@@ -89,22 +95,6 @@ class Activations:
             undo.callback(first.remove)
             undo.callback(Service(model, self.backend).close)
             self._undo = undo.pop_all()
-
-    def _build_codecs(self, config: ActivationsConfig) -> dict[Choice, Codec]:
-        """Of the choices that occur; raw for whatever has no component."""
-        chosen: set[Choice] = {"keep", *self.policy.values()}
-        chosen.update(*(choices.values() for choices in self.overrides.values()))
-        stores: dict[Choice, Store] = {}
-        if "swap_host" in chosen:
-            stores["swap_host"] = self.memory.host
-        if "swap_ssd" in chosen:
-            stores["swap_ssd"] = self.memory.host_then_files
-        return {
-            choice: build_codec(
-                choice, block_size=config.block_size, rounding=config.rounding, stores=stores
-            )
-            for choice in sorted(chosen - {"recompute"})
-        }
 
     def _swap_host(self) -> Codec:
         return self._codecs.get("swap_host") or build_codec(
@@ -153,7 +143,12 @@ class Activations:
         """The start table: per component its choice and where it holds, what is not attributed, the swap."""
         layers, found = self.attribution.layers, self._modules()
         rows = [
-            [component, self.policy[component], found[component], self._exceptions(component)]
+            [
+                component,
+                self.policy[component],
+                found[component],
+                describe_exceptions(component, self.overrides),
+            ]
             for component in COMPONENTS
         ]
         table = format_table(rows, ["component", "choice", "modules", "but"])
@@ -162,14 +157,7 @@ class Activations:
         if self.attribution.unattributed:
             names = ", ".join(_grouped(self.attribution.unattributed))
             lines.append(f"no component, held as they are: {names}")
-        if {"swap_host", "swap_ssd"} & self._codecs.keys():
-            ssd = self.memory.nvme_path if "swap_ssd" in self._codecs else None
-            limit = format_bytes(self.memory.limit)
-            lines.append(
-                f"swap: up to {limit} of host memory per rank"
-                + ("" if ssd is None else f", then files in {ssd}")
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *describe_swap(self._codecs, self.memory)])
 
     def _modules(self) -> Counter[str]:
         """How many modules' outputs, or inputs, belong to a component."""
@@ -184,18 +172,56 @@ class Activations:
         found["layernorm"] += self.attribution.final_norm is not None
         return found
 
-    def _exceptions(self, component: Component) -> str:
-        found = (f"{p!r}: {c[component]}" for p, c in self.overrides.items() if component in c)
-        return ", ".join(found) or "-"
-
     def close(self) -> None:
         """The model computes as before, host memory and files are given back. Idempotent."""
         self._undo.close()
 
 
-def _choices(model: BaseModel) -> dict[Component, Choice]:
+# -- also beside hmt.fpdt ------------------------------------------------------------------------------
+
+
+def choices_of(model: BaseModel) -> dict[Component, Choice]:
     """What is set of a policy or an override."""
     return {component: choice for component in COMPONENTS if (choice := getattr(model, component))}
+
+
+def build_codecs(
+    policy: Mapping[Component, Choice],
+    overrides: Mapping[str, Mapping[Component, Choice]],
+    config: ActivationsConfig,
+    memory: SwapMemory,
+) -> dict[Choice, Codec]:
+    """Of the choices that occur; raw for whatever has no component."""
+    chosen: set[Choice] = {"keep", *policy.values()}
+    chosen.update(*(choices.values() for choices in overrides.values()))
+    stores: dict[Choice, Store] = {}
+    if "swap_host" in chosen:
+        stores["swap_host"] = memory.host
+    if "swap_ssd" in chosen:
+        stores["swap_ssd"] = memory.host_then_files
+    return {
+        choice: build_codec(
+            choice, block_size=config.block_size, rounding=config.rounding, stores=stores
+        )
+        for choice in sorted(chosen - {"recompute"})
+    }
+
+
+def describe_exceptions(
+    component: Component, overrides: Mapping[str, Mapping[Component, Choice]]
+) -> str:
+    """What overrides say of a component, for a table."""
+    found = (f"{p!r}: {c[component]}" for p, c in overrides.items() if component in c)
+    return ", ".join(found) or "-"
+
+
+def describe_swap(codecs: Mapping[Choice, Codec], memory: SwapMemory) -> list[str]:
+    """A line about where tensors are swapped to, if any are."""
+    if not {"swap_host", "swap_ssd"} & codecs.keys():
+        return []
+    ssd = memory.nvme_path if "swap_ssd" in codecs else None
+    line = f"swap: up to {format_bytes(memory.limit)} of host memory per rank"
+    return [line + ("" if ssd is None else f", then files in {ssd}")]
 
 
 def _grouped(names: tuple[str, ...]) -> list[str]:

@@ -21,6 +21,7 @@ from hmt_deepspeed.optim.hmt import HMT, MARK
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
+from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
 from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
@@ -75,7 +76,7 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        if hmt.gives("activations") and not hmt.gives("optimizer"):
+        if hmt.gives("activations") and not hmt.gives("optimizer") and not hmt.fpdt.enabled:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
@@ -107,7 +108,7 @@ class HMTEngine(DeepSpeedEngine):
         block = config.get("hmt") if isinstance(config, dict) else None
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt_options: dict[str, Any] | None = None
-        self.hmt_activations: Activations | None = None
+        self.hmt_activations: Activations | ChunkedActivations | None = None
         self.hmt_planner: RunPlanner | None = None
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
@@ -132,31 +133,36 @@ class HMTEngine(DeepSpeedEngine):
         prepare_for_fpdt(model, hmt.fpdt)
         super().__init__(args, model, *positional, **keyword)
         if hmt.gives("activations"):
-            self.hmt_activations = self._activations(config, hmt.activations)
+            self.hmt_activations = self._activations(
+                config, hmt.activations, in_chunks=hmt.fpdt.enabled
+            )
         if hmt.activations.is_planned:
             self.hmt_planner = self._run_planner(config, hmt)
         fpdt = hmt.fpdt
         if fpdt.enabled and fpdt.chunk_size == "auto":
             fpdt = with_chunk_size(fpdt, self._run_facts(hmt), self)
-        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer)
+        holders = getattr(self.hmt_activations, "holders", None)
+        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, holders)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
             for part in parts:
                 print(part.describe(), flush=True)
 
-    def _activations(self, config: dict[str, Any], settings: ActivationsConfig) -> Activations:
+    def _activations(
+        self, config: dict[str, Any], settings: ActivationsConfig, in_chunks: bool = False
+    ) -> Activations | ChunkedActivations:
         """After the model is placed: Hugging Face may have turned its own checkpointing on before."""
         this = weakref.ref(self)  # the model must not keep its engine alive
-        return Activations(
-            self.module,
-            settings,
-            ActivationCheckpointing.from_section(config.get("activation_checkpointing")),
-            device=self.device,
-            mpu=self.mpu,
-            aio=self._aio_section(),
-            current_step=lambda: -1 if (engine := this()) is None else int(engine.global_steps),
-        )
+        given: dict[str, Any] = {
+            "device": self.device,
+            "aio": self._aio_section(),
+            "current_step": lambda: -1 if (engine := this()) is None else int(engine.global_steps),
+        }
+        if in_chunks:
+            return ChunkedActivations(self.module, settings, **given)
+        keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
+        return Activations(self.module, settings, keys, mpu=self.mpu, **given)
 
     def _run_facts(self, hmt: HMTConfig) -> RunFacts:
         ours = self._hmt_options is not None

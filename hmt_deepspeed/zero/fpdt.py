@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
 
 from hmt_deepspeed.config import FpdtConfig
+from hmt_deepspeed.fpdt.inputs import Holder
 from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
@@ -29,12 +32,18 @@ def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
 
 
 def install_fpdt(
-    model: Any, config: FpdtConfig, optimizer: HMTZeroOptimizer | None
+    model: Any,
+    config: FpdtConfig,
+    optimizer: HMTZeroOptimizer | None,
+    holders: Mapping[nn.Module, Holder] | None = None,
 ) -> Installation | None:
     """After the engine and its optimizer have placed and patched the model, with a number as chunk size.
 
     Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
     whatever linear is called: once per layer, then, not once per chunk.
+
+    Args:
+        holders: of inputs between forward and backward, see :class:`ChunkedActivations`.
     """
     if not config.enabled:
         return None
@@ -45,6 +54,7 @@ def install_fpdt(
         offload_kv=config.offload_kv,
         group=_sequence_group(config.sequence_parallel_size),
         around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
+        holders=holders,
     )
 
 

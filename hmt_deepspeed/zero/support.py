@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
+from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
 from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
 __all__ = ["check_activations", "check_engine", "check_supported", "resolved_overlap"]
@@ -53,15 +54,14 @@ def check_activations(
         options: fields of ``hmt.optimizer``; None under another optimizer.
 
     Raises:
-        ValueError: DeepCompile, whose graphs bypass the modules; FPDT, whose layers keep nothing but their
-            input; what becomes of projected inputs, where there are none.
+        ValueError: DeepCompile, whose graphs bypass the modules; choices that FPDT's layers, which keep
+            nothing but their input, do not have; what becomes of projected inputs, where there are none.
     """
     activations = hmt.activations
     if hmt.fpdt.enabled:
-        raise ValueError(
-            "hmt.fpdt.enabled is true, which hmt.activations does not go with: legal is one of the two. A "
-            "layer in chunks keeps only its input, so there is nothing to choose: remove hmt.activations."
-        )
+        refused = refused_beside_chunks(activations, config.get("activation_checkpointing") or {})
+        if messages := list(refused):
+            raise ValueError("\n".join(messages))
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(
             "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "

@@ -52,4 +52,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Of the tensors that have memory."""
+    tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not t.is_meta]
+    return [tensor.untyped_storage() for tensor in tensors]

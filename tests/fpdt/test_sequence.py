@@ -10,6 +10,7 @@ import torch
 from harness import Ranks
 from tiny import batch, error, fpdt, step, tiny
 
+from hmt_deepspeed.fpdt.loader import SharedBatches
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import spans_of
 
@@ -159,3 +160,38 @@ def test_what_ranks_that_share_a_sequence_refuse(ranks: Ranks) -> None:
         assert "got different rows" in rows
         assert "pass labels" in logits
         assert "got inputs_embeds" in embeddings
+
+
+# -- loaders ----------------------------------------------------------------------------------------
+
+
+def batches_seen(group_size: int) -> tuple[int, list[int]]:
+    """Of a loader of three rows of its own on rank 0, four on others."""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from hmt_deepspeed.fpdt.sequence import TorchGroup
+
+    rank = dist.get_rank()
+    groups = [
+        dist.new_group(list(range(first, first + group_size)))
+        for first in range(0, dist.get_world_size(), group_size)
+    ]
+    sequence = SequenceParallel(TorchGroup(groups[rank // group_size]))
+    rows = [10 * rank + row for row in range(3 if rank == 0 else 4)]
+    shared = SharedBatches(DataLoader(rows, batch_size=1), sequence)
+    return len(shared), [int(batch) for batch in shared]
+
+
+def test_a_loader_of_rows_of_ones_own_is_shared(ranks: Ranks) -> None:
+    """Every group sees each of its ranks' rows once, in the same order on all of its ranks."""
+    first, second, third, fourth = ranks.run(batches_seen, 4, 2)
+    assert first == (6, [0, 10, 1, 11, 2, 12])
+    assert second == (8, first[1]), "up to the end of the shorter loader"
+    assert third == fourth == (8, [20, 30, 21, 31, 22, 32, 23, 33])
+
+
+def test_a_loader_of_one_rank_is_itself() -> None:
+    assert list(SharedBatches([1, 2], SequenceParallel())) == [1, 2]
+    with pytest.raises(TypeError, match="has no length"):
+        len(SharedBatches(iter([1]), SequenceParallel()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,15 +166,21 @@ def test_a_model_that_fpdt_cannot_run_is_refused_before_the_engine_is_built(rank
     assert "attention_dropout is 0.1" in ranks.run(refused, 1)[0]
 
 
-def refused_beside_activations() -> str:
-    config = config_with(2, CHUNKS)
-    config["hmt"]["activations"] = {}
-    try:
-        make_engine(config, tiny_llama(use_cache=False))
-    except ValueError as error:
-        return str(error)
-    return ""
+def reduction_excess(optimizer: dict[str, Any]) -> tuple[int, int]:
+    """Bytes by which a reduction's peak exceeds the peak before it, and of a bucket."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+    from benchmarks import reduction_peak
+    from benchmarks.setting import Shape
+
+    shape = Shape(96, 2, 4, vocabulary=64, sequence=64, micro_batch=1)
+    arguments = {"shape": vars(shape), "bucket": 8192, "optimizer": optimizer}
+    found = reduction_peak.count(torch.distributed.get_rank(), arguments)
+    assert len(found["stretches"]) > 20, "each parameter's arrival, and the end"
+    return found["excess"], 8192 * 4
 
 
-def test_beside_the_activation_backend_it_is_refused(ranks: Ranks) -> None:
-    assert "remove hmt.activations" in ranks.run(refused_beside_activations, 1)[0]
+@pytest.mark.parametrize("optimizer", [{"method": "adamw"}, {"rank": 4, "update_interval": 100}])
+def test_reducing_gradients_makes_no_spike(ranks: Ranks, optimizer: dict[str, Any]) -> None:
+    """The limit that the paper names: within a bucket of what a layer's backward took before."""
+    for excess, bucket in ranks.run(reduction_excess, 2, optimizer):
+        assert excess <= bucket
