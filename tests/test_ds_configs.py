@@ -16,7 +16,12 @@ from hmt_deepspeed.config import HMTConfig, read_json_config
 from hmt_deepspeed.train.models import resolve_bf16
 
 FOLDER = Path(__file__).resolve().parents[1] / "ds_configs"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+BY_LIBRARIES = {
+    "trainer",
+    "accelerate",
+    "trl",
+}  # which fill in "auto": trained in tests/integration
+NAMES = sorted({path.stem for path in FOLDER.glob("*.json")} - BY_LIBRARIES)
 ONLY_SEVERAL_RANKS = {"fpdt_sequence_parallel": 3}  # with its ZeRO stage
 ALONE = [name for name in NAMES if name not in ONLY_SEVERAL_RANKS]
 SEVERAL_RANKS = ["hmt_zero0", "hmt_zero1", "hmt_zero2", "hmt_zero3"]

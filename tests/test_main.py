@@ -33,7 +33,7 @@ if __name__ == "__main__":
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
-CONFIG = """{"train_batch_size": 4, "zero_optimization": {"stage": 2},
+CONFIG = """{"train_batch_size": 8, "zero_optimization": {"stage": 2},
  "optimizer": {"type": "HMT", "params": {"lr": 0.001}},
  "hmt": {"optimizer": {"rank": 4, "exclude_modules": ["1.weight"]}}}"""
 
@@ -44,7 +44,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env["PYTHONPATH"] = f"{root}{os.pathsep}{env.get('PYTHONPATH', '')}"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     port = str(20000 + os.getpid() % 20000)
-    command = ["deepspeed", "--num_gpus", "1", "--master_port", port, "--module", "hmt_deepspeed"]
+    command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed"]
     return subprocess.run(
         [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
@@ -58,7 +58,8 @@ def test_an_unchanged_script_trains_with_hmt(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(CONFIG)
     done = launch(tmp_path, "scripts/train.py", "--deepspeed_config", "x.json", "--name", "a b")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "RESULT HMTEngine HMTZeroOptimizer beside a b 0" in done.stdout
+    for rank in (0, 1):
+        assert f"RESULT HMTEngine HMTZeroOptimizer beside a b {rank}" in done.stdout
 
 
 def test_a_missing_script_is_named(tmp_path: Path) -> None:

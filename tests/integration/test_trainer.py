@@ -22,7 +22,15 @@ from hf_runs import (
 from training import furthest
 
 import hmt_deepspeed
+from hmt_deepspeed.config import read_json_config
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "ds_configs" / "trainer.json"
+BY_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -52,7 +60,9 @@ WATCHED: dict[str, Any] = {
 }
 
 
-def trainer(folder: Path, precision: str, name: str, config: str = "hmt", **arguments: Any) -> Any:
+def trainer(
+    folder: Path, precision: str, name: str, config: str = "hmt", by: Any = None, **arguments: Any
+) -> Any:
     """Trained on one half of the vocabulary and evaluated on the other, so that evaluation gets worse."""
     from transformers import (
         AutoModelForCausalLM,
@@ -72,6 +82,7 @@ def trainer(folder: Path, precision: str, name: str, config: str = "hmt", **argu
         train_dataset=rows(64, high=30),
         eval_dataset=rows(5, 1000, low=30) if watched else None,  # one rank gets one more
         callbacks=[EarlyStoppingCallback(2)] if watched else [],
+        optimizer_cls_and_kwargs=by,
     )
 
 
@@ -80,11 +91,11 @@ def history(run: Any, *keys: str) -> list[tuple[float, ...]]:
 
 
 def runs(folder: Path, precision: str) -> dict[str, Any]:
-    """One run that stops early, one that resumes it, one that neither evaluates nor saves."""
+    """One run that stops early, one that resumes it, one that neither evaluates nor saves; then short ones:
+    two of AdamW, of the example in ds_configs, and with HMT as the Trainer's own optimizer class."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
-    torch.cuda.is_bf16_supported = lambda *_, **__: True
     hmt_deepspeed.register()
     stopped = trainer(folder, precision, "stopped", **WATCHED)
     stopped.train()
@@ -123,18 +134,28 @@ def runs(folder: Path, precision: str) -> dict[str, Any]:
     }
     found["bare_steps"] = history(bare, "loss", "grad_norm", "learning_rate")
     bare.deepspeed.destroy()
-    for name in ("adamw", "stock"):
-        twin = trainer(folder, precision, name, config=name, max_steps=8)
-        twin.train()
-        found[name] = history(twin, "loss", "grad_norm", "learning_rate")
-        twin.deepspeed.destroy()
+    by = (hmt_deepspeed.HMT, {"lr": 3e-3, "rank": 4})
+    for name in ("adamw", "stock", "example", "class"):
+        given = by if name == "class" else None
+        short = trainer(folder, precision, name, config=name, by=given, max_steps=8)
+        short.train()
+        found[name] = history(short, "loss", "grad_norm", "learning_rate")
+        if name == "class":
+            groups = short.deepspeed.optimizer.param_groups
+            found["decay"] = [(len(g["params"]), g["weight_decay"]) for g in groups]
+            found["ranks"] = {e.matrix.rank for e in short.deepspeed.optimizer.low_rank}
+        short.deepspeed.destroy()
     return found
 
 
-CASES = [(2, 1, "fp32"), (2, 1, "fp16"), (3, 2, "bf16")]
+CASES = [
+    (2, 1, "fp32"),
+    pytest.param((2, 1, "fp16"), marks=pytest.mark.slow),
+    (3, 2, "bf16"),
+]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.fixture(scope="module", params=CASES, ids=["zero2-fp32", "zero2-fp16", "zero3-bf16"])
 def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
     stage, world, precision = request.param
     folder = tmp_path_factory.mktemp("trainer")
@@ -143,7 +164,10 @@ def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
         "hmt": auto_config(stage),
         "adamw": auto_config(stage, hmt={"optimizer": {"method": "adamw"}}),
         "stock": stock_twin(auto_config(stage)),
+        "example": read_json_config(EXAMPLE),
+        "class": {"zero_optimization": {"stage": stage}, **dict.fromkeys(BY_TRAINER, "auto")},
     }
+    configs["class"]["bf16"] = {"enabled": "auto"}
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
     ranks.preload("transformers.trainer")
@@ -220,3 +244,16 @@ def test_adamw_is_deepspeeds_own(run: dict[str, Any]) -> None:
         assert ours[0] == pytest.approx(stock[0], rel=tolerance)
         assert ours[1] == pytest.approx(stock[1], rel=10 * tolerance)
         assert ours[2] == stock[2]
+
+
+def test_the_example_trains(run: dict[str, Any]) -> None:
+    losses = [loss for loss, *_ in run["example"]]
+    assert losses[-1] < losses[0]
+
+
+def test_hmt_as_the_trainers_optimizer_class(run: dict[str, Any]) -> None:
+    """Trainer's groups: 16 matrices decay, 5 norms do not."""
+    losses = [loss for loss, *_ in run["class"]]
+    assert losses[-1] < losses[0]
+    assert run["decay"] == [(16, 0.05), (5, 0.0)]
+    assert run["ranks"] == {4}
