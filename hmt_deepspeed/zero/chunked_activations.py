@@ -20,7 +20,6 @@ from hmt_deepspeed.activations.attribution import attribute
 from hmt_deepspeed.activations.codecs import Codec, Held, Keep
 from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
-from hmt_deepspeed.activations.recording import Recording
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
@@ -124,12 +123,11 @@ class ChunkedActivations:
         if torch.is_grad_enabled() and x not in self._kept:
             self._kept[x] = self._charge(name, component, x.untyped_storage().nbytes())
 
-    def _charge(self, name: str, component: Component, nbytes: int) -> Recording:
+    def _charge(self, name: str, component: Component, nbytes: int) -> _Charge:
         """Counts bytes until what is returned is garbage."""
-        recording = Recording(redraws=False, previous=lambda: None)
-        recording.charge(name, component, nbytes)
-        self._ledger.hold(recording)
-        return recording
+        charge = _Charge()
+        self._ledger.hold(charge, {(name, component): nbytes})
+        return charge
 
     def _begin_step(self, module: nn.Module, _: Any) -> None:
         """Before a forward: the numbers are of the window that it belongs to."""
@@ -168,10 +166,14 @@ class ChunkedActivations:
         self._undo.close()
 
 
+class _Charge:
+    """Bytes that are held for as long as it exists."""
+
+
 class _Charged:
     """A held piece that is counted while it exists."""
 
-    def __init__(self, held: Held, charge: Recording) -> None:
+    def __init__(self, held: Held, charge: _Charge) -> None:
         self._held, self._charge = held, charge
 
     @property

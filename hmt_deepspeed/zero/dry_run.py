@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.fpdt.install import install
+from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import check_encodable
@@ -29,7 +31,7 @@ from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.engine import HMTEngine, hmt_options
-from hmt_deepspeed.zero.entries import Entry, build_entries, build_schedule
+from hmt_deepspeed.zero.entries import Entry, HostSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
@@ -82,14 +84,16 @@ def dry_run(
     hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
     parsed = _Config(config, ranks)
     options = hmt_options(config, None)
-    overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
+    offload = hmt.offload.model_dump(exclude_unset=True)
     if options is not None:
-        check_supported(config, parsed, options, overlap)
+        check_supported(config, parsed, options, offload)
     if hmt.gives("activations"):
         check_activations(config, hmt, options)
     with registered(), warnings.catch_warnings(), FakeTensorMode():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        engine = _Engine(parsed, options, resolved_overlap(parsed, overlap), build, ranks)
+        engine = _Engine(
+            parsed, options, resolved_overlap(parsed, offload), hmt.offload.schedule, build, ranks
+        )
         engine._do_sanity_check()
         check_engine(engine)
         tables: list[str] = []
@@ -141,11 +145,13 @@ class _Engine(HMTEngine):
         parsed: DeepSpeedConfig,
         options: dict[str, Any] | None,
         overlap: str,
+        schedule: Any,
         build: Callable[[torch.dtype], nn.Module],
         ranks: int,
     ) -> None:
         nn.Module.__init__(self)
         self._config, self._hmt_options, self._hmt_overlap = parsed, options, overlap
+        self._hmt_schedule = schedule
         self._hmt_stage = int(parsed.zero_optimization_stage)
         self.client_optimizer = self.client_lr_scheduler = None
         self.pipeline_parallelism = self.has_moe_layers = False
@@ -158,15 +164,34 @@ class _Engine(HMTEngine):
         """Also asked for when it goes: there is nothing to undo."""
 
 
+class _Files:
+    """Counts what would be in files on an SSD."""
+
+    def __init__(self) -> None:
+        self._pieces: set[Piece] = set()
+
+    def lease(self, piece: Piece, writes: bool = True) -> AbstractContextManager[Tensor]:
+        self._pieces.add(piece)
+        return nullcontext(torch.empty(piece.nbytes, dtype=torch.uint8))
+
+    def describe(self) -> str:
+        """As :meth:`hmt_deepspeed.zero.ssd.Ssd.describe`."""
+        return f"{sum(p.nbytes for p in self._pieces):,} bytes of states in files, twice that from the first step on"
+
+
 class _Host(HostWorker):
     """Counts what would be in host memory; its pools and its thread are never made."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned, self.nbytes = pinned, 0
+    def __init__(self, settings: HostSettings) -> None:
+        self._pinned, self.nbytes = settings.pinned, 0
+        self.ssd: Any = None if settings.ssd is None else _Files()
 
-    def zeros(self, numel: int, owner: str) -> Tensor:
-        self.nbytes += numel * torch.float32.itemsize
-        return torch.empty(numel)
+    def commit(self) -> None:
+        """There is nothing to wait for."""
+
+    def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        self.nbytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype)
 
 
 def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
@@ -178,7 +203,7 @@ def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
         for param in model.parameters():
             _partition(param, ranks)
     modules = linear_weights(model)
-    host = None if settings.host is None else _Host(settings.host.pinned)
+    host = None if settings.host is None else _Host(settings.host)
     placed = [(engine.param_names[p], p, group) for group in groups for p in group["params"]]
     shards = 1 if settings.stage == 0 else ranks
     entries = build_entries(placed, options, settings, modules, shards, 0, host)
@@ -238,9 +263,14 @@ def _activations(config: dict[str, Any], hmt: HMTConfig, model: nn.Module) -> st
 def _fpdt(hmt: HMTConfig, model: nn.Module, ranks: int) -> str:
     settings = hmt.fpdt
     check_ranks(settings.sequence_parallel_size, ranks)
-    install(model, chunk_size=settings.chunk_size, offload_kv=settings.offload_kv).remove()
+    size = settings.chunk_size
+    # Any size shows whether the model can run in chunks; "auto" depends on what the device has left then.
+    install(
+        model, chunk_size=1 if size == "auto" else size, offload_kv=settings.offload_kv
+    ).remove()
     place = "host memory" if settings.offload_kv else "device memory"
+    chunks = "as many tokens as fit, chosen at start" if size == "auto" else f"{size:,} tokens"
     return (
-        f"fpdt: decoder layers run in chunks of {settings.chunk_size:,} tokens, keys and values wait in "
+        f"fpdt: decoder layers run in chunks of {chunks}, keys and values wait in "
         f"{place}; {settings.sequence_parallel_size} ranks share each sequence"
     )
