@@ -186,7 +186,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     },
 }
 REFUSED = {  # the change to make
-    "transformers, zero3, nvme": r'offload_optimizer.device is .nvme.*use "cpu"',
+    "transformers, zero3, nvme": r'offload_param.device is .nvme.*use "cpu"',
     "adam's own keys": r"optimizer\.params\.torch_adam is True.*Remove it.*adam_w_mode",
     "zero++": r"zero_quantized_weights is True.*Remove the key.*zero_hpz_partition_size is 8",
     "autocast": r'torch_autocast\.enabled is True.*Use "bf16"',
