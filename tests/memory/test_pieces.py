@@ -140,6 +140,22 @@ def assert_nothing_held(store):
     pool.release(pool.take(POOL, "all"))
 
 
+def test_an_abandoned_prefetch_keeps_its_memory_until_every_copy_is_done(make):
+    store = make()
+    store.put(
+        "x", pattern(POOL // 2, dtype=torch.uint8)
+    )  # two pieces, whose copies wait in the twin
+    store.flush()
+    store.prefetch("x")
+    for piece in store._entries["x"].pieces:
+        piece.read.result()
+    copies = list(store.engine.streams._pending[Direction.TO_DEVICE])
+    assert len(copies) == 2
+    store.drop("x")
+    store.engine.streams.drain()
+    assert [copy.event.error for copy in copies] == [None, None]
+
+
 # -- errors: never a tensor with a wrong piece ---------------------------------------------------------
 
 
@@ -226,16 +242,17 @@ def test_a_write_that_moves_only_a_part(make, monkeypatch):
     assert_refused(store, "cannot write")
 
 
-def test_a_copy_of_a_piece_that_fails(make):
+@pytest.mark.parametrize("broken", Direction)
+def test_a_copy_of_a_piece_that_fails(make, broken):
     class Faulty(TwinStreams):
-        """The fifth copy to the host."""
+        """The fifth copy in one direction."""
 
         count = 0
 
         def copy(self, direction, *args):
             event = super().copy(direction, *args)
-            self.count += direction is Direction.TO_HOST
-            if direction is Direction.TO_HOST and self.count == 5:
+            self.count += direction is broken
+            if direction is broken and self.count == 5:
 
                 def fail():
                     raise RuntimeError("the cable is out")
@@ -245,9 +262,13 @@ def test_a_copy_of_a_piece_that_fails(make):
 
     store = make(streams=Faulty())
     store.put("x", large())
-    for _ in range(2):
+    with pytest.raises(TransferError, match=r"'x'.*the cable is out"):
+        store.get("x")
+    if broken is Direction.TO_HOST:  # and it stays so
         with pytest.raises(TransferError, match=r"'x'.*the cable is out"):
             store.get("x")
+    else:
+        assert_same(store.get("x"), large())
     store.drop("x")
     assert_nothing_held(store)
 
