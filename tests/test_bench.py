@@ -138,6 +138,16 @@ def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
     check_fields(toy_case(name, tmp_path, "activations"))
 
 
+@pytest.mark.slow
+def test_offload(tmp_path: Path) -> None:
+    case = toy_case("host_step", tmp_path, "offload")
+    check_fields(case)
+    assert value(case, "steps/s, HMT / ZeRO-Offload") > 0
+    samples = case["samples"]
+    assert len(samples["hmt"]) == len(samples["deepspeed"]) == 8
+    assert all(sample["peak_host_bytes"] > 2**27 for sample in samples["hmt"])
+
+
 def test_fpdt(tmp_path: Path) -> None:
     case = toy_case("layer_memory", tmp_path, "fpdt")
     check_fields(case)

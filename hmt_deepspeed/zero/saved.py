@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -200,12 +201,13 @@ class SavedState:
             begin, end = held["flat"]
             columns = held
             if "pieces" in held:
-                columns = read_columns(self.folder, self._files(), held)
+                columns = read_columns(self.folder, self._files, held)
             for key, values in whole.items():
                 values[begin:end] = columns[key]
         first, second = (values[flat[0] : flat[1]] for values in whole.values())
         return first, second, torch.tensor(self.hmt["dense"][name]["step"])
 
+    @cached_property
     def _files(self) -> dict[str, Any]:
         """Of the checkpoint's manifest."""
         with open(os.path.join(self.folder, MANIFEST)) as file:
