@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +28,8 @@ class TiledLlama:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean cross entropy of the next tokens, rows [B, S]."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
         hidden = self._model.model(input_ids=rows).last_hidden_state
         targets = F.pad(rows[:, 1:], (0, 1), value=-100)
         head = self._model.lm_head
@@ -43,6 +44,8 @@ def _sum_of_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def _tiled_mlp(shards: int) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
     def one(mlp: Any, x: Tensor) -> Tensor:
         result: Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
         return result

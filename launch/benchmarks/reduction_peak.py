@@ -11,7 +11,6 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import TOY, Batches, Setting, Shape, engine_config, llama
 from benchmarks.two_ranks import on_two_ranks
-from hmt_deepspeed.zero.gradients import GradientReducer
 
 SHAPE = Shape(256, 3, 4, vocabulary=512, sequence=2048, micro_batch=1)
 
@@ -22,23 +21,26 @@ class ReductionPeaks:
     A reduction is all that the reducer does when a gradient arrives and at the end: packing, sending,
     waiting, adding to the shard.
 
+    Args:
+        reducer: its class.
+
     Attributes:
         stretches: (peak before it since the last, peak during it) of each, in order; bytes.
     """
 
-    def __init__(self, live: LiveBytes) -> None:
-        self._live = live
+    def __init__(self, live: LiveBytes, reducer: type) -> None:
+        self._live, self._reducer = live, reducer
         self.stretches: list[tuple[int, int]] = []
 
     def __enter__(self) -> ReductionPeaks:
-        self._before = {name: vars(GradientReducer)[name] for name in ("arrive", "flush")}
+        self._before = {name: vars(self._reducer)[name] for name in ("arrive", "flush")}
         for name, method in self._before.items():
-            setattr(GradientReducer, name, self._measuring(method))
+            setattr(self._reducer, name, self._measuring(method))
         return self
 
     def __exit__(self, *error: object) -> None:
         for name, method in self._before.items():
-            setattr(GradientReducer, name, method)
+            setattr(self._reducer, name, method)
 
     def _measuring(self, method: Any) -> Any:
         def measured(reducer: Any, *args: Any) -> None:
@@ -62,6 +64,7 @@ class ReductionPeaks:
 def count(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Of this rank, in the third step of an engine at stage 3 in chunks: the first two make buffers."""
     import hmt_deepspeed
+    from hmt_deepspeed.zero.gradients import GradientReducer
 
     shape = Shape(**arguments["shape"])
     config = engine_config(shape, "fp32", stage=3, reduce_bucket_size=arguments["bucket"])
@@ -81,7 +84,7 @@ def count(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
         if step < 2:
             engine.backward(engine(input_ids=rows, labels=rows).loss)
             engine.step()
-    with live, ReductionPeaks(live) as peaks:
+    with live, ReductionPeaks(live, GradientReducer) as peaks:
         engine.backward(engine(input_ids=rows, labels=rows).loss)
     engine.destroy()
     return {"excess": peaks.largest_excess(), "stretches": peaks.stretches}

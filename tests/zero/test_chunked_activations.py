@@ -204,6 +204,17 @@ def test_deepspeeds_keys_are_refused() -> None:
     assert "swap_host" in message
 
 
+def test_chunks_under_another_optimizer_are_refused() -> None:
+    """Activations alone go with any."""
+    from hmt_deepspeed.zero.engine import hmt_options
+
+    config: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "hmt": {"activations": {}}}
+    assert hmt_options(config, None) is None
+    config["hmt"]["fpdt"] = {"enabled": True}
+    with pytest.raises(ValueError, match='leave only "activations" in it'):
+        hmt_options(config, None)
+
+
 def refused_by_the_engine() -> list[str]:
     said = []
     for section in (
