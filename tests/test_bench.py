@@ -138,6 +138,15 @@ def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
     check_fields(toy_case(name, tmp_path, "activations"))
 
 
+@pytest.mark.slow
+def test_planning_in_a_run(tmp_path: Path) -> None:
+    case = toy_case("in_a_run", tmp_path, "planner")
+    check_fields(case)
+    held = [m["value"] for m in case["measurements"] if "bytes held" in m["label"]]
+    assert len(held) == 4
+    assert max(held) < 0.05  # counted as storages, not by the backend
+
+
 def test_fpdt(tmp_path: Path) -> None:
     case = toy_case("layer_memory", tmp_path, "fpdt")
     check_fields(case)
