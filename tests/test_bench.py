@@ -148,6 +148,15 @@ def test_offload(tmp_path: Path) -> None:
     assert all(sample["peak_host_bytes"] > 2**27 for sample in samples["hmt"])
 
 
+@pytest.mark.slow
+def test_planning_in_a_run(tmp_path: Path) -> None:
+    case = toy_case("in_a_run", tmp_path, "planner")
+    check_fields(case)
+    held = [m["value"] for m in case["measurements"] if "bytes held" in m["label"]]
+    assert len(held) == 4
+    assert max(held) < 0.05  # counted as storages, not by the backend
+
+
 def test_fpdt(tmp_path: Path) -> None:
     case = toy_case("layer_memory", tmp_path, "fpdt")
     check_fields(case)

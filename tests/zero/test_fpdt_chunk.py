@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import Ranks
 from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama
 
-POSITIONS, AT_REST, ROOM = 4096, 5000, 4 * 10**6
+POSITIONS, AT_REST, ROOM = 4096, 5000, 40 * 10**6
 
 
 def chosen() -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from harness import Ranks
 from training import ds_config, loss_of, make_engine, tiny_llama
 
@@ -17,13 +19,13 @@ FIRST_PLANNED = 5  # one iteration to warm up, four to profile
 RERUN = "activation_rerun_flops_per_component"
 
 
-def engine_of(planner: dict[str, Any] | None, layers: int = LAYERS, **activations: Any) -> Any:
+def engine_of(planner: dict[str, Any] | None) -> Any:
     """No matrix refreshes after the first step; ``planner`` None: no activations section at all."""
     options = {"rank": 8, "update_interval": 1000, "early_refresh": False}
     config = ds_config(2, {**options, "max_full_gradient_bytes": 10**7})
     if planner is not None:
-        config["hmt"] |= {"activations": {"policy": "plan", **activations}, "planner": planner}
-    return make_engine(config, tiny_llama(layers=layers))
+        config["hmt"] |= {"activations": {"policy": "plan"}, "planner": planner}
+    return make_engine(config, tiny_llama(layers=LAYERS))
 
 
 def rows(step: int, length: int = LENGTH, batch: int = BATCH) -> torch.Tensor:
@@ -132,26 +134,39 @@ def run_alone(folder: str) -> dict[str, Any]:
     found["again"] = (again.hmt_planner.plan, again.hmt_planner.machine)
     steps(again, 1, length=LENGTH // 2)  # a smaller batch is no reason to stop
     found["outgrown"] = refusal(lambda: steps(again, 1, length=2 * LENGTH))
+    found["refusals"] = refusals(again, folder, least)
     again.destroy()
-    found["refusals"] = refusals(folder, least)
     return found
 
 
-def refusals(folder: str, least: int) -> dict[str, str]:
+def refusals(engine: Any, folder: str, least: int) -> dict[str, str]:
+    """What planners of the engine's run say that are given something else."""
+    from hmt_deepspeed.config import HMTConfig
+
     Path(f"{folder}/torn.json").write_text("{")
-    cases: dict[str, tuple[dict[str, Any], int]] = {
-        "another model": ({"plan": f"{folder}/tight/plan.json"}, LAYERS + 1),
-        "no file": ({"plan": f"{folder}/missing.json"}, LAYERS),
-        "torn": ({"plan": f"{folder}/torn.json"}, LAYERS),
-        "unknown machine": ({"profile": "rtx5090"}, LAYERS),
-        "more than there is": ({"gpu_memory": 2**60}, LAYERS),
-        "too little": ({"gpu_memory": max(2**20, least // 2)}, LAYERS),
+    facts = engine.hmt_planner.facts
+    other = replace(facts, shape=replace(facts.shape, layers=LAYERS + 1))
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "another model": ({"plan": f"{folder}/tight/plan.json"}, other),
+        "no file": ({"plan": f"{folder}/missing.json"}, facts),
+        "torn": ({"plan": f"{folder}/torn.json"}, facts),
+        "unknown machine": ({"profile": "rtx5090"}, facts),
+        "more than there is": ({"gpu_memory": 2**60}, facts),
+        "too little": ({"gpu_memory": max(2**20, least // 2)}, facts),
     }
     found = {}
-    for name, (planner, layers) in cases.items():
-        engine = engine_of(planner, layers)
-        found[name] = refusal(lambda engine=engine: steps(engine, 1))
-        engine.destroy()
+    for name, (settings, run) in cases.items():
+        block = {"activations": {"policy": "plan"}, "planner": settings}
+        planner = type(engine.hmt_planner)(
+            run,
+            HMTConfig.from_block(block),
+            get_accelerator(),
+            engine.device,
+            adopt=lambda _: None,
+            activations=lambda: engine.hmt_activations,
+            counted=dict,
+        )
+        found[name] = refusal(lambda planner=planner: planner.begin_forward((rows(0),), {}))
     return found
 
 
@@ -253,6 +268,7 @@ def test_what_cannot_be_planned_is_refused(
 
 def run_together(folder: str) -> dict[str, Any]:
     """Ranks with unlike memory and batches of unlike length; the smaller memory and the longer batch count."""
+    from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.zero import planning
 
     cache_in(folder)
@@ -260,17 +276,17 @@ def run_together(folder: str) -> dict[str, Any]:
     taken, capacity = 2**20, 2**33 - rank * 2**30
     planning.device_capacity = lambda _: (taken, capacity)
     engine = engine_of({})
-    length = LENGTH - 8 * rank
-    losses = steps(engine, FIRST_PLANNED + 3, batch=BATCH // 2, length=length)
+    length = LENGTH - 8 * (1 - rank)
+    steps(engine, FIRST_PLANNED + 3, batch=BATCH // 2, length=length)
     planner = engine.hmt_planner
-    missing = engine_of({"plan": f"{folder}/missing.json"})
-    return {
-        "losses": losses,
+    settings = {"plan": f"{folder}/missing.json"}
+    found = {
         "plan": planner.plan,
         "machine": planner.machine,
         "budget": planner._problem.budget.gpu,
-        "refusal": refusal(lambda: steps(missing, 1)),
     }
+    planner._hmt = HMTConfig.from_block({"activations": {"policy": "plan"}, "planner": settings})
+    return found | {"refusal": refusal(planner._use_files)}
 
 
 def test_ranks_execute_one_plan(ranks: Ranks, tmp_path: Path) -> None:
