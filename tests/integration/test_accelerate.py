@@ -195,6 +195,23 @@ def test_a_saved_model_is_an_ordinary_one(run: dict[str, Any]) -> None:
     assert furthest(saved, start) > 1e-3  # 16-bit rounding of the start alone is below 2e-4
 
 
+def test_accelerate_fills_in_all_but_the_block_until_unregistered() -> None:
+    from accelerate import DeepSpeedPlugin
+
+    stock = DeepSpeedPlugin.deepspeed_config_process
+    config = {"zero_optimization": {"stage": 2}, "hmt": {"optimizer": {"rank": "auto"}}}
+    try:
+        hmt_deepspeed.register()
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        plugin.deepspeed_config_process(must_match=False)
+        assert plugin.deepspeed_config["hmt"] == {"optimizer": {"rank": "auto"}}
+        with pytest.raises(ValueError, match="`theirs` not found"):
+            DeepSpeedPlugin(hf_ds_config={**config, "theirs": "auto"}).deepspeed_config_process()
+    finally:
+        hmt_deepspeed.unregister()
+    assert DeepSpeedPlugin.deepspeed_config_process is stock
+
+
 def replaced() -> str:
     hmt_deepspeed.register()
     config = auto_config(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
