@@ -91,11 +91,17 @@ def examine(
             raise ValueError(f"--ranks is {ranks}; legal: at least 1. Give that.")
         config = _without_autos(read_json_config(path), models.bf16_is_fast(device), found)
         build = _builder(model, vocab_size)
-        _run(config, build, model, ranks, found)
+        held = _run(config, build, model, ranks, found)
     except (ValueError, AssertionError) as error:
         found.errors.append(str(error))
         return found
-    _check_machine(config, accelerator, ranks > present and device != "cpu", found)
+    _check_tools(config, found)
+    if device == "cpu":
+        found.warnings.append("no GPU was found: everything runs on the CPU.")
+    else:
+        _check_gpus(accelerator, held, ranks > present, found)
+    if (config.get("bf16") or {}).get("enabled") and not models.bf16_is_fast(device):
+        found.warnings.append("bf16 is emulated here, some twenty times slower than fp32.")
     return found
 
 
@@ -153,8 +159,8 @@ def _run(
     model: str,
     ranks: int,
     found: Diagnosis,
-) -> None:
-    """The tables of the start, and where the bytes lie."""
+) -> int:
+    """The tables of the start, and where the bytes lie; returns those on each device."""
     from hmt_deepspeed.zero.dry_run import dry_run
 
     run = dry_run(config, build, ranks)
@@ -167,51 +173,64 @@ def _run(
     if not run.is_hmt:
         found.lines.append("optimizer: DeepSpeed's own, without HMT")
     found.lines += [*run.tables, *run.notes]
-    if run.device_bytes is not None:
-        rows = [["device", format_bytes(run.device_bytes)], ["host", format_bytes(run.host_bytes)]]
+    if run.held:
+        rows = [[place, format_bytes(nbytes)] for place, nbytes in run.held.items()]
         found.lines.append(format_table(rows, ["weights, states, masters", "bytes per rank"]))
-    available = psutil.virtual_memory().available
-    if run.host_bytes * ranks > available:
+    on_host, available = ranks * run.held.get("host", 0), psutil.virtual_memory().available
+    if on_host > available:
         found.warnings.append(
-            f"{ranks} ranks hold {format_bytes(run.host_bytes * ranks)} in host memory, of which "
+            f"{ranks} ranks hold {format_bytes(on_host)} in host memory, of which "
             f"{format_bytes(available)} are free here. Offload less, or use a machine with more."
         )
     found.lines.append(
         "activations and buffers come on top: hmt-plan predicts the peak and the speed."
     )
+    return run.held.get("device", 0)
 
 
-def _check_machine(config: dict[str, Any], accelerator: Any, lacks: bool, found: Diagnosis) -> None:
-    """What has to be installed, and what will be slow."""
-    zero = config.get("zero_optimization") or {}
-    on_host = [(zero.get(k) or {}).get("device") for k in ("offload_optimizer", "offload_param")]
-    device = accelerator.device_name()
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    missing = [] if compiler else ["a C++ compiler (install g++)"]
+def _check_tools(config: dict[str, Any], found: Diagnosis) -> None:
+    """What DeepSpeed's operators need, and where they write."""
+    from deepspeed.git_version_info import installed_ops
+
+    zero = config.get("zero_optimization")
+    sections = {
+        name: (zero.get(name) or {}) if isinstance(zero, dict) else {}
+        for name in ("offload_optimizer", "offload_param")
+    }
+    needed = {"cpu_adam"} if sections["offload_optimizer"].get("device") == "cpu" else set()
+    if any(section.get("device") == "nvme" for section in sections.values()):
+        needed.add("async_io")
+    needed = {name for name in needed if not installed_ops.get(name)}
+    missing = [] if shutil.which(os.environ.get("CXX", "c++")) else ["a C++ compiler (install g++)"]
     missing += [] if find_spec("ninja") else ["ninja (pip install ninja)"]
-    if missing and (set(on_host) & {"cpu", "nvme"}):
+    if missing and needed:
         found.errors.append(
-            f"DeepSpeed builds operators for offloading at first use, and {' and '.join(missing)} is missing."
+            f"DeepSpeed builds {' and '.join(sorted(needed))} at first use, for which "
+            f"{' and '.join(missing)} is missing."
         )
     elif missing:
         found.warnings.append(f"{' and '.join(missing)} is missing: DeepSpeed builds no operator.")
+    for name, section in sections.items():
+        folder = section.get("nvme_path")
+        if folder and not os.access(_existing(Path(folder)), os.W_OK):
+            found.errors.append(
+                f"zero_optimization.{name}.nvme_path is {folder!r}, which cannot be written here."
+            )
+
+
+def _check_gpus(accelerator: Any, held: int, lacks: bool, found: Diagnosis) -> None:
     if lacks:
         found.warnings.append("the run has more ranks than this machine has GPUs.")
-    if device == "cpu":
-        found.warnings.append("no GPU was found: everything runs on the CPU.")
-    elif not find_spec("triton"):
+    if not find_spec("triton"):
         found.errors.append(
             "Triton is missing, which HMT's kernels are written in: pip install triton."
         )
-    bf16 = (config.get("bf16") or {}).get("enabled")
-    if bf16 and not models.bf16_is_fast(device):
-        found.warnings.append("bf16 is emulated here, some twenty times slower than fp32.")
-    for section in ("offload_optimizer", "offload_param"):
-        folder = (zero.get(section) or {}).get("nvme_path")
-        if folder and not os.access(_existing(Path(folder)), os.W_OK):
-            found.errors.append(
-                f"zero_optimization.{section}.nvme_path is {folder!r}, which cannot be written here."
-            )
+    total = accelerator.total_memory(0)
+    if held > total:
+        found.errors.append(
+            f"weights, states and masters take {format_bytes(held)} of each GPU, which has "
+            f"{format_bytes(total)}. Offload, use a higher ZeRO stage or more ranks: see hmt-plan."
+        )
 
 
 def _existing(folder: Path) -> Path:

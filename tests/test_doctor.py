@@ -110,6 +110,48 @@ def test_every_example_is_understood(path: Path) -> None:
     assert f"ZeRO stage {stage}" in str(found)
 
 
+def test_bytes_are_counted_where_they_lie() -> None:
+    """The main job's model in bf16: 5,048,576 weights, on the host beside offload_param."""
+    told = str(examine(CONFIGS / "hmt_zero3_offload_param.json", ranks=1))
+    assert re.search(r"^host +9\.6 MiB", told, re.MULTILINE)
+    on_device, elsewhere = (
+        re.search(r"^device +([\d.]+) MiB", text, re.MULTILINE)
+        for text in (str(examine(CONFIGS / "hmt_zero3.json", ranks=1)), told)
+    )
+    assert on_device is not None
+    assert elsewhere is not None
+    assert float(on_device[1]) - float(elsewhere[1]) == pytest.approx(9.6, abs=0.11)
+
+
+class Gpu:
+    """An accelerator of one GPU with 1 MiB."""
+
+    def __getattr__(self, name: str) -> Any:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        return getattr(CPU_Accelerator(), name)
+
+    def device_name(self, index: int | None = None) -> str:
+        return "cuda" if index is None else "a small GPU"
+
+    def device_count(self) -> int:
+        return 1
+
+    def total_memory(self, index: int | None = None) -> int:
+        return 2**20
+
+
+def test_a_gpu_that_is_too_small(monkeypatch: Any) -> None:
+    from hmt_deepspeed.train import models
+
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", Gpu)
+    monkeypatch.setattr(models, "bf16_is_fast", lambda device: True)
+    found = examine(CONFIGS / "hmt_zero2.json", ranks=2)
+    assert "1 x a small GPU of 1.0 MiB" in str(found)
+    assert "the run has more ranks than this machine has GPUs." in found.warnings
+    assert [e for e in found.errors if e.startswith("weights, states and masters take")]
+
+
 def test_autos_are_filled_in_and_the_blocks_stay(model_folder: str) -> None:
     found = str(examine(CONFIGS / "trainer.json", model_folder))
     assert "gradient_clipping: 1.0" in found
@@ -169,7 +211,7 @@ def test_what_is_missing_here(model_folder: str, tmp_path: Path, monkeypatch: An
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = examine(tmp_path / "ds.json", model_folder)
     assert found.errors == [
-        "DeepSpeed builds operators for offloading at first use, and a C++ compiler (install g++) is missing."
+        "DeepSpeed builds cpu_adam at first use, for which a C++ compiler (install g++) is missing."
     ]
     found = examine(CONFIGS / "hmt_zero2.json", model_folder)
     assert not found.errors

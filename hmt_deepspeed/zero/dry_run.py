@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,7 +32,7 @@ from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ShardedBases
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.engine import HMTEngine, hmt_options
-from hmt_deepspeed.zero.entries import Entry, HostSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.entries import HostSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
@@ -55,7 +56,8 @@ class DryRun:
         batches: sequences of a step over all ranks, of a rank's micro-batch, and micro-batches of a step.
         clip: ``gradient_clipping``, 0 for none.
         tables: of the start, as a run prints them. notes: what it does besides.
-        device_bytes, host_bytes: of weights, states and masters on each rank; None without HMT's optimizer.
+        held: bytes of trainable weights, states and masters on each rank, by place: device, host and, where
+            something is there, ssd. Empty without HMT's optimizer.
     """
 
     is_hmt: bool
@@ -65,8 +67,7 @@ class DryRun:
     clip: float
     tables: tuple[str, ...]
     notes: tuple[str, ...]
-    device_bytes: int | None
-    host_bytes: int
+    held: dict[str, int]
 
 
 def dry_run(
@@ -98,12 +99,11 @@ def dry_run(
         check_engine(engine)
         tables: list[str] = []
         notes: list[str] = []
-        device_bytes, host_bytes = None, 0
+        held: dict[str, int] = {}
         if options is not None:
             planned = _optimizer(engine, options, ranks)
             tables.append(statistics.describe(planned))
-            device_bytes = sum(map(_device_bytes, planned.entries))
-            host_bytes = 0 if planned.host is None else planned.host.nbytes
+            held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
             tables.append(_activations(config, hmt, engine.module))
         if hmt.fpdt.enabled:
@@ -120,8 +120,7 @@ def dry_run(
         float(parsed.gradient_clipping),
         tuple(tables),
         tuple(notes),
-        device_bytes,
-        host_bytes,
+        held,
     )
 
 
@@ -236,12 +235,21 @@ def _partition(param: Any, ranks: int) -> None:
     param.ds_tensor.final_location = None
 
 
-def _device_bytes(entry: Entry) -> int:
-    """Weights, states and masters of one parameter that are not in host memory."""
-    on_host = isinstance(entry.weight, HostWeight)
-    masters = 0 if on_host else entry.weight.master_bytes()
-    states = 0 if entry.host is not None else statistics.state_bytes(entry)
-    return entry.weight.weight_bytes() + masters + states
+def _held_bytes(engine: Any, planned: Any) -> dict[str, int]:
+    """By place; what ``offload_param`` moves away counts there whole, also what would persist."""
+    held = {"device": 0, "host": 0 if planned.host is None else planned.host.nbytes}
+    offload = engine.zero_offload_param()
+    place = "device"
+    if offload is not None and offload.device != OffloadDeviceEnum.none:
+        place = "ssd" if offload.device == OffloadDeviceEnum.nvme else "host"
+        held.setdefault(place, 0)
+    for entry in planned.entries:
+        held[place] += entry.weight.weight_bytes()
+        if not isinstance(entry.weight, HostWeight):
+            held["device"] += entry.weight.master_bytes()
+        if entry.host is None:
+            held["device"] += statistics.state_bytes(entry)
+    return held
 
 
 def _activations(config: dict[str, Any], hmt: HMTConfig, model: nn.Module) -> str:

@@ -98,77 +98,82 @@ def evaluated(things: Any) -> int:
     return seen
 
 
-def runs(folder: Path, stage: int, precision: str) -> dict[str, Any]:
-    """A run with everything in the middle, one without, one resumed; then an HMT object of the script's."""
+def runs(folder: Path, stage: int, precision: str, client: bool) -> dict[str, Any]:
+    """A run with everything in the middle, one that resumes it, one without."""
     hmt_deepspeed.register()
     config = auto_config(stage)
     params = {"lr": "auto", "weight_decay": "auto", "betas": [0.85, 0.95]}
     config["optimizer"] = {"type": "HMT", "params": params}
-    without = {key: config[key] for key in config if key not in ("optimizer", "scheduler", "hmt")}
-    found: dict[str, Any] = {}
-    for kind, json_of, client in (("json", config, False), ("client", without, True)):
-        whole = prepared(folder, json_of, precision, client)
-        run, model = whole[:2]
-        found[kind] = {
-            "steps": train(whole, 6, folder / f"{kind}_state", evaluate=True),
-            "types": (type(model).__name__, type(model.optimizer).__name__),
-            "dtype": model.optimizer.settings.model_dtype,
-            "clip": model.optimizer.settings.clip,
-            "batches": (model.train_batch_size(), model.gradient_accumulation_steps()),
-            "matrices": len(model.optimizer.low_rank),
-            "ranks": {e.matrix.rank for e in model.optimizer.low_rank},
-            "group": {k: v for k, v in model.optimizer.param_groups[0].items() if k != "params"},
-            "weights": whole_weights(model.module),
-        }
-        state = run.get_state_dict(model)
-        run.unwrap_model(model).save_pretrained(
-            folder / f"{kind}_saved",
-            is_main_process=run.is_main_process,
-            save_function=run.save,
-            state_dict=state,
-        )
-        run.wait_for_everyone()
-        model.destroy()
-        resumed = prepared(folder, json_of, precision, client)
-        resumed[0].load_state(str(folder / f"{kind}_state"))
-        found[kind]["resumed"] = train(resumed, 6)
-        resumed[1].destroy()
-        bare = prepared(folder, json_of, precision, client)
-        found[kind]["bare"] = train(bare, 6)
-        bare[1].destroy()
+    if client:
+        config = {k: v for k, v in config.items() if k not in ("optimizer", "scheduler", "hmt")}
+    whole = prepared(folder, config, precision, client)
+    run, model = whole[:2]
+    found = {
+        "steps": train(whole, 6, folder / "state", evaluate=True),
+        "types": (type(model).__name__, type(model.optimizer).__name__),
+        "dtype": model.optimizer.settings.model_dtype,
+        "clip": model.optimizer.settings.clip,
+        "batches": (model.train_batch_size(), model.gradient_accumulation_steps()),
+        "matrices": len(model.optimizer.low_rank),
+        "ranks": {e.matrix.rank for e in model.optimizer.low_rank},
+        "group": {k: v for k, v in model.optimizer.param_groups[0].items() if k != "params"},
+        "weights": whole_weights(model.module),
+    }
+    state = run.get_state_dict(model)
+    run.unwrap_model(model).save_pretrained(
+        folder / "saved",
+        is_main_process=run.is_main_process,
+        save_function=run.save,
+        state_dict=state,
+    )
+    run.wait_for_everyone()
+    model.destroy()
+    resumed = prepared(folder, config, precision, client)
+    resumed[0].load_state(str(folder / "state"))
+    found["resumed"] = train(resumed, 6)
+    resumed[1].destroy()
+    found["bare"] = train(prepared(folder, config, precision, client), 6)
     return found
 
 
-@pytest.fixture(scope="module", params=[(2, 1, "no"), (3, 2, "bf16")], ids=["zero2", "zero3"])
+CASES = {
+    "zero2-client": (2, 1, "no", True),
+    "zero3-json": (3, 2, "bf16", False),
+    "zero2-json": (2, 1, "no", False),
+    "zero3-client": (3, 2, "bf16", True),
+}
+PARAMS = [
+    pytest.param(case, id=name, marks=[pytest.mark.slow] if place > 1 else [])
+    for place, (name, case) in enumerate(CASES.items())
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
-    stage, world, precision = request.param
+    stage, world, precision, client = request.param
     folder = tmp_path_factory.mktemp("accelerate")
     save_tiny_model(folder / "start")
     ranks.preload("transformers.trainer")
-    found = ranks.run(runs, world, folder, stage, precision)[0]
-    return found | {"folder": folder, "world": world, "precision": precision}
+    found = ranks.run(runs, world, folder, stage, precision, client)[0]
+    return found | {"folder": folder, "world": world, "precision": precision, "client": client}
 
 
-@pytest.mark.parametrize("kind", ["json", "client"])
-def test_the_engine_is_what_json_and_code_say(run: dict[str, Any], kind: str) -> None:
-    found = run[kind]
-    assert found["types"] == ("HMTEngine", "HMTZeroOptimizer")
-    assert found["dtype"] == (torch.bfloat16 if run["precision"] == "bf16" else torch.float32)
-    assert found["clip"] == 0.7
-    assert found["batches"] == (4 * run["world"], 2)
-    assert found["matrices"] == 14
-    assert found["group"]["weight_decay"] == 0.05
-    betas = (0.85, 0.95) if kind == "json" else (0.9, 0.999)
-    assert tuple(found["group"]["betas"]) == betas
-    assert found["ranks"] <= ({4, 8} if kind == "json" else {4})
+def test_the_engine_is_what_json_and_code_say(run: dict[str, Any]) -> None:
+    assert run["types"] == ("HMTEngine", "HMTZeroOptimizer")
+    assert run["dtype"] == (torch.bfloat16 if run["precision"] == "bf16" else torch.float32)
+    assert run["clip"] == 0.7
+    assert run["batches"] == (4 * run["world"], 2)
+    assert run["matrices"] == 14
+    assert run["group"]["weight_decay"] == 0.05
+    assert tuple(run["group"]["betas"]) == ((0.9, 0.999) if run["client"] else (0.85, 0.95))
+    assert run["ranks"] <= ({4} if run["client"] else {4, 8})
 
 
-@pytest.mark.parametrize("kind", ["json", "client"])
-def test_resuming_repeats_the_run(run: dict[str, Any], kind: str) -> None:
-    steps = [step[:3] for step in run[kind]["steps"]]
-    assert run[kind]["resumed"] == steps[3:]
+def test_resuming_repeats_the_run(run: dict[str, Any]) -> None:
+    steps = [step[:3] for step in run["steps"]]
+    assert run["resumed"] == steps[3:]
     rates = [rate for *_, rate in steps]
-    if kind == "client":  # which Accelerate steps once per rank
+    if run["client"]:  # whose scheduler Accelerate steps once per rank
         expected = [3e-3 * 0.9 ** (run["world"] * step) for step in range(1, 7)]
         assert rates == pytest.approx(expected)
     else:
@@ -176,20 +181,35 @@ def test_resuming_repeats_the_run(run: dict[str, Any], kind: str) -> None:
         assert rates[-1] < max(rates)
 
 
-@pytest.mark.parametrize("kind", ["json", "client"])
-def test_evaluating_and_saving_change_nothing(run: dict[str, Any], kind: str) -> None:
-    steps = run[kind]["steps"]
+def test_evaluating_and_saving_change_nothing(run: dict[str, Any]) -> None:
+    steps = run["steps"]
     assert [len(step) for step in steps] == [3, 3, 4, 3, 3, 3]
     assert steps[2][3] == 5  # rows evaluated
-    assert [step[:3] for step in steps] == run[kind]["bare"]
-    assert all(norm > 0.7 for _, norm, _ in run[kind]["bare"])  # of the gradient, before clipping
+    assert [step[:3] for step in steps] == run["bare"]
+    assert all(norm > 0.7 for _, norm, _ in run["bare"])  # of the gradient, before clipping
 
 
-@pytest.mark.parametrize("kind", ["json", "client"])
-def test_a_saved_model_is_an_ordinary_one(run: dict[str, Any], kind: str) -> None:
-    saved, start = (plain_weights(run["folder"] / name) for name in (f"{kind}_saved", "start"))
-    assert all(torch.equal(run[kind]["weights"][name], weight) for name, weight in saved.items())
+def test_a_saved_model_is_an_ordinary_one(run: dict[str, Any]) -> None:
+    saved, start = (plain_weights(run["folder"] / name) for name in ("saved", "start"))
+    assert all(torch.equal(run["weights"][name], weight) for name, weight in saved.items())
     assert furthest(saved, start) > 1e-3  # 16-bit rounding of the start alone is below 2e-4
+
+
+def test_accelerate_fills_in_all_but_the_block_until_unregistered() -> None:
+    from accelerate import DeepSpeedPlugin
+
+    stock = DeepSpeedPlugin.deepspeed_config_process
+    config = {"zero_optimization": {"stage": 2}, "hmt": {"optimizer": {"rank": "auto"}}}
+    try:
+        hmt_deepspeed.register()
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        plugin.deepspeed_config_process(must_match=False)
+        assert plugin.deepspeed_config["hmt"] == {"optimizer": {"rank": "auto"}}
+        with pytest.raises(ValueError, match="`theirs` not found"):
+            DeepSpeedPlugin(hf_ds_config={**config, "theirs": "auto"}).deepspeed_config_process()
+    finally:
+        hmt_deepspeed.unregister()
+    assert DeepSpeedPlugin.deepspeed_config_process is stock
 
 
 def replaced() -> str:
