@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from hmt_deepspeed.report.metrics import (
+    MATRIX_INTERVAL,
     MetricsWriter,
-    device_memory,
     format_bytes,
-    host_bytes,
     model_flops_utilization,
-    peak_host_bytes,
+    monitor_events,
 )
 from hmt_deepspeed.train.data import TrainingData
 from hmt_deepspeed.train.models import num_parameters
@@ -28,7 +28,6 @@ from hmt_deepspeed.train.packing import GlobalOrder, PackedRows, share_of_rank
 from hmt_deepspeed.train.ranks import rank
 
 TRACED_STEPS = (3, 5)
-MATRIX_INTERVAL = 10  # steps between lines that also carry the values of every single matrix
 _PROBE_TOKENS = 16
 
 
@@ -126,12 +125,14 @@ class TrainingLoop:
             self.engine.train()
             while progress.step < options.max_steps:
                 record = self._timed_step()
+                every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
+                measured = self.engine.hmt_metrics.read(every_matrix)
                 next(trace, None)
                 last = progress.step == options.max_steps
                 if last or _due(progress.step, options.eval_interval):
                     progress.eval_loss = self.evaluate()
                     record["eval_loss"] = progress.eval_loss
-                self._publish(record, writer, bar)
+                self._publish(record, measured, writer, bar)
                 if options.save_interval and (last or _due(progress.step, options.save_interval)):
                     self.save_checkpoint()
         if progress.eval_loss is None:
@@ -170,11 +171,14 @@ class TrainingLoop:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for indices in micro_batches:
             labels_here = data.count_labels(indices)
-            loss = engine(**self._inputs(data, indices)).loss
+            with record_function("forward"):
+                loss = engine(**self._inputs(data, indices)).loss
             total += loss.detach().double() * labels_here
             weight = labels_here * self.num_ranks * len(micro_batches) / num_labels
-            engine.backward(loss * weight)
-            engine.step()
+            with record_function("backward"):
+                engine.backward(loss * weight)
+            with record_function("optimizer"):
+                engine.step()
         dist.all_reduce(total, group=self.group)
         return float(total) / self.sharing / num_labels
 
@@ -302,40 +306,34 @@ class TrainingLoop:
         yield advance
 
     def _record(self, seconds: float) -> dict[str, Any]:
-        progress, memory = self.progress, device_memory(self.accelerator)
-        speed = self.tokens_per_step / seconds
+        progress, speed = self.progress, self.tokens_per_step / seconds
         record: dict[str, Any] = {
             "step": progress.step,
             "samples": progress.samples,
             "tokens": progress.tokens,
             "loss": progress.loss,
-            "lr": float(self.engine.get_lr()[0]),
-            "grad_norm": _number(self.engine.get_global_grad_norm()),
-            "skipped_steps": int(self.engine.skipped_steps),
             "step_seconds": seconds,
             "tokens_per_second": speed,
-            "device": memory.device,
-            "device_bytes": memory.allocated,
-            "peak_device_bytes": memory.peak,
-            "host_bytes": host_bytes(),
-            "peak_host_bytes": peak_host_bytes(),
         }
         if self.options.peak_flops is not None:
             flops = self.options.peak_flops * dist.get_world_size()
             record["mfu"] = model_flops_utilization(self.num_parameters, speed, flops)
-        every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
-        for name, value in engine_metrics(self.engine).items():
-            if every_matrix or not isinstance(value, Mapping):
-                record[name] = value
         return record
 
-    def _publish(self, record: dict[str, Any], writer: MetricsWriter | None, bar: Any) -> None:
+    def _publish(
+        self,
+        record: dict[str, Any],
+        measured: dict[str, Any],
+        writer: MetricsWriter | None,
+        bar: Any,
+    ) -> None:
+        """Line, progress bar, monitors; what the engine measured, it has told them itself."""
         if writer is not None:
-            writer.write(record)
+            writer.write(record | measured)
         shown = {
             "loss": f"{record['loss']:.4f}",
             "tok/s": f"{record['tokens_per_second']:,.0f}",
-            "mem": format_bytes(record["device_bytes"]),
+            "mem": format_bytes(measured["device_bytes"]),
         }
         if "mfu" in record:
             shown["mfu"] = f"{record['mfu']:.1%}"
@@ -344,33 +342,8 @@ class TrainingLoop:
         bar.set_postfix(shown, refresh=False)
         bar.update()
         if self.engine.monitor.enabled:
-            self.engine.monitor.write_events(_events(record))
-
-
-def engine_metrics(engine: Any) -> dict[str, Any]:
-    """What our optimizer and our activations say about themselves; nothing where both are stock."""
-    found: dict[str, Any] = {}
-    for part in (engine.optimizer, getattr(engine, "hmt_activations", None)):
-        metrics = getattr(part, "metrics", None)
-        found |= dict(metrics()) if callable(metrics) else {}
-    return found
-
-
-def _events(record: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Monitor events (name, value, samples) of every number in a metrics record."""
-    events = []
-    for name, value in record.items():
-        values = value.items() if isinstance(value, Mapping) else [("", value)]
-        for part, number in values:
-            if isinstance(number, (int, float)) and name not in ("step", "samples"):
-                label = f"HMT/{name}/{part}" if part else f"HMT/{name}"
-                events.append((label, float(number), record["samples"]))
-    return events
+            self.engine.monitor.write_events(monitor_events(record, record["samples"]))
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

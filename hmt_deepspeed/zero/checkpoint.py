@@ -109,6 +109,12 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> Non
     dist.barrier()
 
 
+def saved_bytes(save_dir: str, tag: str) -> int:
+    """Bytes of all ranks' files of a committed checkpoint, as its manifest says."""
+    with open(os.path.join(save_dir, tag, MANIFEST)) as file:
+        return sum(int(entry["bytes"]) for entry in json.load(file)["files"].values())
+
+
 def _is_writer(engine: HMTEngine) -> bool:
     """One process per file system does the renaming."""
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)

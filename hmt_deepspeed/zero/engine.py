@@ -22,6 +22,7 @@ from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
+from hmt_deepspeed.zero.metrics import StepMetrics
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
 from hmt_deepspeed.zero.support import (
@@ -113,6 +114,7 @@ class HMTEngine(DeepSpeedEngine):
         if hmt.gives("activations"):
             self._configure_activations(config, hmt)
         self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
+        self.hmt_metrics = StepMetrics(self)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -134,6 +136,7 @@ class HMTEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As in DeepSpeed; the model is an ordinary one again."""
+        self.hmt_metrics.close()
         if self.hmt_activations is not None:
             self.hmt_activations.close()
         if self.hmt_fpdt is not None:
@@ -269,6 +272,31 @@ class HMTEngine(DeepSpeedEngine):
             finally:
                 self.optimizer.reduction_enabled = True
 
+    # -- what a step does, measured -----------------------------------------------------------------
+
+    def _backward_prologue(self) -> None:
+        self.hmt_metrics.phases.start("backward")
+        super()._backward_prologue()
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        self.hmt_metrics.end_phase("backward")
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """As in DeepSpeed; the part of the reduction that backward did not hide."""
+        self.hmt_metrics.phases.start("reduce")
+        super().allreduce_gradients(*args, **kwargs)
+        self.hmt_metrics.phases.stop("reduce")
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As in DeepSpeed; after an optimizer step the monitors get its metrics."""
+        before = self.global_steps
+        self.hmt_metrics.phases.start("optimizer")
+        super().step(lr_kwargs)
+        self.hmt_metrics.end_phase("optimizer")
+        if self.global_steps > before:
+            self.hmt_metrics.end_step()
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _configure_checkpointing(self) -> None:
@@ -299,6 +327,7 @@ class HMTEngine(DeepSpeedEngine):
             save_dir, checkpoint.saving_tag(tag), client_state, False, exclude_frozen_parameters
         )
         checkpoint.commit(self, save_dir, tag, save_latest)
+        self.hmt_metrics.checkpoint_bytes = checkpoint.saved_bytes(save_dir, tag)
         return True
 
     def _common_checkpoint_state(
