@@ -29,7 +29,12 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",  # HiGHS: milp, and linprog's marginals
     ],
-    entry_points={"console_scripts": ["hmt-plan = hmt_deepspeed.planner.command:main"]},
+    entry_points={
+        "console_scripts": [
+            "hmt-plan = hmt_deepspeed.planner.command:main",
+            "hmt-report = hmt_deepspeed.report.command:main",
+        ]
+    },
     extras_require={
         "test": [
             "pytest>=8",
@@ -49,6 +54,7 @@ setup(
             "matplotlib>=3.8",
             "peft>=0.17",
         ],
+        "report": ["matplotlib>=3.8"],  # what hmt-report draws with
         "hub": ["datasets>=2.15"],
     },
 )

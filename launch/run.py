@@ -108,14 +108,15 @@ def main() -> None:
             f"{data.num_documents:,} documents, {data.train.num_rows:,} rows of "
             f"{args.seq_length} tokens, {data.held_out.num_rows:,} held out; folder {output_dir}"
         )
-    finish_run(loop, engine.zero_optimization_stage())
+    finish_run(loop, engine.zero_optimization_stage(), config)
 
 
-def finish_run(loop: TrainingLoop, zero_stage: int) -> None:
+def finish_run(loop: TrainingLoop, zero_stage: int, config: dict[str, Any]) -> None:
     progress = loop.run()
     finish.generate_sample(loop, zero_stage)
     folder = finish.save_model(loop, zero_stage)
-    summary = finish.write_run_summary(loop, progress, zero_stage, {"model_folder": str(folder)})
+    extra = {"model_folder": str(folder), "config": config}
+    summary = finish.write_run_summary(loop, progress, zero_stage, extra)
     if rank() == 0:
         print(format_table(summary_rows(summary), ("result", "value")))
 

@@ -143,7 +143,8 @@ class TrainingLoop:
         progress = self.progress
         self.accelerator.synchronize()
         begin = time.perf_counter()
-        progress.loss = self._step()
+        with record_function("step"):
+            progress.loss = self._step()
         self.accelerator.synchronize()
         seconds = time.perf_counter() - begin
         progress.step += 1

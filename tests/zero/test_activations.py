@@ -30,6 +30,7 @@ from training import (
 )
 
 import hmt_deepspeed
+from hmt_deepspeed.report.metrics import monitor_events
 
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
