@@ -340,8 +340,10 @@ def _figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure
 
 def _by_step(axis: Axes, **labels: Any) -> None:
     """Steps along x, at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
     axis.set(xlabel="step", **labels)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
