@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfigError
 
 import hmt_deepspeed
 from hmt_deepspeed.config import read_json_config
@@ -146,8 +147,8 @@ if __name__ == "__main__":
     try:
         main()
         dist.barrier()
-    except ValueError as error:
-        if not raised_by_us(error):
+    except (ValueError, DeepSpeedConfigError) as error:
+        if not (raised_by_us(error) or isinstance(error, DeepSpeedConfigError)):
             raise
         sys.exit(f"error: {error}" if rank() == 0 else 1)
     finally:

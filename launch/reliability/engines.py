@@ -16,12 +16,12 @@ __all__ = ["batch", "raised_by_us", "small_model", "train_step"]
 VOCAB, LENGTH = 61, 16
 
 
-def small_model(layers: int = 2) -> nn.Module:
+def small_model(layers: int = 2, vocabulary: int = VOCAB) -> nn.Module:
     """A grouped-query Llama whose sizes divide by nothing convenient; seeded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocabulary,
         hidden_size=40,
         intermediate_size=77,
         num_hidden_layers=layers,

@@ -15,7 +15,7 @@ __all__ = ["random_config"]
 
 Draw = random.Random
 
-_PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "no_such_module")
+_PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
 _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does not say what is inside
     "hmt.optimizer.rank_candidates": lambda draw: sorted(draw.sample((1, 2, 4, 8, 16, 64), 3)),
@@ -43,7 +43,7 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
 def random_config(seed: int, nvme_path: str) -> dict[str, Any]:
     """A JSON for one rank and micro-batches of two rows, the same for the same seed.
 
-    About a third hold something illegal: a misspelt key, a value out of range, a section in the wrong place.
+    About a fifth hold something illegal: a misspelt key, a value out of range, a section in the wrong place.
     What is legal by itself may still not go together.
 
     Args:
@@ -51,11 +51,22 @@ def random_config(seed: int, nvme_path: str) -> dict[str, Any]:
     """
     draw = random.Random(seed)
     config = _deepspeed_keys(draw)
-    if draw.random() < 0.95:
+    if draw.random() < 0.98:
         config["hmt"] = _block(draw, nvme_path)
-    if draw.random() < 0.15:
-        config["optimizer"]["type"] = draw.choice(["AdamW", "HMT", "Lion"])
-    if draw.random() < 0.3:
+    if draw.random() < 0.85:
+        _make_consistent(config, nvme_path)
+    if draw.random() < 0.1:
+        config["optimizer"]["type"] = "AdamW"
+        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's would compile first
+        config["zero_optimization"].pop(
+            "zero_quantized_weights", None
+        )  # stock has it on CUDA only,
+        config.pop("prescale_gradients", None)  # and this without reduce_scatter only
+        if "hmt" in config and draw.random() < 0.7:
+            config["hmt"] = {
+                name: config["hmt"][name] for name in config["hmt"] if name == "activations"
+            }
+    if draw.random() < 0.2:
         _spoil(draw, config)
     return config
 
@@ -88,7 +99,6 @@ def _deepspeed_keys(draw: Draw) -> dict[str, Any]:
         "flops_profiler": lambda: {"enabled": True, "profile_step": 1},
         "activation_checkpointing": lambda: _checkpointing(draw),
         "comms_logger": lambda: {"enabled": True},
-        "sparse_gradients": lambda: draw.random() < 0.5,
         "dump_state": lambda: False,
         "memory_breakdown": lambda: False,
         "tensor_parallel": lambda: {"autotp_size": draw.choice([0, 2])},
@@ -179,6 +189,33 @@ def _legal(draw: Draw, schema: dict[str, Any]) -> Any:
 
 def _quoted(legal: str) -> list[str]:
     return [f'"{part}"' for part in legal.split('"')[1::2]]
+
+
+def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
+    """Mend what most draws get wrong, so that enough of them train."""
+    block, zero = config.get("hmt", {}), config["zero_optimization"]
+    if zero.get("offload_optimizer", {}).get("device") != "cpu":
+        block.pop("offload", None)
+    if zero["stage"] == 0:
+        zero.pop("offload_optimizer", None)
+        block.pop("offload", None)
+    if zero["stage"] < 3:
+        zero.pop("offload_param", None)
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights"):
+        zero.pop(key, None)
+    for key in ("torch_autocast", "tensor_parallel"):
+        config.pop(key, None)
+    if block.get("fpdt", {}).get("enabled"):
+        block.pop("activations", None)
+    activations = block.get("activations", {})
+    text = json.dumps([activations.get("policy", {}), activations.get("overrides", {})])
+    if "swap_ssd" in text:
+        activations["nvme_path"] = nvme_path
+    elif "swap_host" not in text:
+        activations.pop("host_memory", None)
+        activations.pop("nvme_path", None)
+    else:
+        activations.pop("nvme_path", None)
 
 
 # -- something illegal ------------------------------------------------------------------------------
