@@ -159,9 +159,7 @@ def _activations(runs: Sequence[Run]) -> Figure | None:
             axes[0].barh(number, size, left=left, color=_colour(parts, part), label=part)
             left += size
     axes[0].set(xlabel=f"{unit} held between forward and backward, last step")
-    axes[0].set_yticks(range(len(having)), [run.name for run in having])
-    axes[0].invert_yaxis()
-    axes[0].grid(axis="y", visible=False)
+    _rows(axes[0], having)
     _legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
     for number, run in enumerate(having if any_error else []):
         for part, (steps, values) in errors[run.name].items():
@@ -254,7 +252,7 @@ def _phases(runs: Sequence[Run]) -> Figure | None:
     having = [run for run in runs if run.last("forward_seconds") is not None]
     if not having:
         return None
-    figure, (bars, lines) = _figure(1, 2, 1.9 + 0.35 * len(having), width_ratios=[3, 2])
+    figure, (bars, lines) = _figure(1, 2, 1.9 + 0.35 * max(len(having), 2), width_ratios=[3, 2])
     parts = [*PHASES, "other"]
     for number, run in enumerate(having):
         seconds = {phase: _median(run, f"{phase}_seconds") for phase in PHASES}
@@ -263,9 +261,7 @@ def _phases(runs: Sequence[Run]) -> Figure | None:
         for part in parts:
             bars.barh(number, seconds[part], left=left, color=_colour(parts, part), label=part)
             left += seconds[part]
-    bars.set_yticks(range(len(having)), [run.name for run in having])
-    bars.invert_yaxis()
-    bars.grid(axis="y", visible=False)
+    _rows(bars, having)
     bars.set(xlabel="seconds of the median step")
     _legend_once(bars, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5)
     for run, colour in _coloured(runs):
@@ -343,7 +339,7 @@ def _by_step(axis: Axes, **labels: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set(xlabel="step", **labels)
-    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
@@ -352,6 +348,13 @@ def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
 
 def _colour(parts: Sequence[str], part: str) -> str:
     return _COLOURS[parts.index(part) % len(_COLOURS)]
+
+
+def _rows(axis: Axes, runs: Sequence[Run]) -> None:
+    """A bar a run, first on top, none of them thick."""
+    axis.set_yticks(range(len(runs)), [run.name for run in runs])
+    axis.set_ylim(max(len(runs), 2) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
 
 
 def _legend_once(axis: Axes, **where: Any) -> None:

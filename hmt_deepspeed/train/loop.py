@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class TrainingLoop:
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
+        self.skipped_steps = int(engine.skipped_steps)
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -133,11 +135,32 @@ class TrainingLoop:
                     progress.eval_loss = self.evaluate()
                     record["eval_loss"] = progress.eval_loss
                 self._publish(record, measured, writer, bar)
+                self._check_loss(measured["skipped_steps"])
                 if options.save_interval and (last or _due(progress.step, options.save_interval)):
                     self.save_checkpoint()
         if progress.eval_loss is None:
             progress.eval_loss = self.evaluate()
         return progress
+
+    def _check_loss(self, skipped_steps: int) -> None:
+        """Say that a step with a bad loss was skipped; stop where it was not.
+
+        Raises:
+            ValueError: the update was made of gradients that are not finite.
+        """
+        progress = self.progress
+        was_skipped, self.skipped_steps = skipped_steps > self.skipped_steps, skipped_steps
+        if progress.loss is None or math.isfinite(progress.loss):
+            return
+        if was_skipped:
+            if rank() == 0:
+                print(f"step {progress.step}: the loss is {progress.loss}; the step was skipped")
+            return
+        raise ValueError(
+            f"step {progress.step}: the loss is {progress.loss}, and the weights have been updated with its "
+            'gradients. Look at the data and the learning rate, resume from the last checkpoint; with "bf16" or '
+            '"fp16" enabled such a step is skipped.'
+        )
 
     def _timed_step(self) -> dict[str, Any]:
         progress = self.progress

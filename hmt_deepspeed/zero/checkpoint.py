@@ -80,33 +80,58 @@ def saving_tag(tag: str) -> str:
 
 def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
     """Remove what an earlier, killed save of the same tag left behind."""
-    engine.checkpoint_engine.checksums.clear()
+    engine.checkpoint_engine.begin()
     if _is_writer(engine):
         shutil.rmtree(os.path.join(save_dir, saving_tag(tag)), ignore_errors=True)
     dist.barrier()
 
 
 def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> None:
-    """Write the manifest, give the folder its name, point ``latest`` at it."""
+    """Write the manifest, give the folder its name, point ``latest`` at it.
+
+    Raises:
+        OSError: on every rank, when one could not write its files; what was saved before is untouched.
+    """
+    written = engine.checkpoint_engine
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, engine.checkpoint_engine.checksums)
+    dist.all_gather_object(gathered, (written.checksums, written.failure))
+    failures = [f"rank {r}: {why}" for r, (_, why) in enumerate(gathered) if why is not None]
+    failure = "; ".join(failures)
     if _is_writer(engine):
-        files = {name: entry for part in gathered for name, entry in part.items()}
-        folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
-        present = {name: files[name] for name in sorted(files) if name in os.listdir(folder)}
-        manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
-        replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
-        sync_folder(folder)
-        old = f"{final}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if os.path.isdir(final):
-            os.rename(final, old)
-        os.rename(folder, final)
-        sync_folder(save_dir)
-        shutil.rmtree(old, ignore_errors=True)
-        if save_latest:
-            replace_text(os.path.join(save_dir, "latest"), tag)
-    dist.barrier()
+        files = {name: entry for part, _ in gathered for name, entry in part.items()}
+        try:
+            if not failure:
+                _publish(engine, save_dir, tag, files, save_latest)
+        except OSError as error:
+            failure = f"rank {dist.get_rank()}: {error}"
+        if failure:
+            shutil.rmtree(os.path.join(save_dir, saving_tag(tag)), ignore_errors=True)
+    dist.all_gather_object(gathered, failure)
+    failure = next((why for why in gathered if why), "")
+    if failure:
+        raise OSError(
+            f"checkpoint {tag!r} was not saved: {failure}. Earlier checkpoints in {save_dir} are untouched: "
+            "make room and save again."
+        )
+
+
+def _publish(
+    engine: HMTEngine, save_dir: str, tag: str, files: dict[str, Any], save_latest: bool
+) -> None:
+    folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
+    present = {name: files[name] for name in sorted(files) if name in os.listdir(folder)}
+    manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
+    replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
+    sync_folder(folder)
+    old = f"{final}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.isdir(final):
+        os.rename(final, old)
+    os.rename(folder, final)
+    sync_folder(save_dir)
+    shutil.rmtree(old, ignore_errors=True)
+    if save_latest:
+        replace_text(os.path.join(save_dir, "latest"), tag)
 
 
 def saved_bytes(save_dir: str, tag: str) -> int:

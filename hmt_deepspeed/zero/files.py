@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,23 +26,50 @@ MANIFEST = "manifest.json"
 class AtomicCheckpointEngine(TorchCheckpointEngine):
     """Saves to a temporary name, syncs, renames; remembers size and checksum of what it wrote.
 
+    What cannot be written (a full disk) is remembered too and raised when the checkpoint is committed, on
+    every rank: one that raised here would leave the others waiting for it.
+
     Attributes:
         checksums: by file name within the checkpoint's folder: ``{"bytes": ..., "sha256": ...}``.
+        failure: the first file that could not be written, and why.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new checkpoint: forget what was written of the last one."""
         self.checksums: dict[str, dict[str, Any]] = {}
+        self.failure: str | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; it appears under ``path`` complete and on disk, or not at all."""
         temporary = f"{path}.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(state_dict, file)
-            file.flush()
-            os.fsync(file.fileno())
-        self.checksums[os.path.basename(path)] = fingerprint(temporary)
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.checksums[os.path.basename(path)] = fingerprint(temporary)
+            os.replace(temporary, path)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's writer says RuntimeError for a short write
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            self.failure = self.failure or f"{path}: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own words, also where torch's writer reports only how far it came."""
+    cause = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return str(error).splitlines()[0]
 
 
 def fingerprint(path: str) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""A rank that trains the small model and writes down its losses; it can be told to die or to resume.
+
+python -m reliability.train_worker ORDER.json     (started by the cases, with or without the launcher)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import hmt_deepspeed
+from reliability.engines import batch, small_model
+
+
+def main() -> None:
+    order = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = small_model()
+    engine, *_ = hmt_deepspeed.initialize(
+        model=model, config=order["config"], model_parameters=list(model.parameters())
+    )
+    first = 0
+    if order["save_every"] and Path(order["checkpoints"]).exists():
+        path, state = engine.load_checkpoint(order["checkpoints"])
+        first = 0 if path is None else state["step"]
+    for step in range(first, order["steps"]):
+        loss = _step(engine, step, order.get("die"))
+        if dist.get_rank() == 0:
+            with open(order["losses"], "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+        if order["save_every"] and (step + 1) % order["save_every"] == 0:
+            engine.save_checkpoint(order["checkpoints"], client_state={"step": step + 1})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(engine: Any, step: int, die: dict[str, Any] | None) -> float:
+    """One optimizer step; where ``die`` says so, the end of this rank."""
+
+    def perhaps_die(place: str) -> None:
+        if die and (die["rank"], die["step"], die["place"]) == (dist.get_rank(), step, place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    tokens = batch(step, dist.get_rank(), engine.train_micro_batch_size_per_gpu())
+    perhaps_die("before forward")
+    loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+    perhaps_die("before backward")
+    engine.backward(loss)
+    perhaps_die("before step")
+    engine.step()
+    mean = loss.detach().double()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+if __name__ == "__main__":
+    main()
