@@ -94,7 +94,7 @@ class TrainingLoop:
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
-        self.skipped_steps = int(engine.skipped_steps)
+        self.skipped_steps = 0
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ class TrainingLoop:
                 f"{family} does not keep packed documents apart: they are separated by the "
                 "end-of-document token only"
             )
+        self.skipped_steps = int(self.engine.skipped_steps)
         resume_step = progress.step if options.resume else None
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(self._progress_bar())

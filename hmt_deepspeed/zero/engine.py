@@ -330,6 +330,13 @@ class HMTEngine(DeepSpeedEngine):
         self.hmt_metrics.checkpoint_bytes = checkpoint.saved_bytes(save_dir, tag)
         return True
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        if self._hmt_options is None:
+            super()._copy_recovery_script(save_path)
+            return
+        with self.checkpoint_engine.remembering(save_path):
+            super()._copy_recovery_script(save_path)
+
     def _common_checkpoint_state(
         self, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: bool
     ) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,20 +47,39 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; it appears under ``path`` complete and on disk, or not at all."""
         temporary = f"{path}.tmp"
-        try:
+        with self.remembering(path), _removed_if_torn(temporary):
             with open(temporary, "wb") as file:
                 torch.save(state_dict, file)
                 file.flush()
                 os.fsync(file.fileno())
             self.checksums[os.path.basename(path)] = fingerprint(temporary)
             os.replace(temporary, path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """As ``os.makedirs``."""
+        with self.remembering(path):
+            super().makedirs(path, exist_ok)
+
+    @contextlib.contextmanager
+    def remembering(self, path: str) -> Iterator[None]:
+        """What the system refuses inside is remembered as the failure of ``path`` and not raised."""
+        try:
+            yield
         except (
             OSError,
             RuntimeError,
         ) as error:  # torch's writer says RuntimeError for a short write
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
             self.failure = self.failure or f"{path}: {_reason(error)}"
+
+
+@contextlib.contextmanager
+def _removed_if_torn(path: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        raise
 
 
 def _reason(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.setting import free_port
 from reliability.features import config
-from reliability.processes import run
+from reliability.processes import run, write_order
 from reliability.results import CaseReport
 
 __all__ = ["run_case"]
@@ -39,21 +38,16 @@ def run_case(seed: int, small: bool) -> CaseReport:
 
 
 def _die(stage: str, place: str, rank: int, folder: Path, report: CaseReport) -> float:
-    order = folder / "order.json"
-    order.write_text(
-        json.dumps(
-            {
-                "config": config(stage),
-                "steps": _STEPS,
-                "save_every": 0,
-                "losses": str(folder / "losses.jsonl"),
-                "die": {"rank": rank, "step": 2, "place": place},
-            }
-        )
-    )
+    order = {
+        "config": config(stage),
+        "steps": _STEPS,
+        "save_every": 0,
+        "losses": str(folder / "losses.jsonl"),
+        "die": {"rank": rank, "step": 2, "place": place},
+    }
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
     command += ["--master_port", str(free_port()), "--module", "reliability.train_worker"]
-    ended = run([*command, str(order)], _SECONDS)
+    ended = run([*command, str(write_order(folder, order))], _SECONDS)
     said = f"--local_rank={rank}" in ended.output and "-9" in ended.output
     if ended.code in (None, 0) or not said:
         report.failures.append(

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.setting import free_port
 from reliability.features import FEATURES, config
-from reliability.processes import Ended, environment, run
+from reliability.processes import Ended, environment, run, write_order
 from reliability.results import CaseReport
 
 __all__ = ["run_case"]
@@ -20,10 +21,10 @@ _STEPS, _SAVE_EVERY = 12, 2
 
 
 def run_case(seed: int, small: bool) -> CaseReport:
-    """Every feature is killed three times, once in the small version of one feature, before it may end."""
+    """Every feature is killed twice before it may end; one feature once in the small version."""
     draw = random.Random(seed)
     features = draw.sample(list(FEATURES), 1) if small else list(FEATURES)
-    kills = 1 if small else 3
+    kills = 1 if small else 2
     report = CaseReport(
         f"SIGKILL at {kills} random instants of each of {len(features)} features' runs, then resumed"
     )
@@ -63,14 +64,10 @@ def _order(feature: str, folder: Path) -> Path:
         "checkpoints": str(folder / "checkpoints"),
         "losses": str(folder / "losses.jsonl"),
     }
-    path = folder / "order.json"
-    path.write_text(json.dumps(order))
-    return path
+    return write_order(folder, order)
 
 
 def _train(order: Path, kill_after: float | None = None) -> Ended:
-    from benchmarks.setting import free_port
-
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env = environment(**place, MASTER_PORT=str(free_port()))
     command = [sys.executable, "-m", "reliability.train_worker", str(order)]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.setting import free_port
 
-__all__ = ["Ended", "environment", "run", "run_ranks", "start_rank"]
+__all__ = ["Ended", "environment", "run", "run_ranks", "run_worker", "write_order"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,35 +69,41 @@ def run(
     return Ended(None if hung else process.returncode, output, time.monotonic() - begin)
 
 
-def start_rank(
-    command: Sequence[str], rank: int, world: int, port: int, log: Path
-) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
-    place |= {"LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    env = environment(MASTER_ADDR="127.0.0.1", **{name: str(n) for name, n in place.items()})
-    with open(log, "wb") as file:
-        return subprocess.Popen(
-            list(command), env=env, stdout=file, stderr=file, start_new_session=True
+def run_ranks(command: Sequence[str], world: int, timeout: float) -> list[Ended]:
+    """The same command on every rank of a machine, each with its own timeout."""
+    port = str(free_port())
+
+    def of_rank(rank: int) -> Ended:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        place["LOCAL_SIZE"] = world
+        places = {name: str(number) for name, number in place.items()}
+        return run(
+            command, timeout, environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **places)
         )
 
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(of_rank, range(world)))
 
-def run_ranks(command: Sequence[str], world: int, timeout: float, folder: Path) -> list[Ended]:
-    """The same command on every rank; those alive after ``timeout`` seconds are killed."""
-    begin, port = time.monotonic(), free_port()
-    logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = [start_rank(command, r, world, port, log) for r, log in enumerate(logs)]
-    ended: dict[int, tuple[int | None, float]] = {}
-    while len(ended) < world:
-        passed = time.monotonic() - begin
-        for rank, process in enumerate(processes):
-            if rank in ended:
-                continue
-            if process.poll() is not None:
-                ended[rank] = process.returncode, passed
-            elif passed > timeout:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                ended[rank] = None, passed
-        time.sleep(0.05)
-    texts = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
-    return [Ended(*ended[r][:1], texts[r], ended[r][1]) for r in range(world)]
+
+def write_order(folder: Path, order: Mapping[str, Any]) -> Path:
+    """The file that ``train_worker`` is given."""
+    path = folder / "order.json"
+    path.write_text(json.dumps(order), encoding="utf-8")
+    return path
+
+
+def run_worker(
+    orders: Sequence[Mapping[str, Any]], folder: Path, seconds: float = 1800.0
+) -> list[dict[str, Any]]:
+    """What ``order_worker`` answers to each order; an error to those that it did not come to."""
+    asked, answered = folder / "orders.json", folder / "answers.jsonl"
+    asked.write_text(json.dumps(list(orders)), encoding="utf-8")
+    answered.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "reliability.order_worker", str(asked), str(answered)]
+    ended = run(command, seconds)
+    found = []
+    if answered.exists():
+        found = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
+    ending = "hung" if ended.code is None else f"ended with {ended.code}"
+    missing = {"error": f"the worker {ending}: {ended.output[-2000:]}"}
+    return found + [missing] * (len(orders) - len(found))

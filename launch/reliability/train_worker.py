@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             with open(order["losses"], "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+        _perhaps_fill_disk(step, order.get("full_disk"))
         if order["save_every"] and (step + 1) % order["save_every"] == 0:
             engine.save_checkpoint(order["checkpoints"], client_state={"step": step + 1})
     dist.barrier()
@@ -62,6 +64,13 @@ def _step(engine: Any, step: int, die: dict[str, Any] | None) -> float:
     mean = loss.detach().double()
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
+
+
+def _perhaps_fill_disk(step: int, full: dict[str, Any] | None) -> None:
+    """From now on no file of this rank can grow beyond the limit, as on a disk without room."""
+    if full and (full["rank"], full["step"]) == (dist.get_rank(), step):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error, not the end of the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full["limit"], resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":
