@@ -62,13 +62,10 @@ class PhaseTimer:
 
     def seconds(self) -> dict[str, float]:
         """Of each phase in the newest step that the device is done with; empty before the first."""
-        while self._steps:
-            spans = self._steps.pop()
-            if all(_has_passed(end) for _, _, end in spans):
-                self._steps.clear()
-                self._latest = dict.fromkeys(PHASES, 0.0)
-                for phase, begin, end in spans:
-                    self._latest[phase] += _seconds_between(begin, end)
+        while self._steps and all(_has_passed(end) for _, _, end in self._steps[0]):
+            self._latest = dict.fromkeys(PHASES, 0.0)
+            for phase, begin, end in self._steps.popleft():
+                self._latest[phase] += _seconds_between(begin, end)
         return dict(self._latest)
 
     def _now(self) -> Any:
