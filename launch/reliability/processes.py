@@ -9,14 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import free_port
-
-__all__ = ["Ended", "environment", "run", "run_ranks", "run_worker", "write_order"]
+__all__ = ["Ended", "environment", "run", "run_worker", "write_order"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,22 +64,6 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     return Ended(None if hung else process.returncode, output, time.monotonic() - begin)
-
-
-def run_ranks(command: Sequence[str], world: int, timeout: float) -> list[Ended]:
-    """The same command on every rank of a machine, each with its own timeout."""
-    port = str(free_port())
-
-    def of_rank(rank: int) -> Ended:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place["LOCAL_SIZE"] = world
-        places = {name: str(number) for name, number in place.items()}
-        return run(
-            command, timeout, environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **places)
-        )
-
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(of_rank, range(world)))
 
 
 def write_order(folder: Path, order: Mapping[str, Any]) -> Path:

@@ -1,6 +1,6 @@
 """A rank that trains the small model and writes down its losses; it can be told to die or to resume.
 
-python -m reliability.train_worker ORDER.json     (started by the cases, with or without the launcher)
+python -m reliability.train_worker ORDER.json     (or a fork, see forks)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ import hmt_deepspeed
 from reliability.engines import batch, small_model
 
 
-def main() -> None:
-    order = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+def train(order: Mapping[str, Any]) -> None:
+    """Carry out an order on this rank, whose place is in the environment.
+
+    Keys: config, steps, save_every, checkpoints, losses (a file); perhaps die and full_disk.
+    """
     torch.set_num_threads(1)
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -39,7 +43,8 @@ def main() -> None:
         loss = _step(engine, step, order.get("die"))
         if dist.get_rank() == 0:
             with open(order["losses"], "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+                # A killed rank may have left half a line: begin a new one.
+                file.write("\n" + json.dumps({"step": step, "loss": loss}))
         _perhaps_fill_disk(step, order.get("full_disk"))
         if order["save_every"] and (step + 1) % order["save_every"] == 0:
             engine.save_checkpoint(order["checkpoints"], client_state={"step": step + 1})
@@ -74,4 +79,4 @@ def _perhaps_fill_disk(step: int, full: dict[str, Any] | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8")))
