@@ -15,6 +15,7 @@ __all__ = ["random_config"]
 
 Draw = random.Random
 
+_FIELDS = dict(walk_fields(HMTConfig, "hmt"))  # full key -> JSON schema
 _PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
 _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does not say what is inside
@@ -150,13 +151,12 @@ def _checkpointing(draw: Draw) -> dict[str, Any]:
 
 
 def _block(draw: Draw, nvme_path: str) -> dict[str, Any]:
-    fields = dict(walk_fields(HMTConfig, "hmt"))
     sections = [s for s in HMTConfig.model_fields if draw.random() < 0.45]
     block: dict[str, Any] = {name: {} for name in sections}
     for section in sections:
-        own = [key for key in fields if key.startswith(f"hmt.{section}.")]
+        own = [key for key in _FIELDS if key.startswith(f"hmt.{section}.")]
         for key in draw.sample(own, min(draw.choice([0, 1, 2, 3, 4]), len(own))):
-            value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, fields[key])
+            value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, _FIELDS[key])
             _put(block, key.split(".")[1:], nvme_path if value == "NVME" else value)
     return block
 
@@ -224,8 +224,7 @@ def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
 def _spoil(draw: Draw, config: dict[str, Any]) -> None:
     """One mistake of the kinds that people make, in the block."""
     block = config.setdefault("hmt", {})
-    fields = [key.split(".")[1:] for key, _ in walk_fields(HMTConfig, "hmt")]
-    path = draw.choice(fields)
+    path = draw.choice(list(_FIELDS)).split(".")[1:]
     mistake = draw.choice(["value", "misspelt", "misplaced", "section", "block"])
     if mistake == "value":
         _put(block, path, draw.choice(_ILLEGAL))
