@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.results import RESULTS, machine, machine_slug  # noqa: E402
-from reliability import CASES  # noqa: E402
+from reliability.cases import CASES  # noqa: E402
 from reliability.results import markdown, read_records, write_case  # noqa: E402
 
 

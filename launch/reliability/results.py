@@ -17,7 +17,7 @@ from hmt_deepspeed.report.metrics import write_summary
 
 __all__ = ["HEADERS", "CaseReport", "markdown", "write_case"]
 
-HEADERS = ("case", "what was tried", "times", "found", "failed")
+HEADERS = ("case", "what was tried", "found", "failed")
 
 
 @dataclass
@@ -61,10 +61,8 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
     """One line a case."""
     lines = ["| " + " | ".join(HEADERS) + " |", "| " + " | ".join(["---"] * len(HEADERS)) + " |"]
     for record in records:
-        counts = record["counts"]
-        found = ", ".join(f"{what}: {times}" for what, times in counts.items())
-        cells = [record["case"], record["tried"], str(sum(counts.values())), found]
-        cells.append(str(len(record["failures"])))
+        found = "; ".join(f"{times} {what}" for what, times in record["counts"].items())
+        cells = [record["case"], record["tried"], found, str(len(record["failures"]))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
