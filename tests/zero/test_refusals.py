@@ -45,6 +45,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"master_weights": "none"}}},
         ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
     ),
+    "fp16 where there is none": (
+        {"fp16": {"enabled": True}},
+        ["fp16.enabled is True", "legal is false on this device (cpu)", "Use bf16"],
+    ),
     "offload_optimizer to nvme": (
         {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
         ["zero_optimization.offload_optimizer.device is 'nvme'", '"none" or "cpu"', 'use "cpu"'],
