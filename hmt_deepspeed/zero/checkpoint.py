@@ -86,8 +86,8 @@ def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
     dist.barrier()
 
 
-def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> None:
-    """Write the manifest, give the folder its name, point ``latest`` at it.
+def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int:
+    """Write the manifest, give the folder its name, point ``latest`` at it; bytes of all ranks' files.
 
     Raises:
         OSError: on every rank, when one could not write its files; what was saved before is untouched.
@@ -97,8 +97,8 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> Non
     dist.all_gather_object(gathered, (written.checksums, written.failure))
     failures = [f"rank {r}: {why}" for r, (_, why) in enumerate(gathered) if why is not None]
     failure = "; ".join(failures)
+    files = {name: entry for part, _ in gathered for name, entry in part.items()}
     if _is_writer(engine):
-        files = {name: entry for part, _ in gathered for name, entry in part.items()}
         try:
             if not failure:
                 _publish(engine, save_dir, tag, files, save_latest)
@@ -111,8 +111,9 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> Non
     if failure:
         raise OSError(
             f"checkpoint {tag!r} was not saved: {failure}. Earlier checkpoints in {save_dir} are untouched: "
-            "make room and save again."
+            "mend that (make room) and save again."
         )
+    return sum(entry["bytes"] for entry in files.values())
 
 
 def _publish(
@@ -132,12 +133,6 @@ def _publish(
     shutil.rmtree(old, ignore_errors=True)
     if save_latest:
         replace_text(os.path.join(save_dir, "latest"), tag)
-
-
-def saved_bytes(save_dir: str, tag: str) -> int:
-    """Bytes of all ranks' files of a committed checkpoint, as its manifest says."""
-    with open(os.path.join(save_dir, tag, MANIFEST)) as file:
-        return sum(int(entry["bytes"]) for entry in json.load(file)["files"].values())
 
 
 def _is_writer(engine: HMTEngine) -> bool:

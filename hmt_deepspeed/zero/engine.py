@@ -326,8 +326,8 @@ class HMTEngine(DeepSpeedEngine):
         super().save_checkpoint(
             save_dir, checkpoint.saving_tag(tag), client_state, False, exclude_frozen_parameters
         )
-        checkpoint.commit(self, save_dir, tag, save_latest)
-        self.hmt_metrics.checkpoint_bytes = checkpoint.saved_bytes(save_dir, tag)
+        saved = checkpoint.commit(self, save_dir, tag, save_latest)
+        self.hmt_metrics.checkpoint_bytes = saved
         return True
 
     def _copy_recovery_script(self, save_path: str) -> None:

@@ -65,10 +65,8 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """What the system refuses inside is remembered as the failure of ``path`` and not raised."""
         try:
             yield
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer says RuntimeError for a short write
+        # A write that came to an end too early is a RuntimeError of torch's writer.
+        except (OSError, RuntimeError) as error:
             self.failure = self.failure or f"{path}: {_reason(error)}"
 
 
