@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.accelerator import get_accelerator
@@ -91,7 +91,7 @@ class StepMetrics:
         ``bytes_from_host`` cross PCIe on CUDA. Parameters that DeepSpeed itself offloads are not counted.
 
         Args:
-            every_matrix: with the values of every single matrix, layer and component.
+            every_matrix: with the values of every single matrix and layer.
         """
         engine = self._engine()
         assert engine is not None
@@ -111,13 +111,14 @@ class StepMetrics:
             **self._moved,
         }
         if engine.fp16_enabled():
-            found["loss_scale"] = float(engine.optimizer.cur_scale)
+            found["loss_scale"] = engine._get_optimizer_loss_scale()
         for part in (engine.optimizer, engine.hmt_activations):
             numbers = getattr(part, "metrics", None)
             found |= dict(numbers()) if callable(numbers) else {}
         if every_matrix:
             return found
-        return {name: value for name, value in found.items() if not isinstance(value, Mapping)}
+        many = ("_per_matrix", "_per_layer")
+        return {name: value for name, value in found.items() if not name.endswith(many)}
 
 
 def _moved_bytes(engine: HMTEngine) -> dict[str, float]:

@@ -138,14 +138,20 @@ def test_a_stock_engine_is_measured_and_tells_the_monitors_what_stock_tells(
 def test_a_skipped_step_is_said(ranks: Ranks) -> None:
     codes, _, logs = ranks.attempt(skipping, 1)
     assert codes == [0], logs
-    assert "a gradient is not finite: this step is skipped" in logs[0]
+    assert "a gradient is not finite: this step is skipped; loss scale 16, now 8" in logs[0]
 
 
 def skipping() -> None:
+    from deepspeed.accelerator import get_accelerator
     from training import loss_of, micro_batches
 
-    engine = make_engine(ds_config(2, bf16={"enabled": True}))
-    loss = loss_of(engine, micro_batches(engine, 0)[0])
-    engine.backward(loss * float("inf"))
-    engine.step()
-    assert engine.skipped_steps == 1
+    get_accelerator().is_fp16_supported = lambda: True
+    engine = make_engine(
+        ds_config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    )
+    for factor in (1.0, float("inf")):
+        loss = loss_of(engine, micro_batches(engine, 0)[0])
+        engine.backward(loss * factor)
+        engine.step()
+    found = engine.hmt_metrics.read(every_matrix=False)
+    assert (found["skipped_steps"], found["loss_scale"]) == (1, 8.0)
