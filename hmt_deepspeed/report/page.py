@@ -49,7 +49,7 @@ h1{font-size:1.6rem;margin:0 0 .3rem}h2{font-size:1.15rem;margin:2.4rem 0 .2rem}
 p{margin:.2rem 0 .8rem;color:#555}nav a{margin-right:.9rem;white-space:nowrap}a{color:#0072B2}
 table{border-collapse:collapse;margin:.6rem 0}th,td{padding:.25rem .8rem;border-bottom:1px solid #e3e3e3;text-align:right;vertical-align:top}
 th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #999}tbody th{font-weight:400}
-.text th,.text td{text-align:left}.text td{max-width:26rem;overflow-wrap:anywhere}img{width:100%;height:auto}.scroll{overflow-x:auto}
+.text th,.text td{text-align:left}.text td{max-width:26rem;overflow-wrap:anywhere}img{width:100%;min-width:720px;height:auto}.scroll{overflow-x:auto}
 pre{background:#f6f6f6;padding:.7rem;overflow-x:auto;font-size:13px}summary{cursor:pointer;color:#0072B2}
 footer{margin:3rem 0 1rem;color:#777;font-size:.85rem}
 """.strip()
@@ -115,16 +115,17 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _predictions(runs: Sequence[Run]) -> _Table | None:
-    """The plan's numbers beside the summary's of the same name."""
+    """The plan's numbers beside what the run measured of the same quantity."""
     rows = []
     for run in runs:
-        predicted = (run.summary.get("plan") or {}).get("predicted") or {}
-        for name, expected in predicted.items():
-            measured = run.summary.get(name)
-            if isinstance(expected, int | float) and isinstance(measured, int | float):
-                ratio = f"{measured / expected:.2f}" if expected else "–"
-                text = _RESULTS.get(name, name.replace("_", " "))
-                rows.append([text, run.name, _cell(name, expected), _cell(name, measured), ratio])
+        for name, row in run.planned().items():
+            predicted, measured = row["predicted"], row["measured"]
+            cells = [
+                format_bytes(value) if row["unit"] == "bytes" else f"{value:.4g} {row['unit']}"
+                for value in (predicted, measured)
+            ]
+            ratio = f"{measured / predicted:.2f}" if predicted else "–"
+            rows.append([name.replace("_", " "), run.name, *cells, ratio])
     headers = ["", "run", "predicted", "measured", "measured / predicted"]
     return _Table(headers, rows) if rows else None
 
@@ -166,6 +167,7 @@ def html_page(runs: Sequence[Run]) -> str:
         if picture is not None:
             data = base64.b64encode(picture.encode()).decode()
             image = f'<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">'
+            image = f'<div class="scroll">{image}</div>'
             sections.append(_section(plot.name, plot.title, plot.text, image))
     sections.append(
         _section("setup", "What was run", "", _html(_setup(runs), "text") + _configs(runs))

@@ -82,6 +82,39 @@ def draw(plot: Plot, runs: Sequence[Run]) -> str | None:
     return text.getvalue()
 
 
+def _planned(runs: Sequence[Run]) -> Figure | None:
+    """Measured over predicted, a bar a quantity; the line is a plan that was right."""
+    having = [run for run in runs if any(row["predicted"] for row in run.planned().values())]
+    if not having:
+        return None
+    names = list(
+        dict.fromkeys(
+            name for run in having for name, row in run.planned().items() if row["predicted"]
+        )
+    )
+    figure, (axis,) = _figure(1, 1, 1.2 + 0.25 * len(names) * len(having))
+    thickness = 0.8 / len(having)
+    for number, run in enumerate(having):
+        found = {
+            n: r["measured"] / r["predicted"] for n, r in run.planned().items() if r["predicted"]
+        }
+        own = [(i, found[name]) for i, name in enumerate(names) if name in found]
+        places = [i + (number - (len(having) - 1) / 2) * thickness for i, _ in own]
+        drawn = axis.barh(
+            places, [v for _, v in own], thickness * 0.9, color=_COLOURS[number], label=run.name
+        )
+        axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
+    axis.axvline(1.0, color="#222222", linewidth=1)
+    axis.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set(xlabel="measured / predicted")
+    axis.margins(x=0.1)
+    if len(having) > 1:
+        axis.legend()
+    return figure
+
+
 # -- by steps ---------------------------------------------------------------------------------------
 
 
@@ -397,6 +430,12 @@ def _unit_of(largest: float) -> tuple[str, float]:
 
 
 PLOTS = (
+    Plot(
+        "planned",
+        "Measured over predicted",
+        "Bars right of the line: more than the plan said.",
+        _planned,
+    ),
     Plot(
         "learning",
         "Loss, learning rate, gradient norm",

@@ -39,6 +39,10 @@ class Run:
         values = self.series(name)[1]
         return values[-1] if values else None
 
+    def planned(self) -> Mapping[str, Mapping[str, Any]]:
+        """By quantity: unit ("s" or "bytes"), predicted, measured; empty where nothing was planned."""
+        return self.summary.get("plan") or {}
+
     def per_matrix(self, name: str) -> tuple[list[int], list[str], list[list[float | None]]]:
         """(steps, matrices, values[matrix][step]) of a mapping by matrix."""
         records = [r for r in self.records if r.get(name)]

@@ -85,7 +85,21 @@ def run(tmp_path: Path) -> Path:
         "peak_device_bytes": 4 << 20,
         "command": "run.py --x '<&>'",
         "config": {"zero_optimization": {"stage": 2}},
-        "plan": {"predicted": {"peak_device_bytes": 2 << 20, "unheard_of": 1.0}},
+        "plan": {  # as the planner's Comparison.as_json() writes it
+            "forward": {"unit": "s", "predicted": 0.5, "measured": 1.0, "error": -0.5},
+            "gpu: weights": {
+                "unit": "bytes",
+                "predicted": 2 << 20,
+                "measured": 4 << 20,
+                "error": -0.5,
+            },
+            "activations: residual": {
+                "unit": "bytes",
+                "predicted": 0.0,
+                "measured": 0.0,
+                "error": None,
+            },
+        },
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "trace.json").write_text(json.dumps(trace()))
@@ -121,7 +135,7 @@ def test_the_page_shows_everything_and_needs_no_network(
     assert len(pictures) == len(PLOTS)
     for picture in pictures:
         assert base64.b64decode(picture).lstrip().startswith(b"<?xml")
-    predicted = re.search(r"device memory, peak[^<]*</th><td>a &lt;run&gt;</td>(.*?)</tr>", page)
+    predicted = re.search(r"gpu: weights</th><td>a &lt;run&gt;</td>(.*?)</tr>", page)
     assert predicted is not None
     assert re.findall(r"<td>(.*?)</td>", predicted[1]) == ["2.0 MiB", "4.0 MiB", "2.00"]
 
