@@ -34,6 +34,7 @@ setup(
         "console_scripts": [
             "hmt-plan = hmt_deepspeed.planner.command:main",
             "hmt-doctor = hmt_deepspeed.doctor:main",
+            "hmt-report = hmt_deepspeed.report.command:main",
         ]
     },
     extras_require={
@@ -58,6 +59,7 @@ setup(
             "matplotlib>=3.8",
             "peft>=0.17",
         ],
+        "report": ["matplotlib>=3.8"],  # what hmt-report draws with
         "hub": ["datasets>=2.15"],
     },
 )

@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfigError
 
 import hmt_deepspeed
 from hmt_deepspeed.config import read_json_config
@@ -108,14 +109,15 @@ def main() -> None:
             f"{data.num_documents:,} documents, {data.train.num_rows:,} rows of "
             f"{args.seq_length} tokens, {data.held_out.num_rows:,} held out; folder {output_dir}"
         )
-    finish_run(loop, engine.zero_optimization_stage())
+    finish_run(loop, engine.zero_optimization_stage(), config)
 
 
-def finish_run(loop: TrainingLoop, zero_stage: int) -> None:
+def finish_run(loop: TrainingLoop, zero_stage: int, config: dict[str, Any]) -> None:
     progress = loop.run()
     finish.generate_sample(loop, zero_stage)
     folder = finish.save_model(loop, zero_stage)
-    summary = finish.write_run_summary(loop, progress, zero_stage, {"model_folder": str(folder)})
+    extra = {"model_folder": str(folder), "config": config}
+    summary = finish.write_run_summary(loop, progress, zero_stage, extra)
     if rank() == 0:
         print(format_table(summary_rows(summary), ("result", "value")))
         comparison = finish.plan_comparison(loop.engine)
@@ -148,8 +150,8 @@ if __name__ == "__main__":
     try:
         main()
         dist.barrier()
-    except ValueError as error:
-        if not raised_by_us(error):
+    except (ValueError, DeepSpeedConfigError) as error:
+        if not (raised_by_us(error) or isinstance(error, DeepSpeedConfigError)):
             raise
         sys.exit(f"error: {error}" if rank() == 0 else 1)
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hmt_deepspeed.config import describe_fields
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+RESULTS = README.parent / "launch" / "results"
 
 
 def config_rows() -> list[str]:
@@ -31,3 +32,14 @@ def test_the_numbers_are_what_the_result_files_say() -> None:
     text = README.read_text(encoding="utf-8")
     block = text.split("<!-- table: results -->\n")[1].split("<!-- end -->")[0]
     assert block.strip() == printed.strip()
+
+
+def test_the_figures_of_stress_are_what_the_result_files_say() -> None:
+    sys.path.insert(0, str(README.parent / "launch"))
+    from reliability.results import markdown, read_records
+
+    records = read_records(RESULTS)
+    assert records
+    text = README.read_text(encoding="utf-8")
+    block = text.split("<!-- table: stress -->\n")[1].split("<!-- end -->")[0]
+    assert block.strip() == markdown(records).strip()

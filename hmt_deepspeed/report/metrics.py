@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 import psutil
 
+MATRIX_INTERVAL = 10  # steps between records that also carry the values of every single matrix
+
 
 class Accelerator(Protocol):
     """The part of a DeepSpeed-like accelerator object that memory readings need."""
@@ -158,6 +160,21 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
             break
         kept.append(line)
     return kept
+
+
+def monitor_events(record: Mapping[str, Any], samples: int) -> list[tuple[str, float, int]]:
+    """Events (name, value, samples) for DeepSpeed's monitors: every number of a metrics record.
+
+    Numbers of a mapping, such as one per matrix, get its name and their own: "HMT/rank_per_matrix/NAME".
+    """
+    events = []
+    for name, value in record.items():
+        values = value.items() if isinstance(value, Mapping) else [("", value)]
+        for part, number in values:
+            if isinstance(number, (int, float)) and name not in ("step", "samples"):
+                label = f"HMT/{name}/{part}" if part else f"HMT/{name}"
+                events.append((label, float(number), samples))
+    return events
 
 
 def plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from hmt_deepspeed.report.metrics import (
     write_summary,
 )
 from hmt_deepspeed.train.data import TrainingData
-from hmt_deepspeed.train.loop import LoopOptions, Progress, TrainingLoop, engine_metrics
+from hmt_deepspeed.train.loop import LoopOptions, Progress, TrainingLoop
 from hmt_deepspeed.train.ranks import on_rank_zero, rank
 
 SAMPLE_TOKENS = 64
@@ -31,6 +31,8 @@ _ENGINE_FIELDS = (
     "mean_rank",
     "mean_captured_energy",
     "activation_bytes",
+    "average_device_bytes",
+    "checkpoint_bytes",
 )
 
 
@@ -163,7 +165,7 @@ def write_run_summary(
     memory = device_memory(loop.accelerator)
     peaks = torch.tensor([memory.peak, peak_host_bytes()], device=loop.engine.device)
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    ours = engine_metrics(loop.engine)
+    ours = loop.engine.hmt_metrics.read()
     speed = progress.tokens_per_second(loop.tokens_per_step)
     summary = {
         "model_parameters": loop.num_parameters,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from hmt_deepspeed.report.metrics import (
+    MATRIX_INTERVAL,
     MetricsWriter,
-    device_memory,
     format_bytes,
-    host_bytes,
     model_flops_utilization,
-    peak_host_bytes,
+    monitor_events,
 )
 from hmt_deepspeed.train.data import TrainingData
 from hmt_deepspeed.train.models import num_parameters
@@ -28,7 +29,6 @@ from hmt_deepspeed.train.packing import GlobalOrder, PackedRows, share_of_rank
 from hmt_deepspeed.train.ranks import rank
 
 TRACED_STEPS = (3, 5)
-MATRIX_INTERVAL = 10  # steps between lines that also carry the values of every single matrix
 _PROBE_TOKENS = 16
 
 
@@ -95,6 +95,7 @@ class TrainingLoop:
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
         self._saved_plan: Any = None
+        self.skipped_steps = 0
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class TrainingLoop:
                 f"{family} does not keep packed documents apart: they are separated by the "
                 "end-of-document token only"
             )
+        self.skipped_steps = int(self.engine.skipped_steps)
         resume_step = progress.step if options.resume else None
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(self._progress_bar())
@@ -127,23 +129,47 @@ class TrainingLoop:
             self.engine.train()
             while progress.step < options.max_steps:
                 record = self._timed_step()
+                every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
+                measured = self.engine.hmt_metrics.read(every_matrix)
                 next(trace, None)
                 last = progress.step == options.max_steps
                 if last or _due(progress.step, options.eval_interval):
                     progress.eval_loss = self.evaluate()
                     record["eval_loss"] = progress.eval_loss
-                self._publish(record, writer, bar)
+                self._publish(record, measured, writer, bar)
+                self._check_loss(measured["skipped_steps"])
                 if options.save_interval and (last or _due(progress.step, options.save_interval)):
                     self.save_checkpoint()
         if progress.eval_loss is None:
             progress.eval_loss = self.evaluate()
         return progress
 
+    def _check_loss(self, skipped_steps: int) -> None:
+        """Say that a step with a bad loss was skipped; stop where it was not.
+
+        Raises:
+            ValueError: the update was made of gradients that are not finite.
+        """
+        progress = self.progress
+        was_skipped, self.skipped_steps = skipped_steps > self.skipped_steps, skipped_steps
+        if progress.loss is None or math.isfinite(progress.loss):
+            return
+        if was_skipped:
+            if rank() == 0:
+                print(f"step {progress.step}: the loss is {progress.loss}; the step was skipped")
+            return
+        raise ValueError(
+            f"step {progress.step}: the loss is {progress.loss}, and the weights have been updated with its "
+            'gradients. Look at the data and the learning rate, resume from the last checkpoint; with "bf16" or '
+            '"fp16" enabled such a step is skipped.'
+        )
+
     def _timed_step(self) -> dict[str, Any]:
         progress = self.progress
         self.accelerator.synchronize()
         begin = time.perf_counter()
-        progress.loss = self._step()
+        with record_function("step"):
+            progress.loss = self._step()
         self.accelerator.synchronize()
         seconds = time.perf_counter() - begin
         progress.step += 1
@@ -180,11 +206,14 @@ class TrainingLoop:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for indices in micro_batches:
             labels_here = data.count_labels(indices)
-            loss = engine(**self._inputs(data, indices)).loss
+            with record_function("forward"):
+                loss = engine(**self._inputs(data, indices)).loss
             total += loss.detach().double() * labels_here
             weight = labels_here * self.num_ranks * len(micro_batches) / num_labels
-            engine.backward(loss * weight)
-            engine.step()
+            with record_function("backward"):
+                engine.backward(loss * weight)
+            with record_function("optimizer"):
+                engine.step()
         dist.all_reduce(total, group=self.group)
         return float(total) / self.sharing / num_labels
 
@@ -312,40 +341,34 @@ class TrainingLoop:
         yield advance
 
     def _record(self, seconds: float) -> dict[str, Any]:
-        progress, memory = self.progress, device_memory(self.accelerator)
-        speed = self.tokens_per_step / seconds
+        progress, speed = self.progress, self.tokens_per_step / seconds
         record: dict[str, Any] = {
             "step": progress.step,
             "samples": progress.samples,
             "tokens": progress.tokens,
             "loss": progress.loss,
-            "lr": float(self.engine.get_lr()[0]),
-            "grad_norm": _number(self.engine.get_global_grad_norm()),
-            "skipped_steps": int(self.engine.skipped_steps),
             "step_seconds": seconds,
             "tokens_per_second": speed,
-            "device": memory.device,
-            "device_bytes": memory.allocated,
-            "peak_device_bytes": memory.peak,
-            "host_bytes": host_bytes(),
-            "peak_host_bytes": peak_host_bytes(),
         }
         if self.options.peak_flops is not None:
             flops = self.options.peak_flops * dist.get_world_size()
             record["mfu"] = model_flops_utilization(self.num_parameters, speed, flops)
-        every_matrix = progress.step == 1 or _due(progress.step, MATRIX_INTERVAL)
-        for name, value in engine_metrics(self.engine).items():
-            if every_matrix or not isinstance(value, Mapping):
-                record[name] = value
         return record
 
-    def _publish(self, record: dict[str, Any], writer: MetricsWriter | None, bar: Any) -> None:
+    def _publish(
+        self,
+        record: dict[str, Any],
+        measured: dict[str, Any],
+        writer: MetricsWriter | None,
+        bar: Any,
+    ) -> None:
+        """Line, progress bar, monitors; what the engine measured, it has told them itself."""
         if writer is not None:
-            writer.write(record)
+            writer.write(record | measured)
         shown = {
             "loss": f"{record['loss']:.4f}",
             "tok/s": f"{record['tokens_per_second']:,.0f}",
-            "mem": format_bytes(record["device_bytes"]),
+            "mem": format_bytes(measured["device_bytes"]),
         }
         if "mfu" in record:
             shown["mfu"] = f"{record['mfu']:.1%}"
@@ -354,34 +377,8 @@ class TrainingLoop:
         bar.set_postfix(shown, refresh=False)
         bar.update()
         if self.engine.monitor.enabled:
-            self.engine.monitor.write_events(_events(record))
-
-
-def engine_metrics(engine: Any) -> dict[str, Any]:
-    """What our optimizer, activations and planner say about themselves; nothing where all are stock."""
-    found: dict[str, Any] = {}
-    parts = ("optimizer", "hmt_activations", "hmt_planner")
-    for part in (getattr(engine, name, None) for name in parts):
-        metrics = getattr(part, "metrics", None)
-        found |= dict(metrics()) if callable(metrics) else {}
-    return found
-
-
-def _events(record: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Monitor events (name, value, samples) of every number in a metrics record."""
-    events = []
-    for name, value in record.items():
-        values = value.items() if isinstance(value, Mapping) else [("", value)]
-        for part, number in values:
-            if isinstance(number, (int, float)) and name not in ("step", "samples"):
-                label = f"HMT/{name}/{part}" if part else f"HMT/{name}"
-                events.append((label, float(number), record["samples"]))
-    return events
+            self.engine.monitor.write_events(monitor_events(record, record["samples"]))
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

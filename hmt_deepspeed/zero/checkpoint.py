@@ -84,49 +84,72 @@ def saving_tag(tag: str) -> str:
 
 def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
     """Remove what an earlier, killed save of the same tag left behind."""
-    engine.checkpoint_engine.checksums.clear()
+    engine.checkpoint_engine.begin()
     if _is_writer(engine):
         shutil.rmtree(os.path.join(save_dir, saving_tag(tag)), ignore_errors=True)
     dist.barrier()
 
 
-def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> None:
+def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int:
     """Link what is on an SSD, write the manifest, give the folder its name, point ``latest`` at it.
 
     Two phases: the folder gets its name after every rank has said that its part is on the disk.
 
+    Returns:
+        bytes of all ranks' files.
+
     Raises:
-        RuntimeError: on all ranks, when one could not.
+        OSError: on every rank, when one could not write its files; what was saved before is untouched.
     """
-    folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
-    mine, problem = dict(engine.checkpoint_engine.checksums), None
+    folder = os.path.join(save_dir, saving_tag(tag))
+    mine, problem = dict(engine.checkpoint_engine.checksums), engine.checkpoint_engine.failure
     try:
-        mine |= keep_files(engine.optimizer, folder)
+        if problem is None:
+            mine |= keep_files(engine.optimizer, folder)
     except (StoreError, OSError) as error:
-        problem = f"rank {engine.global_rank}: {error}"
+        problem = str(error)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (mine, problem))
-    problems = [problem for _, problem in gathered if problem is not None]
-    if problems:
-        raise RuntimeError(f"checkpoint {tag!r} was not saved under {save_dir}: {problems[0]}")
+    failures = [f"rank {r}: {why}" for r, (_, why) in enumerate(gathered) if why is not None]
+    failure = "; ".join(failures)
+    files = {name: entry for part, _ in gathered for name, entry in part.items()}
     if _is_writer(engine):
-        files = {name: entry for part, _ in gathered for name, entry in part.items()}
-        present = {
-            name: files[name] for name in sorted(files) if os.path.exists(f"{folder}/{name}")
-        }
-        manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
-        replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
-        sync_folder(folder)
-        old = f"{final}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if os.path.isdir(final):
-            os.rename(final, old)
-        os.rename(folder, final)
-        sync_folder(save_dir)
-        shutil.rmtree(old, ignore_errors=True)
-        if save_latest:
-            replace_text(os.path.join(save_dir, "latest"), tag)
-    dist.barrier()
+        try:
+            if not failure:
+                _publish(engine, save_dir, tag, files, save_latest)
+        except OSError as error:
+            failure = f"rank {dist.get_rank()}: {error}"
+        if failure:
+            shutil.rmtree(folder, ignore_errors=True)
+    dist.all_gather_object(gathered, failure)
+    failure = next((why for why in gathered if why), "")
+    if failure:
+        raise OSError(
+            f"checkpoint {tag!r} was not saved: {failure}. Earlier checkpoints in {save_dir} are untouched: "
+            "mend that (make room) and save again."
+        )
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def _publish(
+    engine: HMTEngine, save_dir: str, tag: str, files: dict[str, Any], save_latest: bool
+) -> None:
+    folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
+    present = {
+        name: files[name] for name in sorted(files) if os.path.exists(os.path.join(folder, name))
+    }
+    manifest = {"format": FORMAT, "global_steps": engine.global_steps, "files": present}
+    replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
+    sync_folder(folder)
+    old = f"{final}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.isdir(final):
+        os.rename(final, old)
+    os.rename(folder, final)
+    sync_folder(save_dir)
+    shutil.rmtree(old, ignore_errors=True)
+    if save_latest:
+        replace_text(os.path.join(save_dir, "latest"), tag)
 
 
 def _is_writer(engine: HMTEngine) -> bool:

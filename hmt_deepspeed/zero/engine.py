@@ -26,6 +26,7 @@ from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.gradients import ReductionScale
+from hmt_deepspeed.zero.metrics import StepMetrics
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.plan_inputs import RunFacts, counted_bytes, run_facts
 from hmt_deepspeed.zero.planning import RunPlanner
@@ -143,6 +144,7 @@ class HMTEngine(DeepSpeedEngine):
             fpdt = with_chunk_size(fpdt, self._run_facts(hmt), self)
         holders = getattr(self.hmt_activations, "holders", None)
         self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, holders)
+        self.hmt_metrics = StepMetrics(self)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -190,6 +192,7 @@ class HMTEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As in DeepSpeed; the model is an ordinary one again."""
+        self.hmt_metrics.close()
         if self.hmt_activations is not None:
             self.hmt_activations.close()
         if self.hmt_fpdt is not None:
@@ -333,16 +336,6 @@ class HMTEngine(DeepSpeedEngine):
         self.hmt_planner.end_forward()
         return output
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """As in DeepSpeed."""
-        if self.hmt_planner is None:
-            super().step(lr_kwargs)
-            return
-        before = self.global_steps
-        self.hmt_planner.begin_step()
-        super().step(lr_kwargs)
-        self.hmt_planner.end_step(self.global_steps != before)
-
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""
         super().zero_grad()
@@ -361,6 +354,36 @@ class HMTEngine(DeepSpeedEngine):
                 yield
             finally:
                 self.optimizer.reduction_enabled = True
+
+    # -- what a step does, measured -----------------------------------------------------------------
+
+    def _backward_prologue(self) -> None:
+        self.hmt_metrics.phases.start("backward")
+        super()._backward_prologue()
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        self.hmt_metrics.end_phase("backward")
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """As in DeepSpeed; the part of the reduction that backward did not hide."""
+        self.hmt_metrics.phases.start("reduce")
+        super().allreduce_gradients(*args, **kwargs)
+        self.hmt_metrics.phases.stop("reduce")
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As in DeepSpeed; after an optimizer step the monitors get its metrics."""
+        before = self.global_steps
+        if self.hmt_planner is not None:
+            self.hmt_planner.begin_step()
+        self.hmt_metrics.phases.start("optimizer")
+        super().step(lr_kwargs)
+        self.hmt_metrics.end_phase("optimizer")
+        has_stepped = self.global_steps > before
+        if self.hmt_planner is not None:
+            self.hmt_planner.end_step(has_stepped)
+        if has_stepped:
+            self.hmt_metrics.end_step()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -391,8 +414,16 @@ class HMTEngine(DeepSpeedEngine):
         super().save_checkpoint(
             save_dir, checkpoint.saving_tag(tag), client_state, False, exclude_frozen_parameters
         )
-        checkpoint.commit(self, save_dir, tag, save_latest)
+        saved = checkpoint.commit(self, save_dir, tag, save_latest)
+        self.hmt_metrics.checkpoint_bytes = saved
         return True
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        if self._hmt_options is None:
+            super()._copy_recovery_script(save_path)
+            return
+        with self.checkpoint_engine.remembering(save_path):
+            super()._copy_recovery_script(save_path)
 
     def _common_checkpoint_state(
         self, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: bool

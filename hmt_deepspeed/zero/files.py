@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,23 +30,67 @@ MANIFEST = "manifest.json"
 class AtomicCheckpointEngine(TorchCheckpointEngine):
     """Saves to a temporary name, syncs, renames; remembers size and checksum of what it wrote.
 
+    What cannot be written (a full disk) is remembered too and raised when the checkpoint is committed, on
+    every rank: one that raised here would leave the others waiting for it.
+
     Attributes:
         checksums: by file name within the checkpoint's folder: ``{"bytes": ..., "sha256": ...}``.
+        failure: the first file that could not be written, and why.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new checkpoint: forget what was written of the last one."""
         self.checksums: dict[str, dict[str, Any]] = {}
+        self.failure: str | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; it appears under ``path`` complete and on disk, or not at all."""
         temporary = f"{path}.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(state_dict, file)
-            file.flush()
-            os.fsync(file.fileno())
-        self.checksums[os.path.basename(path)] = fingerprint(temporary)
-        os.replace(temporary, path)
+        with self.remembering(path), _removed_if_torn(temporary):
+            with open(temporary, "wb") as file:
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.checksums[os.path.basename(path)] = fingerprint(temporary)
+            os.replace(temporary, path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """As ``os.makedirs``."""
+        with self.remembering(path):
+            super().makedirs(path, exist_ok)
+
+    @contextlib.contextmanager
+    def remembering(self, path: str) -> Iterator[None]:
+        """What the system refuses inside is remembered as the failure of ``path`` and not raised."""
+        try:
+            yield
+        # A write that came to an end too early is a RuntimeError of torch's writer.
+        except (OSError, RuntimeError) as error:
+            self.failure = self.failure or f"{path}: {_reason(error)}"
+
+
+@contextlib.contextmanager
+def _removed_if_torn(path: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own words, also where torch's writer reports only how far it came."""
+    cause = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return str(error).splitlines()[0]
 
 
 def fingerprint(path: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import count_used_parameters_in_backward, is_optimized_parameter
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import logger
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
@@ -283,8 +284,10 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self._step.finish()  # what forward did not ask for
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
+        scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
+            self._say_skipped(scale)
             self.zero_grad()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
@@ -299,6 +302,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self._begin_window()
         self._gather_persistent_parameters()
         self.communication_bytes = self.collectives.reset_counter()
+
+    def _say_skipped(self, scale: float) -> None:
+        if self.collectives.rank == 0:
+            scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""
+            logger.warning(f"hmt: a gradient is not finite: this step is skipped{scales}")
 
     def _partition_parameters(self) -> None:
         """At stage 3 only the partitions are left, and no buffer waits for a use that will not come."""

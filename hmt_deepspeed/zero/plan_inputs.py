@@ -163,7 +163,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
 def counted_bytes(optimizer: Any) -> dict[tuple[str, str], float]:
     """Bytes on this rank by (memory, kind), as the planner names them."""
     found = optimizer.metrics()
-    on_host = "host" if found["host_bytes"] else "gpu"
+    on_host = "host" if found["optimizer_host_bytes"] else "gpu"
     states = found["optimizer_state_bytes"] + found["master_weight_bytes"]
     return {
         ("gpu", "weights"): found["weight_bytes"],

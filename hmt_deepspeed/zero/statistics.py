@@ -66,7 +66,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
         "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
         "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
-        "host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
+        "optimizer_host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
         **_ssd_numbers(optimizer),
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,

@@ -149,6 +149,9 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
             '"fp32", or "none" with "bf16": {"enabled": true}',
             "Stochastic rounding is defined on bf16 weights: turn bf16 on, or keep fp32 masters.",
         )
+    if parsed.float16_config.enabled and not get_accelerator().is_fp16_supported():
+        device = get_accelerator().device_name()
+        yield "fp16.enabled", True, f"false on this device ({device})", "Use bf16, or fp32."
     if (config.get("torch_autocast") or {}).get("enabled"):
         yield (
             "torch_autocast.enabled",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
 
+from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.nvme import FileStore
 from hmt_deepspeed.memory.pool import GRANULE
@@ -97,16 +99,19 @@ class SwapMemory:
         """Sums since construction, of the stores that there are."""
         found: dict[str, int | float] = {}
         waited = 0.0
-        for name, counters in (
-            ("host", self.engine.counters if "engine" in vars(self) else None),
-            ("ssd", self.files.counters if "files" in vars(self) else None),
-        ):
-            if counters is not None:
-                found[f"activation_bytes_to_{name}"] = counters.bytes_out
-                found[f"activation_bytes_from_{name}"] = counters.bytes_in
-                waited += counters.seconds_waited
-                found["activation_seconds_waited"] = waited
+        for name, counters in self.counters():
+            found[f"activation_bytes_to_{name}"] = counters.bytes_out
+            found[f"activation_bytes_from_{name}"] = counters.bytes_in
+            waited += counters.seconds_waited
+            found["activation_seconds_waited"] = waited
         return found
+
+    def counters(self) -> Iterator[tuple[str, Counters]]:
+        """("host" or "ssd", what was moved there) of the stores that there are."""
+        if "engine" in vars(self):
+            yield "host", self.engine.counters
+        if "files" in vars(self):
+            yield "ssd", self.files.counters
 
     def numbers(self) -> dict[str, int | float]:
         """Bytes moved and seconds waited since :meth:`begin_step`, bytes taken; empty where nothing swaps."""

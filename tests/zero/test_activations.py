@@ -31,7 +31,7 @@ from training import (
 )
 
 import hmt_deepspeed
-from hmt_deepspeed.train.loop import _events, engine_metrics
+from hmt_deepspeed.report.metrics import monitor_events
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "memory"))  # ssd_io
 
@@ -75,7 +75,7 @@ def runs(jobs: list[tuple[int, bool]], sections: dict[str, Any]) -> dict[str, An
         for name, section in sections.items():
             config = (stock_config if stock else ds_config)(stage, gas=2)
             engine = make_engine(with_activations(config, section))
-            run = result(engine, train(engine, STEPS)) | {"metrics": engine_metrics(engine)}
+            run = result(engine, train(engine, STEPS)) | {"metrics": engine.hmt_metrics.read()}
             found.setdefault(f"{stage}{' stock' * stock}", {})[name] = run
             engine.destroy()
     return found
@@ -199,7 +199,7 @@ def swapped(folder: str, through: str) -> dict[str, Any]:
             engine.register_forward_hook(lambda *_, files=files: files.flush())
         losses = train(engine, STEPS)
         sizes = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]
-        found[name] = {"losses": losses, "metrics": engine_metrics(engine), "files": sum(sizes)}
+        found[name] = {"losses": losses, "metrics": engine.hmt_metrics.read(), "files": sum(sizes)}
         engine.destroy()
     found["left"] = os.listdir(folder)
     return found
@@ -247,7 +247,7 @@ def reported() -> dict[str, Any]:
     metrics = []
     for step in range(3):
         train(engine, 1, first=step)
-        metrics.append(engine_metrics(engine))
+        metrics.append(engine.hmt_metrics.read())
     engine.eval()
     with torch.no_grad():
         loss_of(engine, micro_batches(engine, 0)[0])
@@ -277,10 +277,10 @@ def test_the_numbers_of_a_step(one_run: dict[str, Any]) -> None:
     assert sum(layers.values()) == last["activation_bytes"]
     assert sum(last["activation_bytes_per_component"].values()) == last["activation_bytes"]
     assert found["held_in_eval"] == 0
-    names = {name for name, *_ in _events({"step": 1, "samples": 8, **last})}
+    names = {name for name, *_ in monitor_events(last, 8)}
     assert {"HMT/activation_bytes", "HMT/activation_bytes_per_layer/model.layers.0"} <= names
     assert "HMT/activation_error_per_component/attention_output" in {
-        name for m in found["metrics"] for name, *_ in _events({"step": 1, "samples": 8, **m})
+        name for m in found["metrics"] for name, *_ in monitor_events(m, 8)
     }
 
 
@@ -363,7 +363,7 @@ def taken_over(enabled: bool) -> dict[str, Any]:
     engine = make_engine(with_activations(ds_config(0), {}), model)
     during = checkpointing_flags(model)
     train(engine, 1)
-    rerun = engine_metrics(engine)["activation_rerun_flops_per_component"]
+    rerun = engine.hmt_metrics.read()["activation_rerun_flops_per_component"]
     engine.destroy()
     return {
         "ours": during != before,

@@ -25,7 +25,6 @@ from training import (
 )
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.train.loop import engine_metrics
 from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
 
 STEPS = 2
@@ -61,7 +60,7 @@ def runs(stage: int, gas: int, sections: dict[str, Any], sharing: int = 1) -> di
             }
         engine = make_engine(config, tiny_llama(use_cache=False))
         losses = shared_losses(engine, rows, gas) if sharing > 1 else train(engine, STEPS)
-        found[name] = result(engine, losses) | {"metrics": engine_metrics(engine)}
+        found[name] = result(engine, losses) | {"metrics": engine.hmt_metrics.read()}
         engine.destroy()
     return found
 
@@ -147,7 +146,7 @@ def to_files(folder: str) -> tuple[dict[str, Any], str]:
             engine.backward(losses[-1])
             engine.step()
         found[name] = result(engine, [loss.item() for loss in losses]) | {
-            "metrics": engine_metrics(engine)
+            "metrics": engine.hmt_metrics.read()
         }
         table = "" if engine.hmt_activations is None else engine.hmt_activations.describe()
         engine.destroy()

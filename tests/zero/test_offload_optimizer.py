@@ -214,7 +214,7 @@ def device_bytes(options: dict[str, Any], offload: bool) -> dict[str, int]:
     entries = engine.optimizer.entries
     found["dense"] = sum(e.weight.num_elements for e in entries if e.matrix is None)
     found["matrices"] = sum(e.weight.num_elements for e in entries if e.matrix is not None)
-    found["host"] = engine.optimizer.metrics()["host_bytes"]
+    found["host"] = engine.optimizer.metrics()["optimizer_host_bytes"]
     found["table"] = engine.optimizer.describe()
     return found
 

@@ -81,6 +81,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             '"auto" or "none" with "schedule": "serial"',
         ],
     ),
+    "fp16 where there is none": (
+        {"fp16": {"enabled": True}},
+        ["fp16.enabled is True", "legal is false on this device (cpu)", "Use bf16"],
+    ),
     "offload_optimizer at stage 0": (
         {
             "zero_optimization.stage": 0,

@@ -47,13 +47,11 @@ def _config(section: dict[str, Any] | None) -> dict[str, Any]:
 def _run(folder: str, section: dict[str, Any] | None, checkpointed: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from hmt_deepspeed.train.loop import engine_metrics
-
     found: dict[str, Any] = {"held in evaluation": []}
 
     class Middle(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found["metrics"] = engine_metrics(trainer.model_wrapped)
+            found["metrics"] = trainer.model_wrapped.hmt_metrics.read()
             if state.global_step == MIDDLE:
                 trainer.save_model(folder)
                 found["middle"] = {n: w.clone() for n, w in trainer.model.state_dict().items()}

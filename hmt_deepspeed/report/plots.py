@@ -1,0 +1,499 @@
+"""Pictures of runs as SVG: one function each, which answers None where no run has the numbers for it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hmt_deepspeed.report.phases import PHASES
+from hmt_deepspeed.report.runs import Run
+from hmt_deepspeed.report.timeline import KINDS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["PLOTS", "Plot", "check_matplotlib", "draw"]
+
+# Okabe and Ito's colours, which colour-blind readers tell apart too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "hmt-report",  # the same runs give the same file
+}
+_MEMORY = {
+    "weight_bytes": "weights",
+    "master_weight_bytes": "fp32 masters",
+    "optimizer_state_bytes": "moments and bases",
+    "gradient_buffer_bytes": "gradients, at most",
+    "activation_bytes": "activations, at most",
+}
+_PATHS = {
+    "bytes_to_host": "device to host",
+    "bytes_from_host": "host to device",
+    "bytes_to_ssd": "host to SSD",
+    "bytes_from_ssd": "SSD to host",
+    "communication_bytes_per_step": "sent to other ranks",
+}
+_WIDTH = 10.0  # inches
+
+
+class Plot(NamedTuple):
+    """title, text: of its section; draw: see :func:`draw`."""
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[Sequence[Run]], Figure | None]
+
+
+def check_matplotlib() -> None:
+    """Raises ValueError where there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "hmt-report draws with matplotlib, which is not installed: pip install 'hmt_deepspeed[report]', or "
+            "pip install matplotlib"
+        ) from error
+
+
+def draw(plot: Plot, runs: Sequence[Run]) -> str | None:
+    """The picture as SVG text; None where no run has the numbers."""
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE):
+        figure = plot.draw(runs)
+        if figure is None:
+            return None
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def _planned(runs: Sequence[Run]) -> Figure | None:
+    """Measured over predicted, a bar a quantity; the line is a plan that was right."""
+    having = [run for run in runs if any(row["predicted"] for row in run.planned().values())]
+    if not having:
+        return None
+    names = list(
+        dict.fromkeys(
+            name for run in having for name, row in run.planned().items() if row["predicted"]
+        )
+    )
+    figure, (axis,) = _figure(1, 1, 1.2 + 0.25 * len(names) * len(having))
+    thickness = 0.8 / len(having)
+    for number, run in enumerate(having):
+        found = {
+            n: r["measured"] / r["predicted"] for n, r in run.planned().items() if r["predicted"]
+        }
+        own = [(i, found[name]) for i, name in enumerate(names) if name in found]
+        places = [i + (number - (len(having) - 1) / 2) * thickness for i, _ in own]
+        drawn = axis.barh(
+            places, [v for _, v in own], thickness * 0.9, color=_COLOURS[number], label=run.name
+        )
+        axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
+    axis.axvline(1.0, color="#222222", linewidth=1)
+    axis.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set(xlabel="measured / predicted")
+    axis.margins(x=0.1)
+    if len(having) > 1:
+        axis.legend()
+    return figure
+
+
+# -- by steps ---------------------------------------------------------------------------------------
+
+
+def _learning(runs: Sequence[Run]) -> Figure | None:
+    panels = (
+        ("loss", "loss, nats per token"),
+        ("lr", "learning rate"),
+        ("grad_norm", "gradient norm"),
+    )
+    figure, axes = _figure(1, 3, 2.9)
+    for axis, (name, label) in zip(axes, panels, strict=True):
+        for run, colour in _coloured(runs):
+            axis.plot(*run.series(name), color=colour, linewidth=1, label=run.name)
+            if name == "loss":
+                axis.plot(*run.series("eval_loss"), "o", color=colour, markersize=5)
+        _by_step(axis, ylabel=label)
+        axis.margins(y=0.08)
+    axes[0].plot([], [], "o", color="#666666", label="held out")
+    axes[0].legend()
+    return figure
+
+
+def _memory(runs: Sequence[Run]) -> Figure | None:
+    unit, scale = _bytes_unit(runs, ["peak_device_bytes", "peak_host_bytes"])
+    figure, axes = _figure(1, 2, 2.9, sharey=True)
+    for axis, place in zip(axes, ("device", "host"), strict=True):
+        for run, colour in _coloured(runs):
+            for name, style in ((f"{place}_bytes", "-"), (f"peak_{place}_bytes", ":")):
+                steps, values = run.series(name)
+                label = run.name if style == "-" else None
+                axis.plot(steps, [v / scale for v in values], style, color=colour, label=label)
+        _by_step(axis, ylabel=unit, ylim=(0, None))
+    named = {str(run.records[-1].get("device")) for run in runs}
+    axes[0].set_title(f"device: {', '.join(sorted(named))}")
+    axes[1].set_title("this process's host memory")
+    axes[0].plot([], [], ":", color="#666666", label="peak so far")
+    axes[0].legend(loc="lower right")
+    return figure
+
+
+def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
+    having = [run for run in runs if run.last("weight_bytes")]
+    if not having:
+        return None
+    unit, scale = _bytes_unit(having, list(_MEMORY), together=True)
+    figure, axes = _figure(1, len(having), 3.0, sharey=True)
+    for axis, run in zip(axes, having, strict=True):
+        steps = run.series("weight_bytes")[0]
+        layers = {text: run.series(name) for name, text in _MEMORY.items()}
+        layers = {text: found for text, found in layers.items() if found[0] == steps}
+        values = [[v / scale for v in found[1]] for found in layers.values()]
+        colours = [_COLOURS[list(_MEMORY.values()).index(text)] for text in layers]
+        axis.stackplot(steps, values, labels=list(layers), colors=colours, alpha=0.85)
+        _by_step(axis, title=run.name, ylabel=unit, ylim=(0, None))
+        axis.margins(x=0)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center")
+    return figure
+
+
+def _activations(runs: Sequence[Run]) -> Figure | None:
+    errors = {run.name: _by_part(run, "activation_error_per_component") for run in runs}
+    held = {run.name: _by_part(run, "activation_bytes_per_component") for run in runs}
+    having = [run for run in runs if held[run.name]]
+    if not having:
+        return None
+    any_error = any(errors[run.name] for run in having)
+    figure, axes = _figure(1, 2 if any_error else 1, 2.9)
+    unit, scale = _unit_of(max(v[-1] for run in having for _, v in held[run.name].values()))
+    parts = list(dict.fromkeys(part for run in having for part in held[run.name]))
+    for number, run in enumerate(having):
+        left = 0.0
+        for part in parts:
+            size = held[run.name].get(part, ([], [0.0]))[1][-1] / scale
+            axes[0].barh(number, size, left=left, color=_colour(parts, part), label=part)
+            left += size
+    axes[0].set(xlabel=f"{unit} held between forward and backward, last step")
+    _rows(axes[0], having)
+    _legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
+    for number, run in enumerate(having if any_error else []):
+        for part, (steps, values) in errors[run.name].items():
+            style: dict[str, Any] = {
+                "color": _colour(parts, part),
+                "marker": "os^Dv"[number % 5],
+                "markersize": 4,
+            }
+            label = f"{part}, {run.name}" if len(having) > 1 else part
+            axes[1].plot(steps, [100 * v for v in values], label=label, **style)
+    if any_error:
+        largest = max(max(v) for run in having for _, v in errors[run.name].values())
+        _by_step(axes[1], ylabel="error of encoding, %", ylim=(0, 115 * largest))
+        axes[1].legend()
+    return figure
+
+
+# -- rank and energy, matrix by matrix ------------------------------------------------------------------
+
+
+def _ranks(runs: Sequence[Run]) -> Figure | None:
+    return _heat_maps(runs, "rank_per_matrix", "rank", "viridis")
+
+
+def _energies(runs: Sequence[Run]) -> Figure | None:
+    return _heat_maps(runs, "captured_energy_per_matrix", "share of ||G||²", "magma", (0.0, 1.0))
+
+
+def _heat_maps(
+    runs: Sequence[Run],
+    name: str,
+    label: str,
+    colours: str,
+    limits: tuple[float, float] | None = None,
+) -> Figure | None:
+    """A row a matrix: those of one kind together, layer by layer; a column a step that was recorded."""
+    found = {
+        run.name: run.per_matrix(name) for run in runs if any(r.get(name) for r in run.records)
+    }
+    if not found:
+        return None
+    rows = max(len(matrices) for _, matrices, _ in found.values())
+    figure, axes = _figure(1, len(found), min(max(0.14 * rows, 2.8), 9.0))
+    if limits is None:
+        numbers = [v for *_, rows_ in found.values() for row in rows_ for v in row if v is not None]
+        limits = (0, max(numbers))
+    mesh: Any = None
+    for axis, (run_name, (steps, matrices, values)) in zip(axes, found.items(), strict=True):
+        placed = [_kind_and_layer(matrix) for matrix in matrices]
+        first = list(dict.fromkeys(kind for kind, _ in placed))  # as the model has them
+        order = sorted(
+            range(len(matrices)), key=lambda i: (first.index(placed[i][0]), placed[i][1])
+        )
+        grid = [[float("nan") if v is None else v for v in values[i]] for i in order]
+        edges = [*steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1]
+        mesh = axis.pcolormesh(
+            edges,
+            range(len(order) + 1),
+            grid,
+            cmap=colours,
+            vmin=limits[0],
+            vmax=limits[1],
+            rasterized=True,
+        )
+        kinds = [placed[i][0] for i in order]
+        starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+        ends = [*starts[1:], len(kinds)]
+        axis.set_yticks(
+            [(a + b) / 2 for a, b in zip(starts, ends, strict=True)], [kinds[i] for i in starts]
+        )
+        axis.hlines(starts[1:], edges[0], edges[-1], colors="white", linewidth=1.5)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(visible=False)
+        _by_step(axis, title=run_name)
+        axis.invert_yaxis()
+    figure.colorbar(mesh, ax=axes, label=label, pad=0.01)
+    return figure
+
+
+def _kind_and_layer(matrix: str) -> tuple[str, tuple[int, ...]]:
+    """("self_attn.q_proj", (3,)) of "model.layers.3.self_attn.q_proj.weight"."""
+    layers = tuple(int(number) for number in re.findall(r"\d+", matrix))
+    return re.sub(r"^.*\.\d+\.|\.weight$", "", matrix), layers
+
+
+# -- time and bytes ---------------------------------------------------------------------------------
+
+
+def _phases(runs: Sequence[Run]) -> Figure | None:
+    having = [run for run in runs if run.last("forward_seconds") is not None]
+    if not having:
+        return None
+    figure, (bars, lines) = _figure(1, 2, 1.9 + 0.35 * max(len(having), 2), width_ratios=[3, 2])
+    parts = [*PHASES, "other"]
+    for number, run in enumerate(having):
+        seconds = {phase: _median(run, f"{phase}_seconds") for phase in PHASES}
+        seconds["other"] = max(_median(run, "step_seconds") - sum(seconds.values()), 0.0)
+        left = 0.0
+        for part in parts:
+            bars.barh(number, seconds[part], left=left, color=_colour(parts, part), label=part)
+            left += seconds[part]
+    _rows(bars, having)
+    bars.set(xlabel="seconds of the median step")
+    _legend_once(bars, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5)
+    for run, colour in _coloured(runs):
+        lines.plot(*run.series("step_seconds"), color=colour, linewidth=1, label=run.name)
+    _by_step(lines, ylabel="seconds", ylim=(0, None))
+    return figure
+
+
+def _bytes_moved(runs: Sequence[Run]) -> Figure | None:
+    moved = {run.name: {path: _median(run, path) for path in _PATHS} for run in runs}
+    paths = [path for path in _PATHS if any(sizes[path] for sizes in moved.values())]
+    if not paths:
+        return None
+    unit, scale = _unit_of(max(max(sizes.values()) for sizes in moved.values()))
+    figure, (axis,) = _figure(1, 1, 1.3 + 0.3 * len(paths) * len(runs))
+    thickness = 0.8 / len(runs)
+    for number, (run, colour) in enumerate(_coloured(runs)):
+        places = [i + (number - (len(runs) - 1) / 2) * thickness for i in range(len(paths))]
+        sizes = [moved[run.name][path] / scale for path in paths]
+        drawn = axis.barh(places, sizes, thickness * 0.9, color=colour, label=run.name)
+        texts = [f"{size:.1f}" if size else "" for size in sizes]
+        axis.bar_label(drawn, texts, padding=3, fontsize=8)
+    axis.set_yticks(range(len(paths)), [_PATHS[path] for path in paths])
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set(xlabel=f"{unit} of the median step, rank 0")
+    axis.margins(x=0.1)
+    if len(runs) > 1:
+        axis.legend(loc="best")
+    return figure
+
+
+def _timeline(runs: Sequence[Run]) -> Figure | None:
+    traced = [(run, run.trace) for run in runs if run.trace is not None]
+    if not traced:
+        return None
+    heights = [len(trace.rows) + 1.0 for _, trace in traced]
+    figure, axes = _figure(len(traced), 1, 0.35 * sum(heights) + 1.0, height_ratios=heights)
+    kinds = ["forward", "backward", "optimizer", *KINDS]
+    palette = dict(
+        zip(kinds, ("#bcd9ea", "#f3cbb0", "#b5dccf", *_COLOURS[:4], "#999999"), strict=True)
+    )
+    used: set[str] = set()
+    for axis, (run, trace) in zip(axes, traced, strict=True):
+        for number, bars in enumerate(trace.rows.values()):
+            for kind in kinds:
+                spans = [(b.begin, b.end - b.begin) for b in bars if b.kind == kind]
+                used |= {kind} if spans else set()
+                axis.broken_barh(spans, (number - 0.4, 0.8), facecolors=palette[kind])
+        axis.set_yticks(range(len(trace.rows)), list(trace.rows))
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.set(title=run.name, xlabel="seconds of the step", xlim=(0, trace.seconds))
+    from matplotlib.patches import Patch
+
+    shown = [Patch(color=palette[kind], label=kind) for kind in kinds if kind in used]
+    figure.legend(handles=shown, loc="outside right center")
+    return figure
+
+
+# -- parts ------------------------------------------------------------------------------------------
+
+
+def _figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height))
+    sharey = grid.pop("sharey", False)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey, gridspec_kw=grid)
+    return figure, list(axes.flat)
+
+
+def _by_step(axis: Axes, **labels: Any) -> None:
+    """Steps along x, at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set(xlabel="step", **labels)
+    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+
+
+def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    return ((run, _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs))
+
+
+def _colour(parts: Sequence[str], part: str) -> str:
+    return _COLOURS[parts.index(part) % len(_COLOURS)]
+
+
+def _rows(axis: Axes, runs: Sequence[Run]) -> None:
+    """A bar a run, first on top, none of them thick."""
+    axis.set_yticks(range(len(runs)), [run.name for run in runs])
+    axis.set_ylim(max(len(runs), 2) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
+
+
+def _legend_once(axis: Axes, **where: Any) -> None:
+    """A legend that names each colour once."""
+    handles, labels = axis.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    axis.legend(named.values(), named.keys(), **where)
+
+
+def _by_part(run: Run, name: str) -> dict[str, tuple[list[int], list[float]]]:
+    """(steps, values) by part of a mapping that records hold."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for record in run.records:
+        for part, value in (record.get(name) or {}).items():
+            steps, values = found.setdefault(part, ([], []))
+            steps.append(record["step"])
+            values.append(float(value))
+    return found
+
+
+def _median(run: Run, name: str) -> float:
+    """Over all steps but the first, which also compiles and allocates; 0 without the number."""
+    values = run.series(name)[1]
+    return median(values[1:] or values) if values else 0.0
+
+
+def _bytes_unit(
+    runs: Sequence[Run], names: Sequence[str], together: bool = False
+) -> tuple[str, float]:
+    sizes: list[Mapping[str, float]] = [{n: run.last(n) or 0.0 for n in names} for run in runs]
+    return _unit_of(max((sum if together else max)(size.values()) for size in sizes))
+
+
+def _unit_of(largest: float) -> tuple[str, float]:
+    """(unit, bytes in it) for an axis up to ``largest`` bytes."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if largest >= scale:
+            return unit, float(scale)
+    return "bytes", 1.0
+
+
+PLOTS = (
+    Plot(
+        "planned",
+        "Measured over predicted",
+        "Bars right of the line: more than the plan said.",
+        _planned,
+    ),
+    Plot(
+        "learning",
+        "Loss, learning rate, gradient norm",
+        "Lines: every step's training loss on the whole batch; dots: loss on held-out rows.",
+        _learning,
+    ),
+    Plot(
+        "memory",
+        "Memory over time",
+        "After each step, and the highest value so far (dotted). On a CPU the device's memory is the "
+        "process's resident memory.",
+        _memory,
+    ),
+    Plot(
+        "kinds",
+        "Memory by kind",
+        "What rank 0 holds for the model, counted tensor by tensor. Gradients and activations are the "
+        "most that was alive at once in a step.",
+        _memory_by_kind,
+    ),
+    Plot(
+        "ranks",
+        "Rank of every matrix",
+        "A row is a matrix; those of one kind stand together, first layer on top.",
+        _ranks,
+    ),
+    Plot(
+        "energies",
+        "Captured energy of every matrix",
+        "Share of the gradient's squared norm inside the basis, smoothed over recent steps; rows as above.",
+        _energies,
+    ),
+    Plot(
+        "phases",
+        "Time of a step",
+        "Medians over all steps but the first. Reduce is what backward did not hide of it; other is "
+        "data, logging and what lies between the phases.",
+        _phases,
+    ),
+    Plot(
+        "bytes",
+        "Bytes moved in a step",
+        "By path, counted where copies and collectives are started. Parameters that DeepSpeed itself "
+        "offloads are not counted.",
+        _bytes_moved,
+    ),
+    Plot(
+        "activations",
+        "Activations",
+        "What is held by component, and the relative error of what is encoded with a loss (measured every "
+        "error_interval steps).",
+        _activations,
+    ),
+    Plot(
+        "timeline",
+        "Timeline of one step",
+        "From the profiler's trace (--trace): the loop's phases, then every CPU thread and GPU stream. "
+        "Gaps are idle.",
+        _timeline,
+    ),
+)

@@ -1,0 +1,49 @@
+"""The configs that kills, deaths and long runs are tried on: one per feature that keeps a state of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+__all__ = ["FEATURES", "config"]
+
+_OPTIMIZER = {"rank_candidates": [4, 8], "energy_threshold": 0.6, "update_interval": 3}
+FEATURES: dict[str, dict[str, Any]] = {
+    "ZeRO-0": {"zero_optimization": {"stage": 0}},
+    "ZeRO-1": {"zero_optimization": {"stage": 1}},
+    "ZeRO-2": {"zero_optimization": {"stage": 2}},
+    "ZeRO-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
+    "bf16 without masters": {
+        "bf16": {"enabled": True},
+        "hmt": {"optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "int8"}},
+    },
+    "INT8 weights": {
+        "bf16": {"enabled": True},
+        "hmt": {"optimizer": {**_OPTIMIZER, "weight_dtype": "int8"}},
+    },
+    "states on the host": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "hmt": {"optimizer": {"method": "adamw"}, "offload": {"overlap": "forward"}},
+    },
+    "activations": {
+        "hmt": {
+            "optimizer": _OPTIMIZER,
+            "activations": {"policy": {"mlp_intermediate": "swap_host", "residual": "int8"}},
+        }
+    },
+    "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"enabled": True, "chunk_size": 7}}},
+    "APOLLO": {"hmt": {"optimizer": {"method": "apollo", "rank": 4}}},
+}
+
+
+def config(feature: str, **changes: Any) -> dict[str, Any]:
+    """The whole JSON of a feature; micro-batches of two rows."""
+    whole: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "HMT", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "steps_per_print": 10**9,
+        "hmt": {"optimizer": _OPTIMIZER},
+    }
+    return copy.deepcopy({**whole, **FEATURES[feature], **changes})

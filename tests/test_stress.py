@@ -1,0 +1,160 @@
+"""`launch/stress.py` with a few of everything, and what its cases found."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import Ranks
+from training import ds_config, make_engine, train
+
+from hmt_deepspeed.config import HMTConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT / "launch") not in sys.path:
+    sys.path.insert(0, str(ROOT / "launch"))
+
+from reliability.json_configs import random_config  # noqa: E402
+from reliability.random_configs import _problem  # noqa: E402
+
+
+def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / "stress.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+
+# -- random configs ---------------------------------------------------------------------------------
+
+
+def test_random_jsons_are_repeatable_and_of_every_kind() -> None:
+    drawn = [random_config(seed, "/ssd") for seed in range(300)]
+    assert drawn == [random_config(seed, "/ssd") for seed in range(300)]
+    json.dumps(drawn)
+    assert {config["zero_optimization"]["stage"] for config in drawn} == {0, 1, 2, 3}
+    blocks = [config["hmt"] for config in drawn if isinstance(config.get("hmt"), dict)]
+    assert {name for block in blocks for name in block} >= set(HMTConfig.model_fields)
+    given = {
+        key
+        for block in blocks
+        if isinstance(block.get("optimizer"), dict)
+        for key in block["optimizer"]
+    }
+    assert set(type(HMTConfig().optimizer).model_fields) <= given
+
+
+def test_every_random_block_is_taken_or_refused_with_its_keys() -> None:
+    messages = []
+    for seed in range(300):
+        try:
+            HMTConfig.from_block(random_config(seed, "/ssd").get("hmt", {}))
+        except ValueError as error:
+            messages.append(str(error))
+    assert 30 < len(messages) < 200
+    for message in messages:
+        assert message.startswith('The "hmt" ')
+        assert re.search(r"remove|[Cc]hange|set |Write|Move|Rename|choose|Use ", message), message
+
+
+def built(first: int, last: int, folder: str) -> dict[int, tuple[str, str]]:
+    sys.path.insert(0, str(ROOT / "launch"))
+    from deepspeed.accelerator import get_accelerator
+
+    from reliability.build_worker import outcome
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return {seed: outcome(random_config(seed, folder)) for seed in range(first, last)}
+
+
+def test_random_configs_train_or_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(built, 1, 0, 16, str(tmp_path))[0]
+    assert {kind for kind, _ in found.values()} == {"trained", "refused"}, found
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "expected", "problem"),
+    [
+        (0, "", "trained", None),
+        (1, "error: a", "refused", None),
+        (None, "", "trained", "hung"),
+        (1, "error: a", "trained", "ended with 1"),
+        (0, "", "refused", "but ran"),
+        (1, "Traceback (most recent call last)\nerror: a", "refused", "traceback"),
+        (1, "error: a\nerror: b", "refused", "2 errors"),
+        (1, "", "refused", "0 errors"),
+    ],
+)
+def test_how_a_launched_run_may_end(
+    code: int | None, output: str, expected: str, problem: str | None
+) -> None:
+    found = _problem(code, output, expected)
+    assert (found is None) if problem is None else problem in (found or "")
+
+
+# -- a full disk ------------------------------------------------------------------------------------
+
+
+def fill_disk(folder: str, stage: int, full_rank: int, limit: int) -> dict[str, Any]:
+    """The second of three checkpoints cannot be written by one rank."""
+    engine = make_engine(ds_config(stage))
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    train(engine, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full_rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    error = ""
+    try:
+        engine.save_checkpoint(folder)
+    except OSError as caught:
+        error = str(caught)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    loaded, _ = engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="after")
+    return {"error": error, "tags": tags, "loaded": loaded}
+
+
+# Rank 1 fails at its own states; rank 0 also at the manifest and at DeepSpeed's script.
+@pytest.mark.parametrize(("stage", "rank", "limit"), [(2, 1, 100), (3, 0, 0), (2, 0, 100_000)])
+def test_a_full_disk_is_an_error_on_every_rank_and_costs_no_earlier_checkpoint(
+    ranks: Ranks, tmp_path: Path, stage: int, rank: int, limit: int
+) -> None:
+    for found in ranks.run(fill_disk, 2, str(tmp_path), stage, rank, limit):
+        assert "checkpoint 'global_step2' was not saved" in found["error"]
+        assert f"rank {rank}: " in found["error"]
+        assert "File too large" in found["error"]
+        assert found["tags"] == ["global_step1"]
+        assert found["loaded"].endswith("global_step1")
+    assert (tmp_path / "after" / "manifest.json").is_file()
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def test_small_numbers_are_kept_from_the_results() -> None:
+    done = stress("kills", "--small")
+    assert done.returncode != 0
+    assert "--small needs --output" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["random_configs", "dead_rank", "bad_batch", "corrupt_checkpoint", "long_run", "kills"]
+)
+def test_a_small_version_of_every_case(case: str, tmp_path: Path) -> None:
+    done = stress(case, "--small", "--seed", "1", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = tmp_path.glob(f"*/stress/{case}.json")
+    record = json.loads(path.read_text())
+    assert sum(record["counts"].values()) > 0
+    assert record["failures"] == []
