@@ -8,6 +8,7 @@ from hmt_deepspeed.config.activations import ActivationsConfig
 from hmt_deepspeed.config.json_file import read_json_config
 from hmt_deepspeed.config.models import (
     BLOCK_NAME,
+    BasisCacheConfig,
     FpdtConfig,
     HMTConfig,
     ModuleRule,
@@ -19,6 +20,7 @@ from hmt_deepspeed.config.models import (
 __all__ = [
     "BLOCK_NAME",
     "ActivationsConfig",
+    "BasisCacheConfig",
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",

@@ -7,7 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hmt_deepspeed.config.activations import ActivationsConfig, activation_conflicts
+from hmt_deepspeed.config.activations import (
+    MIN_HOST_MEMORY,
+    ActivationsConfig,
+    activation_conflicts,
+)
 from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
 from hmt_deepspeed.config.fields import (
     Auto,
@@ -23,6 +27,7 @@ from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = [
     "BLOCK_NAME",
+    "BasisCacheConfig",
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
@@ -238,6 +243,29 @@ class OffloadConfig(StrictModel):
     )
 
 
+class BasisCacheConfig(StrictModel):
+    """`hmt.basis_cache`: bases wait in host memory where the block has this section."""
+
+    max_entries: PositiveInt = Field(
+        default=1024,
+        description="Bases in pinned host memory, current and old; further current ones stay on the device.",
+    )
+    max_bytes: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
+        default="auto",
+        description="Bytes of pinned host memory that each rank's bases may take; auto: up to half of what is "
+        "free, shared by the ranks of a machine. What has no room stays on the device.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="Bases on their way to the device beside the one in use; 0: every one is waited for.",
+    )
+    old_bases: bool = Field(
+        default=False,
+        description="Keep a basis that a narrower one replaces; where the rank rises again, the range finder "
+        "starts from it. They make room for current ones.",
+    )
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -251,6 +279,10 @@ class HMTConfig(StrictModel):
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig, description="The work on states in host memory."
+    )
+    basis_cache: BasisCacheConfig = Field(
+        default_factory=BasisCacheConfig,
+        description="Bases in host memory; they are where this is given.",
     )
 
     def gives(self, section: str) -> bool:

@@ -137,6 +137,7 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "rules": {e.name: e.assignment.layout for e in optimizer.entries},
         "policy": optimizer.policy.state_dict(),
         "matrices": _matrix_states(optimizer),
+        "old_bases": optimizer.bases.old_bases(),
         "dense": _dense_states(optimizer),
         "int8_weights": _int8_weights(optimizer),
         "param_groups": [
@@ -406,6 +407,7 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
         times = hmt["schedule"][entry.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
+    optimizer.load_old_bases(saved.old_bases())
     for entry in optimizer.entries:
         if entry.dense_state is not None:
             flat = entry.gradient.shards.flat(optimizer.shard_rank)

@@ -19,7 +19,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
-from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
+from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
@@ -30,6 +30,7 @@ from hmt_deepspeed.zero.support import (
     check_supported,
     resolved_overlap,
 )
+from hmt_deepspeed.zero.swap import host_memory_share
 
 __all__ = ["HMTEngine", "hmt_options", "refusing"]
 
@@ -68,7 +69,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        if hmt.gives("activations") and not hmt.gives("optimizer"):
+        ours = [name for name in ("optimizer", "basis_cache") if hmt.gives(name)]
+        if hmt.gives("activations") and not ours:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
@@ -95,6 +97,7 @@ class HMTEngine(DeepSpeedEngine):
             overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
             check_supported(config, config_class, self._hmt_options, overlap)
             self._hmt_overlap = resolved_overlap(config_class, overlap)
+            self._hmt_cache = _cache_settings(hmt)
             self._hmt_stage = int(config_class.zero_optimization_stage)
             if self._hmt_stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
@@ -191,6 +194,7 @@ class HMTEngine(DeepSpeedEngine):
             gather_elements=int(self.zero_allgather_bucket_size()),
             scale=self._reduction_scale(),
             host=self._host_settings(),
+            cache=self._hmt_cache,
         )
 
     def _host_settings(self) -> HostSettings | None:
@@ -354,6 +358,15 @@ class HMTEngine(DeepSpeedEngine):
             module_only=load_module_only,
             strict=load_module_strict,
         )
+
+
+def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:
+    if not hmt.gives("basis_cache"):
+        return None
+    values = hmt.basis_cache.model_dump()
+    if values["max_bytes"] == "auto":
+        values["max_bytes"] = host_memory_share()
+    return CacheSettings(**values)
 
 
 def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:

@@ -185,6 +185,13 @@ class SavedState:
             common[key] = whole[rows[0] : rows[1]]
         return common
 
+    def old_bases(self) -> dict[str, Tensor]:
+        """Old bases by name of the matrix; each was kept by the rank that finds its bases."""
+        found: dict[str, Tensor] = {}
+        for state in self._optimizer:
+            found |= state["hmt"].get("old_bases", {})
+        return found
+
     def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Moments of flat elements of a dense parameter, and its step count."""
         moments = []
