@@ -86,15 +86,16 @@ class BasisCache:
             KeyError: not a current basis.
             TransferError: a copy failed, either way.
         """
-        if self._in_use is not None and self._in_use[0] == name:
-            self.hits[name] += 1
-            return self._in_use[1]
-        (self.hits if name in self._coming else self.misses)[name] += 1
-        self._coming.pop(name, None)
-        self._in_use = None  # freed before anything new is allocated
-        self._in_use = name, self._store.get(name)
+        is_here = self._in_use is not None and self._in_use[0] == name
+        (self.hits if is_here or name in self._coming else self.misses)[name] += 1
+        if not is_here:
+            self._coming.pop(name, None)
+            self._in_use = None  # freed before anything new is allocated
+            self._in_use = name, self._store.get(name)
+        assert self._in_use is not None
+        basis = self._in_use[1]
         self._fetch_ahead(name)
-        return self._in_use[1]
+        return basis
 
     def drop(self, name: str) -> None:
         """Forget a current basis; nothing if there is none of that name."""
