@@ -14,6 +14,7 @@ from hmt_deepspeed.config.models import (
     ModuleRule,
     OffloadConfig,
     OptimizerConfig,
+    SnapshotConfig,
     describe_fields,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "ModuleRule",
     "OffloadConfig",
     "OptimizerConfig",
+    "SnapshotConfig",
     "describe_fields",
     "read_json_config",
 ]

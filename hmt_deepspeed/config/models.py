@@ -33,6 +33,7 @@ __all__ = [
     "ModuleRule",
     "OffloadConfig",
     "OptimizerConfig",
+    "SnapshotConfig",
     "describe_fields",
 ]
 
@@ -266,6 +267,30 @@ class BasisCacheConfig(StrictModel):
     )
 
 
+class SnapshotConfig(StrictModel):
+    """`hmt.snapshot`: the state of training to an SSD in the background."""
+
+    path: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Folder of this run's snapshots, which all ranks share.",
+        json_schema_extra={"legal": "null or the path of a folder"},
+    )
+    interval: int = Field(
+        default=0, ge=0, description="Optimizer steps between two snapshots; 0: none."
+    )
+    keep: PositiveInt = Field(
+        default=2,
+        description="Snapshots that are kept, beside those whose weights they are differences to.",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_halves(self) -> SnapshotConfig:
+        if (self.path is None) != (self.interval == 0):
+            missing, given = ("path", "interval") if self.path is None else ("interval", "path")
+            raise ValueError(f"{given} is given without {missing}: set both or neither")
+        return self
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -283,6 +308,9 @@ class HMTConfig(StrictModel):
     basis_cache: BasisCacheConfig = Field(
         default_factory=BasisCacheConfig,
         description="Bases in host memory; they are where this is given.",
+    )
+    snapshot: SnapshotConfig = Field(
+        default_factory=SnapshotConfig, description="Snapshots beside training."
     )
 
     def gives(self, section: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,11 @@ from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.gradients import ReductionScale
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
+from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
+    check_snapshot,
     check_supported,
     resolved_overlap,
 )
@@ -69,7 +71,7 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        ours = [name for name in ("optimizer", "basis_cache") if hmt.gives(name)]
+        ours = [name for name in ("optimizer", "basis_cache", "snapshot") if hmt.gives(name)]
         if hmt.gives("activations") and not ours:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
@@ -82,7 +84,11 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
 
 
 class HMTEngine(DeepSpeedEngine):
-    """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered."""
+    """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered.
+
+    Attributes:
+        snapshot_client_state: called when a snapshot is taken, within :meth:`step`; what loading it returns.
+    """
 
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
         config: Any = keyword.get("config")
@@ -91,11 +97,14 @@ class HMTEngine(DeepSpeedEngine):
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt_options: dict[str, Any] | None = None
         self.hmt_activations: Activations | None = None
+        self.hmt_snapshots: Snapshots | None = None
+        self.snapshot_client_state: Callable[[], Mapping[str, Any]] = dict
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
             overlap = hmt.offload.overlap if "overlap" in hmt.offload.model_fields_set else None
             check_supported(config, config_class, self._hmt_options, overlap)
+            check_snapshot(hmt.snapshot, config_class)
             self._hmt_overlap = resolved_overlap(config_class, overlap)
             self._hmt_cache = _cache_settings(hmt)
             self._hmt_stage = int(config_class.zero_optimization_stage)
@@ -116,6 +125,10 @@ class HMTEngine(DeepSpeedEngine):
         if hmt.gives("activations"):
             self._configure_activations(config, hmt)
         self.hmt_fpdt = install_fpdt(self.module, hmt.fpdt, self.optimizer)
+        if self._hmt_options is not None and hmt.snapshot.path is not None:
+            this = weakref.ref(self)
+            settings = SnapshotSettings(**hmt.snapshot.model_dump())
+            self.hmt_snapshots = Snapshots(this, settings)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -137,6 +150,8 @@ class HMTEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As in DeepSpeed; the model is an ordinary one again."""
+        if self.hmt_snapshots is not None:
+            self.hmt_snapshots.close()
         if self.hmt_activations is not None:
             self.hmt_activations.close()
         if self.hmt_fpdt is not None:
@@ -253,6 +268,16 @@ class HMTEngine(DeepSpeedEngine):
         return offload
 
     # -- training loop ----------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As in DeepSpeed; after every ``hmt.snapshot.interval`` updates a snapshot is begun.
+
+        Raises:
+            RuntimeError: an earlier snapshot could not be written.
+        """
+        super().step(lr_kwargs)
+        if self.hmt_snapshots is not None:
+            self.hmt_snapshots.after_step()
 
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""

@@ -291,6 +291,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
+        self.overlap.settle_copies()
         self._step.finish()  # what forward did not ask for
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()

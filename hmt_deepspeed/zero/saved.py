@@ -8,18 +8,16 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.zero.raw_tensors import read_state
+
 __all__ = ["SavedState"]
-
-
-def _read(path: str) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _by_rank(folder: str, kind: str) -> list[str]:
@@ -32,6 +30,11 @@ def _by_rank(folder: str, kind: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt")), key=rank)
 
 
+def _made(value: Tensor | Callable[[], Tensor]) -> Tensor:
+    """A tensor, or one that a snapshot holds as the difference to another's."""
+    return value if isinstance(value, Tensor) else value()
+
+
 class SavedState:
     """One checkpoint folder.
 
@@ -42,8 +45,9 @@ class SavedState:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._optimizer = [f["optimizer_state_dict"] for f in map(_read, _by_rank(folder, "optim"))]
-        self._models = [_read(path) for path in _by_rank(folder, "model")]
+        files = map(read_state, _by_rank(folder, "optim"))
+        self._optimizer = [file["optimizer_state_dict"] for file in files]
+        self._models = [read_state(path) for path in _by_rank(folder, "model")]
         self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
         self.model_state = self._models[0]
         if len(self._optimizer) != self.hmt["world"]:
@@ -59,7 +63,7 @@ class SavedState:
         if not files:
             return False
         try:
-            return "hmt" in _read(files[0])["optimizer_state_dict"]
+            return "hmt" in read_state(files[0])["optimizer_state_dict"]
         except Exception:  # stock files hold pickled classes that weights_only refuses
             return False
 
@@ -101,6 +105,8 @@ class SavedState:
 
     def master(self, name: str) -> Tensor:
         """Whole fp32 weight of a trainable parameter, flat."""
+        if "masters" in self._optimizer[0]:
+            return self._master_of_snapshot(name)
         if "fp32_flat_groups" in self._optimizer[0]:
             return self._master_stage3(name)
         return self._master_stage12(name)
@@ -109,6 +115,14 @@ class SavedState:
         """Codes and scales of a weight that was stored in INT8, else None."""
         found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
         return found
+
+    def _master_of_snapshot(self, name: str) -> Tensor:
+        whole = torch.empty(self._numel(name))
+        for state in self._optimizer:
+            held = state["masters"].get(name)
+            if held is not None:
+                whole[held["flat"][0] : held["flat"][1]] = _made(held["values"])
+        return whole
 
     def _place(self, name: str) -> tuple[int, list[str]]:
         for index, names in enumerate(self.hmt["groups"]):
@@ -160,7 +174,7 @@ class SavedState:
         if name not in fragments:
             return self.model_state["module"][name]
         shape = self.model_state["frozen_param_shapes"][name]
-        parts = [m["frozen_param_fragments"][name].reshape(-1) for m in self._models]
+        parts = [_made(m["frozen_param_fragments"][name]).reshape(-1) for m in self._models]
         return torch.cat(parts)[: prod(shape)]
 
     # -- states -----------------------------------------------------------------------------------
@@ -202,9 +216,9 @@ class SavedState:
                 if held is not None:
                     whole[held["flat"][0] : held["flat"][1]] = held[key]
             moments.append(whole[flat[0] : flat[1]])
-        return moments[0], moments[1], torch.tensor(self.hmt["dense"][name]["step"])
+        return moments[0], moments[1], torch.as_tensor(self.hmt["dense"][name]["step"])
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """Random number states a rank saved."""
         state: dict[str, Tensor] = self._optimizer[rank]["hmt"]["rng"]
-        return state
+        return {key: value.clone() for key, value in state.items()}  # torch ignores a view's offset
