@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,6 +95,9 @@ class TrainingLoop:
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
+        self.snapshots = getattr(engine, "hmt_snapshots", None)
+        if self.snapshots is not None:  # taken within a step, before it is counted here
+            engine.snapshot_client_state = partial(self._client_state, 1)
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -240,18 +244,25 @@ class TrainingLoop:
 
     def save_checkpoint(self) -> None:
         """DeepSpeed's checkpoint with the position in the data, tagged `global_step<N>`."""
+        folder = str(self.options.checkpoints)
+        self.engine.save_checkpoint(folder, client_state=self._client_state(0))
+
+    def _client_state(self, steps_ahead: int) -> dict[str, Any]:
+        """Where the run stands, or will with the step that is being taken."""
         progress = self.progress
-        state = {
-            "step": progress.step,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
+        return {
+            "step": progress.step + steps_ahead,
+            "samples": progress.samples + steps_ahead * self.global_batch,
+            "tokens": progress.tokens + steps_ahead * self.tokens_per_step,
             "loss": progress.loss,
             "eval_loss": progress.eval_loss,
         }
-        self.engine.save_checkpoint(str(self.options.checkpoints), client_state=state)
 
     def _load_checkpoint(self) -> None:
-        path, state = self.engine.load_checkpoint(str(self.options.checkpoints))
+        folder = str(self.options.checkpoints)
+        if self.snapshots is not None:
+            folder = self.snapshots.newest(folder)
+        path, state = self.engine.load_checkpoint(folder)
         if path is None:
             raise ValueError(
                 f"--resume found no checkpoint that loads in {self.options.checkpoints}; "
@@ -348,9 +359,10 @@ class TrainingLoop:
 
 
 def engine_metrics(engine: Any) -> dict[str, Any]:
-    """What our optimizer and our activations say about themselves; nothing where both are stock."""
+    """What our optimizer, activations and snapshots say about themselves; nothing where all are stock."""
     found: dict[str, Any] = {}
-    for part in (engine.optimizer, getattr(engine, "hmt_activations", None)):
+    others = (getattr(engine, name, None) for name in ("hmt_activations", "hmt_snapshots"))
+    for part in (engine.optimizer, *others):
         metrics = getattr(part, "metrics", None)
         found |= dict(metrics()) if callable(metrics) else {}
     return found
