@@ -662,6 +662,8 @@ def test_a_bad_choice_does_not_also_make_a_conflict(section):
 
 
 FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
+BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases")
+SNAPSHOT = ("path", "interval", "keep")
 
 
 def test_every_field_is_described_once():
@@ -671,6 +673,8 @@ def test_every_field_is_described_once():
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
     fields += ["hmt.offload.overlap"]
+    fields += [f"hmt.basis_cache.{key}" for key in BASIS_CACHE]
+    fields += [f"hmt.snapshot.{key}" for key in SNAPSHOT]
     assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
@@ -824,3 +828,30 @@ def test_the_plain_optimizer_has_the_same_defaults():
     from hmt_deepspeed.optim import options
 
     assert OptimizerConfig().model_dump() == options.DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"basis_cache": {"max_entries": 0}},
+        {"basis_cache": {"max_bytes": 2**20 - 1}},
+        {"basis_cache": {"prefetch": -1}},
+        {"basis_cache": {"old_bases": 1}},
+        {"basis_cache": {"enabled": True}},
+        {"snapshot": {"keep": 0, "path": "/ssd", "interval": 1}},
+        {"snapshot": {"interval": -1, "path": "/ssd"}},
+        {"snapshot": {"path": "", "interval": 1}},
+    ],
+)
+def test_bad_fields_of_the_basis_cache_and_of_snapshots_are_named(section):
+    ((name, fields),) = section.items()
+    assert set(problems_of(section)) == {f"hmt.{name}.{next(iter(fields))}"}
+
+
+@pytest.mark.parametrize(
+    ("half", "advice"), [({"path": "/ssd"}, '"interval"'), ({"interval": 5}, "a folder")]
+)
+def test_half_a_snapshot_is_refused(half, advice):
+    problems = problems_of({"snapshot": half})
+    assert set(problems) == {f"hmt.snapshot.{next(iter(half))}"}
+    assert advice in str(problems)

@@ -12,7 +12,11 @@ from hmt_deepspeed.config.activations import (
     ActivationsConfig,
     activation_conflicts,
 )
-from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
+from hmt_deepspeed.config.conflicts import (
+    conflict_problems,
+    conflicts_of,
+    snapshot_conflicts,
+)
 from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
@@ -284,10 +288,10 @@ class SnapshotConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _refuse_halves(self) -> SnapshotConfig:
-        if (self.path is None) != (self.interval == 0):
-            missing, given = ("path", "interval") if self.path is None else ("interval", "path")
-            raise ValueError(f"{given} is given without {missing}: set both or neither")
+    def _refuse_conflicts(self) -> SnapshotConfig:
+        conflicts = snapshot_conflicts({key: getattr(self, key) for key in self.model_fields_set})
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
         return self
 
 
@@ -337,6 +341,7 @@ class HMTConfig(StrictModel):
         for section, find in (
             ("optimizer", conflicts_of),
             ("activations", activation_conflicts),
+            ("snapshot", snapshot_conflicts),
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -215,8 +216,19 @@ def _done(rank: int) -> str:
 
 
 def prepare_folder(path: str) -> None:
-    """Remove what a killed process left behind."""
-    os.makedirs(path, exist_ok=True)
+    """Make it, and remove what a killed process left behind.
+
+    Raises:
+        ValueError: files cannot be made in it.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=path))
+    except OSError as error:
+        raise ValueError(
+            f"hmt.snapshot.path is {path!r}, where no files can be made: {error}. Name a folder on the SSD that "
+            "every rank can write."
+        ) from error
     for name in os.listdir(path):
         folder = os.path.join(path, name)
         torn = _TAG.fullmatch(name) and not os.path.isfile(os.path.join(folder, MANIFEST))
