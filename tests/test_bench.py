@@ -164,3 +164,16 @@ def test_table_of_an_empty_folder_says_what_to_run(tmp_path: Path) -> None:
     done = run_bench("table", "--output", str(tmp_path))
     assert done.returncode == 1
     assert "launch/bench.py foundations" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_basis_cache(tmp_path: Path) -> None:
+    case = toy_case("basis_cache", tmp_path, "offload")
+    check_fields(case)
+    assert value(case, "device bytes of bases") < 0.25
+    assert value(case, "when they were asked for") > 0.95
+
+
+@pytest.mark.slow
+def test_snapshots(tmp_path: Path) -> None:
+    check_fields(toy_case("snapshots", tmp_path, "offload"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks import activations, foundations, fpdt, optimizer
+from benchmarks import activations, foundations, fpdt, offload, optimizer
 from benchmarks.results import add_case, case_record, load_average
 from benchmarks.setting import Setting, free_port, join_ranks
 
-SUITES = {module.SUITE: module for module in (foundations, optimizer, activations, fpdt)}
+SUITES = {module.SUITE: module for module in (foundations, optimizer, activations, fpdt, offload)}
 
 
 def run_case(suite: str, name: str, setting: Setting, folder: Path) -> Path:
