@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,13 @@ __all__ = ["BasisCache"]
 
 # Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's.
 _SLAB_BYTES = 2**26
+
+
+class _Home(NamedTuple):
+    """Under which key the store has a current basis, and its bytes."""
+
+    key: str
+    nbytes: int
 
 
 class BasisCache:
@@ -50,7 +58,7 @@ class BasisCache:
         self._store = GrowingHostStore(
             engine, max_bytes, "hmt.basis_cache.max_bytes", min(_SLAB_BYTES, max_bytes)
         )
-        self._current: dict[str, int] = {}  # bytes
+        self._current: dict[str, _Home] = {}
         # bytes and columns, least recently used first
         self._old: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._in_use: tuple[str, Tensor] | None = None
@@ -71,10 +79,14 @@ class BasisCache:
 
         The caller may free it at once, not write to it. False: there is no room, and the caller keeps it.
         """
+        before = self._current.get(name)
+        key = name if before is None or before.key != name else f"{name} again"
+        # Beside the one before, where there is room: copies of that may be under way, and need not be waited for.
+        is_put = before is not None and self._put(key, basis)
         self.drop(name)
-        if not self._make_room(name, basis):
+        if not is_put and not self._make_room(key, basis):
             return False
-        self._current[name] = basis.nbytes
+        self._current[name] = _Home(key, basis.nbytes)
         if self._asked is None and name not in self._learned:
             self._learned.append(name)  # the best guess at a first use is the order of arrival
         return True
@@ -91,7 +103,7 @@ class BasisCache:
         if not is_here:
             self._coming.pop(name, None)
             self._in_use = None  # freed before anything new is allocated
-            self._in_use = name, self._store.get(name)
+            self._in_use = name, self._store.get(self._current[name].key)
         assert self._in_use is not None
         basis = self._in_use[1]
         self._fetch_ahead(name)
@@ -99,12 +111,13 @@ class BasisCache:
 
     def drop(self, name: str) -> None:
         """Forget a current basis; nothing if there is none of that name."""
-        if self._current.pop(name, None) is None:
+        home = self._current.pop(name, None)
+        if home is None:
             return
         if self._in_use is not None and self._in_use[0] == name:
             self._in_use = None
         self._coming.pop(name, None)
-        self._store.drop(name)
+        self._store.drop(home.key)
         self._count_device_bytes()
 
     def keep_only(self, names: Collection[str]) -> None:
@@ -168,7 +181,9 @@ class BasisCache:
     @property
     def host_bytes(self) -> int:
         """Of the bases in host memory."""
-        return sum(self._current.values()) + sum(size for size, _ in self._old.values())
+        return sum(home.nbytes for home in self._current.values()) + sum(
+            size for size, _ in self._old.values()
+        )
 
     @property
     def pinned_bytes(self) -> int:
@@ -188,17 +203,19 @@ class BasisCache:
 
     def _make_room(self, key: str, basis: Tensor) -> bool:
         """Put it into the store, at the expense of old bases if need be."""
-        while True:
-            if self.num_entries < self.max_entries:
-                try:
-                    self._store.put(key, basis)
-                    return True
-                except PoolFull:
-                    pass
+        while self.num_entries >= self.max_entries or not self._put(key, basis):
             if not self._old:
                 return False
             self.forget(next(iter(self._old)))
             self.num_evicted += 1
+        return True
+
+    def _put(self, key: str, basis: Tensor) -> bool:
+        try:
+            self._store.put(key, basis)
+        except PoolFull:
+            return False
+        return True
 
     def _fetch_ahead(self, name: str) -> None:
         """Find the place of ``name`` in what is expected and start on what follows it there."""
@@ -215,10 +232,10 @@ class BasisCache:
         wanted = self._next()
         for name in [name for name in self._coming if name not in wanted]:
             del self._coming[name]
-            self._store.get(name)
+            self._store.get(self._current[name].key)
         for name in wanted:
             if name not in self._coming:
-                self._store.prefetch(name)
+                self._store.prefetch(self._current[name].key)
                 self._coming[name] = None
         self._count_device_bytes()
 
@@ -234,7 +251,7 @@ class BasisCache:
         return list(coming)
 
     def _count_device_bytes(self) -> None:
-        coming = sum(self._current[name] for name in self._coming)
+        coming = sum(self._current[name].nbytes for name in self._coming)
         self.device_bytes = coming + (0 if self._in_use is None else self._in_use[1].nbytes)
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 

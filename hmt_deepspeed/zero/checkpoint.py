@@ -201,6 +201,7 @@ def _matrix_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> d
     if not _holds_states(optimizer):
         return {}
     states = {}
+    optimizer.bases.will_use(optimizer.low_rank)
     for entry in optimizer.low_rank:
         assert entry.matrix is not None
         with optimizer.bases.whole(entry):
@@ -211,6 +212,7 @@ def _matrix_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> d
         state = {k: take(v) for k, v in state.items()}
         layout = {"rows": list(entry.matrix.rows), "row_states": by_rows}
         states[entry.name] = {**layout, "height": entry.matrix.shape[0], **state}
+    optimizer.bases.will_use(None)
     return states
 
 

@@ -220,9 +220,7 @@ class Snapshots:
                 values = values.to(optimizer.settings.model_dtype)
             flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
             masters[entry.name] = {"flat": flat, "values": self._stage(values, entry.name)}
-        optimizer.bases.will_use(optimizer.low_rank)
         ours = map_tensors(hmt_state(optimizer, self._stage), self._stage)
-        optimizer.bases.will_use(None)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
     def _model_state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
+from hmt_deepspeed.memory.streams import Direction
 from hmt_deepspeed.memory.transfer import TransferEngine
 
 PAGE = 4096
@@ -132,6 +133,18 @@ def test_a_basis_without_room_stays_with_its_owner(make):
         cache.drop("b")
         assert cache.put("c", basis(6))
         assert torch.equal(cache.get("c"), basis(6))
+
+
+def test_a_new_basis_goes_beside_the_one_before_while_there_is_room(make):
+    """Its copies may be under way: with room the host does not wait for them, without it does."""
+    for pages, waited in ((5, False), (4, True)):
+        cache = filled(make(max_bytes=pages * PAGE))
+        cache.begin_round(["a"])  # a copy under way; the twin runs it when it is waited for
+        assert len(cache.engine.streams._pending[Direction.TO_DEVICE]) == 1
+        assert cache.put("a", basis(5))
+        assert (not cache.engine.streams._pending[Direction.TO_DEVICE]) == waited
+        assert torch.equal(cache.get("a"), basis(5))
+        assert cache.host_bytes == 4 * PAGE
 
 
 def test_old_bases_make_room_the_least_recently_used_first(make):
