@@ -80,9 +80,9 @@ class Snapshots:
         self._last_step = self._engine.global_steps
         self.num_taken = self.num_skipped = 0
         self.seconds_taking = self._seconds_writing = 0.0
-        if self._rank == 0:
-            prepare_folder(settings.path)
-        dist.barrier()
+        problem = _problem_of(settings.path) if self._rank == 0 else None
+        if problem := collectives.broadcast_object(problem):
+            raise ValueError(problem)
         self._engine.optimizer.overlap.settle_copies = self.settle
 
     @property
@@ -187,9 +187,13 @@ class Snapshots:
         optimizer.overlap.settle()
         if self._store is None:
             self._store = GrowingHostStore(self._transfers, self._limit, "free host memory")
-        states = {"optim": self._optimizer_state()}
-        if self._rank == 0 or optimizer.settings.stage == 3:
-            states["model"] = self._model_state()
+        try:
+            states = {"optim": self._optimizer_state()}
+            if self._rank == 0 or optimizer.settings.stage == 3:
+                states["model"] = self._model_state()
+        except BaseException:
+            self._forget_staged()
+            raise
         self._copied.clear()
         job = Job(f"step{step:08d}", step, states)
         self._writing = self._thread.submit(self._write, job)
@@ -258,11 +262,24 @@ class Snapshots:
             self._writer.write(job)
         finally:
             self._copied.set()
-            for name in self._staged:
-                self._store.drop(name)
-            self._staged.clear()
+            self._forget_staged()
             self._seconds_writing += time.perf_counter() - begin
 
     def _host_bytes(self, name: str) -> Tensor:
         assert self._store is not None
         return self._store.host_bytes(name)
+
+    def _forget_staged(self) -> None:
+        assert self._store is not None
+        for name in self._staged:
+            self._store.drop(name)
+        self._staged.clear()
+
+
+def _problem_of(path: str) -> str | None:
+    """Why no snapshot can be written to a folder, which is made ready if it can."""
+    try:
+        prepare_folder(path)
+    except ValueError as error:
+        return str(error)
+    return None

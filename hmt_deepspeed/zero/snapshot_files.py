@@ -165,7 +165,7 @@ class SnapshotWriter:
         record |= {"shape": list(leaf.shape), "file": name}
         place = whole.places.get(leaf.name) if whole is not None and leaf.is_weight else None
         if place is None or whole is None or not data.numel():
-            record["offset"] = file.append(as_memoryview(data))
+            record["offset"] = file.append(as_memoryview(data) if data.numel() else b"")
             if leaf.is_weight:
                 made.places[leaf.name] = name, record["offset"]
         else:
@@ -190,9 +190,11 @@ class SnapshotWriter:
         replace_text(os.path.join(folder, MANIFEST), json.dumps(manifest, indent=1))
         final = os.path.join(self.path, job.tag)
         if os.path.isdir(final):  # of a run that was taken up again from before
-            _remove(final)
+            os.rename(final, f"{final}.old")
         os.rename(folder, final)
         replace_text(os.path.join(self.path, "latest"), job.tag)
+        if os.path.isdir(f"{final}.old"):
+            _remove(f"{final}.old")
         _remove_old(self.path, self.keep)
 
     def _wait_for(self, path: str, rank: int) -> dict[str, Any]:
@@ -209,6 +211,7 @@ class SnapshotWriter:
 # -- the folder -----------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"step\d{8}")
+_ASIDE = re.compile(rf"{_TAG.pattern}(\.saving|\.old)?")
 
 
 def _done(rank: int) -> str:
@@ -229,10 +232,11 @@ def prepare_folder(path: str) -> None:
             f"hmt.snapshot.path is {path!r}, where no files can be made: {error}. Name a folder on the SSD that "
             "every rank can write."
         ) from error
-    for name in os.listdir(path):
-        folder = os.path.join(path, name)
-        torn = _TAG.fullmatch(name) and not os.path.isfile(os.path.join(folder, MANIFEST))
-        if torn or (name.endswith(".saving") and _TAG.fullmatch(name.removesuffix(".saving"))):
+    for name in filter(_ASIDE.fullmatch, os.listdir(path)):
+        folder, whole = os.path.join(path, name), os.path.join(path, name.partition(".")[0])
+        if name.endswith(".old") and not os.path.isdir(whole):
+            os.rename(folder, whole)
+        elif name.endswith((".saving", ".old")) or not os.path.isfile(f"{folder}/{MANIFEST}"):
             shutil.rmtree(folder)
 
 

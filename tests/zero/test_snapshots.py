@@ -226,6 +226,22 @@ def test_what_the_disk_refuses_is_raised_in_training(
     assert damage(str(tmp_path / "step00000002")) is None
 
 
+def refused(folder: str) -> str:
+    with pytest.raises(ValueError, match=r"hmt\.snapshot\.path") as error:
+        snapshot_engine(2, f"{folder}/file/snapshots")
+    with pytest.raises(ValueError, match=r"hmt\.snapshot\.path.*offload_optimizer"):
+        offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        snapshot_engine(2, folder, **offload)
+    return str(error.value)
+
+
+def test_what_cannot_work_is_refused_at_start_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    messages = ranks.run(refused, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert "Not a directory" in messages[0]
+
+
 # -- killed ------------------------------------------------------------------------------------------------
 
 CALLS = ("write", "fsync", "replace", "rename", "remove", "rmdir", "unlink")
