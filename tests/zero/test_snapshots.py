@@ -229,8 +229,8 @@ def test_what_the_disk_refuses_is_raised_in_training(
 def refused(folder: str) -> str:
     with pytest.raises(ValueError, match=r"hmt\.snapshot\.path") as error:
         snapshot_engine(2, f"{folder}/file/snapshots")
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(ValueError, match=r"hmt\.snapshot\.path.*offload_optimizer"):
-        offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
         snapshot_engine(2, folder, **offload)
     return str(error.value)
 
