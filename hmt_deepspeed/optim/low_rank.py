@@ -209,7 +209,9 @@ class LowRankMatrix(MatrixRule):
         as many more as it takes to reach the energy threshold.
 
         ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
-        present one lacks start from it. None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
+        present one lacks start from it.
+
+        None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
         """
         if not torch.isfinite(gradient).all() or not gradient.any():
             return None

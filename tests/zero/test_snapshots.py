@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from harness import Ranks
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
 
+from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.zero import raw_tensors
 from hmt_deepspeed.zero.files import damage
 from hmt_deepspeed.zero.raw_tensors import ByteFile, decode, encode
@@ -175,8 +177,17 @@ def test_a_difference_is_without_loss(
 
 
 def train_beside_a_slow_disk(folder: str) -> dict[str, Any]:
-    """The disk does not take a byte before the run has gone on by four steps."""
+    """The disk does not take a byte before the run has gone on by four steps; the copies are slow too."""
     engine = snapshot_engine(2, folder)
+    read, slow = GrowingHostStore.host_bytes, iter([0.5])
+
+    def read_late(
+        *args: Any,
+    ) -> Any:  # longer than a step takes: an update that did not wait would be seen
+        time.sleep(next(slow, 0))
+        return read(*args)
+
+    GrowingHostStore.host_bytes = read_late  # type: ignore[method-assign]
     opened, plain = threading.Event(), ByteFile.append
     ByteFile.append = lambda *args: (opened.wait(), plain(*args))[1]  # type: ignore[method-assign]
     losses = train(engine, 6)
