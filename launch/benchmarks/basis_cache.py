@@ -82,7 +82,7 @@ def basis_cache(setting: Setting) -> CaseResult:
             "<=",
             3 * PREFETCH / shape.layers / 7,
             note="one in use and two on their way, of seven a layer and of the copies that groups of linears hold; "
-            "while q, k, v (gate, up) are multiplied, theirs side by side come on top",
+            "on top come q, k, v (gate, up) side by side while they are multiplied, and what waits for its copy out",
         ),
         Measurement(
             f"{label}: share of the step that the host waits for bases",

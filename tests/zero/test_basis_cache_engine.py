@@ -9,9 +9,13 @@ import pytest
 import torch
 from harness import Ranks
 from modes import MODES
+from torch.multiprocessing.reductions import StorageWeakRef
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
 
+from hmt_deepspeed.zero import basis_cache
+
 CACHE: dict[str, Any] = {"max_bytes": 2**20}
+STAGING = 4096  # bytes that may be on their way to the host
 STEPS = 5  # every matrix refreshes, some change their rank
 
 
@@ -77,9 +81,26 @@ def test_a_run_with_a_cache_is_the_run_without_bit_for_bit(ranks: Ranks, world: 
 # -- bytes and counters ----------------------------------------------------------------------------------
 
 
+class AliveBytes:
+    """Most bytes alive at once of the tensors that a function returned, counted by their storages."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.peak, self._alive, self._plain = 0, [], getattr(owner, name)
+        setattr(owner, name, self._call)
+
+    def _call(self, *args: Any) -> Any:
+        tensor = self._plain(*args)
+        storage = tensor.untyped_storage()
+        self._alive = [(ref, size) for ref, size in self._alive if not ref.expired()]
+        self._alive.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._alive))
+        return tensor
+
+
 def measured() -> dict[str, Any]:
     """Ordinary steps at a fixed rank, after every basis was found."""
     mode = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**6}
+    basis_cache._STAGING = STAGING
     found: dict[str, Any] = {}
     for name, cache in {
         "none": None,
@@ -89,11 +110,14 @@ def measured() -> dict[str, Any]:
     }.items():
         engine = cached_engine(2, mode, cache, layers=2)
         train(engine, 2)
+        if name == "cache":
+            alive = AliveBytes(engine.optimizer.bases.cache._store, "get")
         before = engine.optimizer.metrics()
         train(engine, 3, first=2)
         found[name] = engine.optimizer.metrics(), before
         found[f"table of {name}"] = engine.optimizer.describe()
         engine.destroy()
+    found["alive"] = alive.peak
     return found
 
 
@@ -115,6 +139,8 @@ def test_of_all_bases_the_device_holds_those_in_use_and_on_their_way(
     assert cached["basis_host_bytes"] == every
     assert cached["basis_peak_fetched_bytes"] <= 3 * LARGEST
     assert cached["basis_device_bytes"] <= 3 * LARGEST
+    # As storages: q, k and v until they stand side by side; and what waits for its copy to the host.
+    assert numbers["alive"] <= 3 * 40 * (8 + 8) * 4 + STAGING < every / 3
     assert numbers["no prefetch"][0]["basis_peak_fetched_bytes"] == LARGEST
     assert cached["optimizer_state_bytes"] == whole["optimizer_state_bytes"]
     assert "14 bases" in numbers["table of cache"].splitlines()[-1]
