@@ -211,3 +211,16 @@ def test_every_contender_of_the_gpu_suite_runs(tmp_path: Path) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))["cases"]["1b"]["samples"]
     assert not {name: run for name, run in found.items() if "seconds" not in run}
     assert path.with_suffix(".svg").is_file()
+
+
+@pytest.mark.slow
+def test_the_basis_cache(tmp_path: Path) -> None:
+    case = toy_case("basis_cache", tmp_path, "offload")
+    check_fields(case)
+    assert value(case, "device bytes of bases") < 0.25
+    assert value(case, "when they were asked for") > 0.95
+
+
+@pytest.mark.slow
+def test_snapshots(tmp_path: Path) -> None:
+    check_fields(toy_case("snapshots", tmp_path, "offload"))

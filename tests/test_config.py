@@ -663,6 +663,8 @@ def test_a_bad_choice_does_not_also_make_a_conflict(section):
 
 PLANNER = ("gpu_memory", "host_memory", "lossy", "profile", "plan", "save_plan")
 FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
+BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases")
+SNAPSHOT = ("path", "interval", "keep")
 
 
 def test_every_field_is_described_once():
@@ -674,6 +676,8 @@ def test_every_field_is_described_once():
     fields += [f"hmt.planner.{key}" for key in PLANNER]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
     fields += ["hmt.offload.overlap", "hmt.offload.schedule"]
+    fields += [f"hmt.basis_cache.{key}" for key in BASIS_CACHE]
+    fields += [f"hmt.snapshot.{key}" for key in SNAPSHOT]
     assert [row[0] for row in rows] == fields
     assert all(description.endswith(".") for _, _, _, description in rows)
 
@@ -881,3 +885,30 @@ def test_planner_problems(block, key, words):
         HMTConfig.from_block(block)
     assert f"{key}: " in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"basis_cache": {"max_entries": 0}},
+        {"basis_cache": {"max_bytes": 2**20 - 1}},
+        {"basis_cache": {"prefetch": -1}},
+        {"basis_cache": {"old_bases": 1}},
+        {"basis_cache": {"enabled": True}},
+        {"snapshot": {"keep": 0, "path": "/ssd", "interval": 1}},
+        {"snapshot": {"interval": -1, "path": "/ssd"}},
+        {"snapshot": {"path": "", "interval": 1}},
+    ],
+)
+def test_bad_fields_of_the_basis_cache_and_of_snapshots_are_named(section):
+    ((name, fields),) = section.items()
+    assert set(problems_of(section)) == {f"hmt.{name}.{next(iter(fields))}"}
+
+
+@pytest.mark.parametrize(
+    ("half", "advice"), [({"path": "/ssd"}, '"interval"'), ({"interval": 5}, "a folder")]
+)
+def test_half_a_snapshot_is_refused(half, advice):
+    problems = problems_of({"snapshot": half})
+    assert set(problems) == {f"hmt.snapshot.{next(iter(half))}"}
+    assert advice in str(problems)

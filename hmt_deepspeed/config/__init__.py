@@ -8,11 +8,13 @@ from hmt_deepspeed.config.activations import ActivationsConfig
 from hmt_deepspeed.config.json_file import read_json_config
 from hmt_deepspeed.config.models import (
     BLOCK_NAME,
+    BasisCacheConfig,
     FpdtConfig,
     HMTConfig,
     ModuleRule,
     OffloadConfig,
     OptimizerConfig,
+    SnapshotConfig,
     describe_fields,
 )
 from hmt_deepspeed.config.planner import PlannerConfig
@@ -20,12 +22,14 @@ from hmt_deepspeed.config.planner import PlannerConfig
 __all__ = [
     "BLOCK_NAME",
     "ActivationsConfig",
+    "BasisCacheConfig",
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
     "OffloadConfig",
     "OptimizerConfig",
     "PlannerConfig",
+    "SnapshotConfig",
     "describe_fields",
     "read_json_config",
 ]

@@ -19,10 +19,16 @@ from hmt_deepspeed.config.conflicts import Conflict
 from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
 from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
 
-__all__ = ["ActivationsConfig", "Policy", "PolicyOverride", "activation_conflicts"]
+__all__ = [
+    "MIN_HOST_MEMORY",
+    "ActivationsConfig",
+    "Policy",
+    "PolicyOverride",
+    "activation_conflicts",
+]
 
 PLAN = "plan"
-_MIN_HOST_MEMORY = 2**20
+MIN_HOST_MEMORY = 2**20
 _BLOCK_SIZES = (16, 1024)
 
 # Components of which a module can own the output; `embedding` is the first layer's input, whoever made it.
@@ -164,7 +170,7 @@ class ActivationsConfig(StrictModel):
         description="Tokens of one channel that share a scale (int8, fp8).",
         json_schema_extra={"legal": "a power of two from {} to {}".format(*_BLOCK_SIZES)},
     )
-    host_memory: Auto | Annotated[int, Field(ge=_MIN_HOST_MEMORY)] = Field(
+    host_memory: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
         default="auto",
         description="Bytes of pinned host memory that each rank may swap to; auto takes what a step "
         "needs, up to half of what is free, shared by the ranks of a machine.",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Conflict", "conflict_problems", "conflicts_of"]
+__all__ = ["Conflict", "conflict_problems", "conflicts_of", "snapshot_conflicts"]
 
 Given = Mapping[str, object]  # the fields that were written down, not the defaults
 
@@ -203,3 +203,15 @@ def conflict_problems(
         for conflict in find(given)
         if not bad_fields & set(conflict.depends_on)
     }
+
+
+def snapshot_conflicts(given: Given) -> list[Conflict]:
+    """Explicitly given `hmt.snapshot` fields without which, or with which alone, nothing is saved."""
+    path, interval = given.get("path"), given.get("interval", 0)
+    if path is not None and interval == 0:
+        advice = 'Nothing would be saved: set "interval" to a number of steps, or remove it.'
+        return [Conflict("path", path, ("interval",), advice)]
+    if path is None and interval != 0:
+        advice = 'It needs a folder: set "path", or remove it.'
+        return [Conflict("interval", interval, ("path",), advice)]
+    return []

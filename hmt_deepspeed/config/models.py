@@ -7,8 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hmt_deepspeed.config.activations import ActivationsConfig, activation_conflicts
-from hmt_deepspeed.config.conflicts import conflict_problems, conflicts_of
+from hmt_deepspeed.config.activations import (
+    MIN_HOST_MEMORY,
+    ActivationsConfig,
+    activation_conflicts,
+)
+from hmt_deepspeed.config.conflicts import (
+    conflict_problems,
+    conflicts_of,
+    snapshot_conflicts,
+)
 from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
@@ -24,11 +32,13 @@ from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = [
     "BLOCK_NAME",
+    "BasisCacheConfig",
     "FpdtConfig",
     "HMTConfig",
     "ModuleRule",
     "OffloadConfig",
     "OptimizerConfig",
+    "SnapshotConfig",
     "describe_fields",
 ]
 
@@ -271,6 +281,53 @@ def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[
     return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
 
 
+class BasisCacheConfig(StrictModel):
+    """`hmt.basis_cache`: bases wait in host memory where the block has this section."""
+
+    max_entries: PositiveInt = Field(
+        default=1024,
+        description="Bases in pinned host memory, current and old; further current ones stay on the device.",
+    )
+    max_bytes: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
+        default="auto",
+        description="Bytes of pinned host memory that each rank's bases may take; auto: up to half of what is "
+        "free, shared by the ranks of a machine. What has no room stays on the device.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="Bases on their way to the device beside the one in use; 0: every one is waited for.",
+    )
+    old_bases: bool = Field(
+        default=False,
+        description="Keep a basis that a narrower one replaces; where the rank rises again, the range finder "
+        "starts from it. They make room for current ones.",
+    )
+
+
+class SnapshotConfig(StrictModel):
+    """`hmt.snapshot`: the state of training to an SSD in the background."""
+
+    path: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Folder of this run's snapshots, which all ranks share.",
+        json_schema_extra={"legal": "null or the path of a folder"},
+    )
+    interval: int = Field(
+        default=0, ge=0, description="Optimizer steps between two snapshots; 0: none."
+    )
+    keep: PositiveInt = Field(
+        default=2,
+        description="Snapshots that are kept, beside those whose weights they are differences to.",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> SnapshotConfig:
+        conflicts = snapshot_conflicts({key: getattr(self, key) for key in self.model_fields_set})
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
+        return self
+
+
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
@@ -287,6 +344,13 @@ class HMTConfig(StrictModel):
     fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig, description="The work on states in host memory or on an SSD."
+    )
+    basis_cache: BasisCacheConfig = Field(
+        default_factory=BasisCacheConfig,
+        description="Bases in host memory; they are where this is given.",
+    )
+    snapshot: SnapshotConfig = Field(
+        default_factory=SnapshotConfig, description="Snapshots beside training."
     )
 
     @model_validator(mode="after")
@@ -321,6 +385,7 @@ class HMTConfig(StrictModel):
         for section, find in (
             ("optimizer", conflicts_of),
             ("activations", activation_conflicts),
+            ("snapshot", snapshot_conflicts),
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)

@@ -59,6 +59,12 @@ class GrowingHostStore(TieredStore):
             self._grow(name, tensor.nbytes)
             super().put(name, tensor)
 
+    def host_bytes(self, name: str) -> Tensor:
+        """As :meth:`HostStore.host_bytes`."""
+        store = self._store(name)
+        assert isinstance(store, HostStore)
+        return store.host_bytes(name)
+
     def _grow(self, name: str, nbytes: int) -> None:
         left = self.max_bytes - self.pinned_bytes
         if left < whole_pages(nbytes):

@@ -54,6 +54,10 @@ class HostStore:
         """The tensor, as put; see :meth:`TransferEngine.get`. KeyError for an unknown name."""
         return self.engine.get(self._transfer(name))
 
+    def host_bytes(self, name: str) -> Tensor:
+        """Its bytes (uint8), once they are here; see :meth:`TransferEngine.host_bytes`. KeyError: unknown."""
+        return self.engine.host_bytes(self._transfer(name))
+
     def drop(self, name: str) -> None:
         """Forgets a tensor. KeyError for an unknown name."""
         with self._lock:

@@ -70,6 +70,8 @@ class TransferEngine:
         pool_bytes: pinned bytes of ``pool``, where transfers on their way to or from an SSD stay, and the
             bytes that may be on their way to the host at once (a larger tensor goes alone).
         streams: for a device that is neither CPU nor CUDA, or for tests.
+        outgoing_bytes: that may be on their way to the host at once, if not ``pool_bytes``; for a caller whose
+            tensors live on, so that none waits to be freed.
 
     Attributes:
         counters: bytes and copies each way, as submitted, and seconds the host waited.
@@ -81,7 +83,11 @@ class TransferEngine:
     """
 
     def __init__(
-        self, device: torch.device | str, pool_bytes: int, streams: Streams | None = None
+        self,
+        device: torch.device | str,
+        pool_bytes: int,
+        streams: Streams | None = None,
+        outgoing_bytes: int | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -94,6 +100,7 @@ class TransferEngine:
         self.pool = self.new_pool(pool_bytes, "transfer pool")
         self._outgoing: deque[tuple[Event, int]] = deque()
         self._outgoing_bytes = 0
+        self._most_outgoing = self.pool.nbytes if outgoing_bytes is None else outgoing_bytes
 
     def new_pool(self, nbytes: int, purpose: str) -> PinnedPool:
         """A further pinned pool of constant size, for a store that keeps what is put there."""
@@ -303,7 +310,7 @@ class TransferEngine:
         while self._outgoing:
             event, size = self._outgoing[0]
             if not event.done():
-                if self._outgoing_bytes + nbytes <= self.pool.nbytes:
+                if self._outgoing_bytes + nbytes <= self._most_outgoing:
                     return
                 with self.counters.waiting(), suppress(Exception):  # raised where it is used
                     event.wait()

@@ -29,6 +29,7 @@ __all__ = [
     "random_basis",
     "range_finder",
     "transfer_second_moment",
+    "widened",
 ]
 
 
@@ -82,6 +83,19 @@ def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) ->
     # A thin Gaussian is well conditioned, so Cholesky-QR is exact to rounding and needs no host sync.
     lower = torch.linalg.cholesky_ex(gaussian.t() @ gaussian).L
     return torch.linalg.solve_triangular(lower.t(), gaussian, upper=True, left=False)
+
+
+def widened(basis: Tensor, older: Tensor) -> Tensor:
+    """A basis followed by what an older, wider one spans outside it: n x r_old, fp32, orthonormal.
+
+    At least ``r_old - r`` directions of the older span are orthogonal to the basis; with ``F = (I - Q Q^T)
+    Q_old`` they are the singular vectors of F to the singular value 1.
+    """
+    wide = basis.float()
+    outside = older.float() - wide @ (wide.t() @ older.float())
+    missing = older.shape[1] - basis.shape[1]
+    rotation = torch.linalg.eigh(outside.t() @ outside).eigenvectors.flip(1)[:, :missing]
+    return torch.cat((wide, orthonormal(outside @ rotation)), dim=1)
 
 
 def transfer_second_moment(

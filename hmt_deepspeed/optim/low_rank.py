@@ -6,7 +6,7 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.basis import (
     keyed_generator,
     probe_columns,
     random_basis,
+    widened,
 )
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Moments
@@ -43,13 +44,16 @@ class Columns:
 
     whole: n x (r + k), None where whole gradient rows are taken. basis: its first r columns, or all
     there is; None where it is redrawn from a seed, and for full rank. owner: name of the matrix whose bytes
-    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3).
+    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta
+    tensor while they are in host memory. fetch: brings the whole from there, where no other process has a
+    part of it.
     """
 
     owner: str
     whole: Tensor | None = None
     basis: Tensor | None = None
     parked: Tensor | None = None
+    fetch: Callable[[], Tensor] | None = None
 
 
 class LowRankMatrix(MatrixRule):
@@ -150,7 +154,7 @@ class LowRankMatrix(MatrixRule):
         if self.takes_whole:
             return None
         if not self.redraws:
-            return self.columns.whole
+            return self.columns.whole if self.columns.fetch is None else self.columns.fetch()
         basis = self._drawn_basis()
         return torch.cat((basis, self._probes(basis)), dim=1)
 
@@ -198,9 +202,14 @@ class LowRankMatrix(MatrixRule):
         if owns and whole is not None and basis is not None:
             whole[:, self.rank :] = self._probes(basis)
 
-    def find_basis(self, gradient: Tensor, step: int, first: int) -> Subspace | None:
+    def find_basis(
+        self, gradient: Tensor, step: int, first: int, older: Tensor | None = None
+    ) -> Subspace | None:
         """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
         as many more as it takes to reach the energy threshold.
+
+        ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
+        present one lacks start from it.
 
         None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
         """
@@ -210,6 +219,8 @@ class LowRankMatrix(MatrixRule):
             self.device, self.settings.seed, self.columns.owner, "sketch", step
         )
         start = self.basis if self.measured else None
+        if start is not None and older is not None and older.shape[1] > start.shape[1]:
+            start = widened(start, older)
         return find_subspace_to_energy(
             self.settings.range_finder,
             gradient,

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,6 +97,9 @@ class TrainingLoop:
         self.packed = True
         self._saved_plan: Any = None
         self.skipped_steps = 0
+        self.snapshots = getattr(engine, "hmt_snapshots", None)
+        if self.snapshots is not None:  # taken within a step, before it is counted here
+            engine.snapshot_client_state = partial(self._client_state, 1)
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -279,18 +283,25 @@ class TrainingLoop:
 
     def save_checkpoint(self) -> None:
         """DeepSpeed's checkpoint with the position in the data, tagged `global_step<N>`."""
+        folder = str(self.options.checkpoints)
+        self.engine.save_checkpoint(folder, client_state=self._client_state(0))
+
+    def _client_state(self, steps_ahead: int) -> dict[str, Any]:
+        """Where the run stands, or will with the step that is being taken."""
         progress = self.progress
-        state = {
-            "step": progress.step,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
+        return {
+            "step": progress.step + steps_ahead,
+            "samples": progress.samples + steps_ahead * self.global_batch,
+            "tokens": progress.tokens + steps_ahead * self.tokens_per_step,
             "loss": progress.loss,
             "eval_loss": progress.eval_loss,
         }
-        self.engine.save_checkpoint(str(self.options.checkpoints), client_state=state)
 
     def _load_checkpoint(self) -> None:
-        path, state = self.engine.load_checkpoint(str(self.options.checkpoints))
+        folder = str(self.options.checkpoints)
+        if self.snapshots is not None:
+            folder = self.snapshots.newest(folder)
+        path, state = self.engine.load_checkpoint(folder)
         if path is None:
             raise ValueError(
                 f"--resume found no checkpoint that loads in {self.options.checkpoints}; "

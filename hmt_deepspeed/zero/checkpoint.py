@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "SavedState",
     "atomic_engine",
     "commit",
+    "hmt_state",
     "load",
     "optimizer_state",
     "prepare",
@@ -165,10 +167,16 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         state["fp32_flat_groups"] = stage3_groups(optimizer)
     else:
         state["single_partition_of_fp32_groups"] = stage12_groups(optimizer)
-    state["hmt"] = {
+    state["hmt"] = hmt_state(optimizer, _to_cpu)
+    return state
+
+
+def hmt_state(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
+    """Everything of ours but the weights; ``take`` is given each value that may be a tensor of the device."""
+    return {
         "format": FORMAT,
         "stage": optimizer.settings.stage,
-        "world": world,
+        "world": optimizer.collectives.world,
         "groups": [
             [optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups
         ],
@@ -179,9 +187,10 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "settled": optimizer.shared.settled,
         "rules": {e.name: e.assignment.layout for e in optimizer.entries},
         "policy": optimizer.policy.state_dict(),
-        "matrices": _matrix_states(optimizer),
-        "dense": _dense_states(optimizer),
-        "int8_weights": _int8_weights(optimizer),
+        "matrices": _matrix_states(optimizer, take),
+        "old_bases": optimizer.bases.old_bases(),
+        "dense": _dense_states(optimizer, take),
+        "int8_weights": _int8_weights(optimizer, take),
         "param_groups": [
             {k: v for k, v in g.items() if k not in ("params", "param_names")}
             for g in optimizer.param_groups
@@ -189,7 +198,6 @@ def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "loss_scaler": _scaler_state(optimizer.loss_scaler),
         "rng": _rng_state(),
     }
-    return state
 
 
 def _group_names(optimizer: HMTZeroOptimizer) -> list[list[str]]:
@@ -201,23 +209,26 @@ def _holds_states(optimizer: HMTZeroOptimizer) -> bool:
     return optimizer.settings.stage > 0 or optimizer.collectives.rank == 0
 
 
-def _matrix_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+def _matrix_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
     if not _holds_states(optimizer):
         return {}
     states = {}
+    optimizer.bases.will_use(optimizer.low_rank)
     for entry in optimizer.low_rank:
         assert entry.matrix is not None
         with optimizer.bases.whole(entry):
-            state = {k: _to_cpu(v) for k, v in entry.matrix.state_dict().items()}
+            state = entry.matrix.state_dict()
         by_rows = [k for k in entry.matrix.ROW_STATES if k in state]
         if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
             state = {k: state[k] for k in by_rows}
+        state = {k: take(v) for k, v in state.items()}
         layout = {"rows": list(entry.matrix.rows), "row_states": by_rows}
         states[entry.name] = {**layout, "height": entry.matrix.shape[0], **state}
+    optimizer.bases.will_use(None)
     return states
 
 
-def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+def _dense_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
     if not _holds_states(optimizer):
         return {}
     states, on_ssd = {}, describe_files(optimizer)
@@ -228,18 +239,21 @@ def _dense_states(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         if entry.name in on_ssd:
             moments = on_ssd[entry.name]
         else:
-            moments = {"exp_avg": _to_cpu(first.read()), "exp_avg_sq": _to_cpu(second.read())}
+            moments = {"exp_avg": take(first.read()), "exp_avg_sq": take(second.read())}
         flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-        states[entry.name] = {"flat": flat, "step": float(step), **moments}
+        states[entry.name] = {"flat": flat, "step": take(step), **moments}
     return states
 
 
-def _int8_weights(optimizer: HMTZeroOptimizer) -> dict[str, dict[str, Tensor]]:
+def _int8_weights(
+    optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]
+) -> dict[str, dict[str, Any]]:
     """Codes of the INT8 weights, the same on every rank: the first one saves them."""
     if optimizer.collectives.rank > 0:
         return {}
     weights = {e.name: e.weight for e in optimizer.entries}
-    return {n: w.state_dict() for n, w in weights.items() if isinstance(w, EncodedWeight)}
+    encoded = {n: w.state_dict() for n, w in weights.items() if isinstance(w, EncodedWeight)}
+    return {n: {k: take(v) for k, v in state.items()} for n, state in encoded.items()}
 
 
 def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
@@ -417,6 +431,7 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
         times = hmt["schedule"][entry.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
+    optimizer.load_old_bases(saved.old_bases())
     for entry in optimizer.entries:
         if entry.dense_state is not None:
             flat = entry.gradient.shards.flat(optimizer.shard_rank)

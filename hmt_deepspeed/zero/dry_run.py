@@ -29,10 +29,11 @@ from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import statistics
 from hmt_deepspeed.zero.activations import Activations
-from hmt_deepspeed.zero.bases import ShardedBases
+from hmt_deepspeed.zero.bases import ParkedBases
+from hmt_deepspeed.zero.basis_cache import check_cache
 from hmt_deepspeed.zero.encoded import EncodedWeight
-from hmt_deepspeed.zero.engine import HMTEngine, hmt_options
-from hmt_deepspeed.zero.entries import HostSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.engine import HMTEngine, cache_settings, hmt_options
+from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
@@ -40,6 +41,7 @@ from hmt_deepspeed.zero.registration import registered
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
+    check_snapshot,
     check_supported,
     resolved_overlap,
 )
@@ -88,12 +90,19 @@ def dry_run(
     offload = hmt.offload.model_dump(exclude_unset=True)
     if options is not None:
         check_supported(config, parsed, options, offload)
+        check_snapshot(hmt.snapshot, parsed)
     if hmt.gives("activations"):
         check_activations(config, hmt, options)
     with registered(), warnings.catch_warnings(), FakeTensorMode():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         engine = _Engine(
-            parsed, options, resolved_overlap(parsed, offload), hmt.offload.schedule, build, ranks
+            parsed,
+            options,
+            resolved_overlap(parsed, offload),
+            hmt.offload.schedule,
+            cache_settings(hmt),
+            build,
+            ranks,
         )
         engine._do_sanity_check()
         check_engine(engine)
@@ -145,12 +154,13 @@ class _Engine(HMTEngine):
         options: dict[str, Any] | None,
         overlap: str,
         schedule: Any,
+        cache: CacheSettings | None,
         build: Callable[[torch.dtype], nn.Module],
         ranks: int,
     ) -> None:
         nn.Module.__init__(self)
         self._config, self._hmt_options, self._hmt_overlap = parsed, options, overlap
-        self._hmt_schedule = schedule
+        self._hmt_schedule, self._hmt_cache = schedule, cache
         self._hmt_stage = int(parsed.zero_optimization_stage)
         self.client_optimizer = self.client_lr_scheduler = None
         self.pipeline_parallelism = self.has_moe_layers = False
@@ -213,7 +223,9 @@ def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
     if options["weight_dtype"] == "int8":
         check_encodable(model, {name: modules[name] for name in encoded})
     collectives: Any = SimpleNamespace(world=ranks, rank=0)
-    bases = ShardedBases(collectives, settings.stage)
+    if settings.cache is not None:
+        check_cache(settings.cache, low_rank)
+    bases = ParkedBases(collectives, settings.stage)
     for entry in low_rank:
         bases.park(entry)
         if isinstance(entry.weight, EncodedWeight):
@@ -225,6 +237,8 @@ def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
         settings=settings,
         collectives=collectives,
         host=host,
+        bases=bases,
+        low_rank=low_rank,
     )
 
 

@@ -84,8 +84,8 @@ class EncodedWeight(Weight):
         self.encoded.update_(update, projection, lr, weight_decay, key)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Codes and scales on the host: what a bit-exact resume needs beside the values."""
-        return {"codes": self.encoded.codes.cpu(), "scales": self.encoded.scales.cpu()}
+        """Codes and scales themselves: what a bit-exact resume needs beside the values."""
+        return {"codes": self.encoded.codes, "scales": self.encoded.scales}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.encoded.load_(

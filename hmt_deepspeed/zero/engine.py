@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
-from hmt_deepspeed.zero.entries import HostSettings, ZeroSettings
+from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, ZeroSettings
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.gradients import ReductionScale
@@ -31,15 +31,18 @@ from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.plan_inputs import RunFacts, counted_bytes, run_facts
 from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
+from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
+    check_snapshot,
     check_supported,
     resolved_overlap,
 )
+from hmt_deepspeed.zero.swap import host_memory_share
 
-__all__ = ["HMTEngine", "hmt_options", "refusing"]
+__all__ = ["HMTEngine", "cache_settings", "hmt_options", "refusing"]
 
 OPTIMIZER_NAME = "HMT"
 
@@ -77,7 +80,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        if hmt.gives("activations") and not hmt.gives("optimizer") and not hmt.fpdt.enabled:
+        ours = [name for name in ("optimizer", "basis_cache", "snapshot") if hmt.gives(name)]
+        if hmt.gives("activations") and not ours and not hmt.fpdt.enabled:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named
         raise ValueError(
@@ -101,7 +105,11 @@ def _check_not_replaced(client_optimizer: Any) -> None:
 
 
 class HMTEngine(DeepSpeedEngine):
-    """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered."""
+    """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered.
+
+    Attributes:
+        snapshot_client_state: called when a snapshot is taken, within :meth:`step`; what loading it returns.
+    """
 
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
         config: Any = keyword.get("config")
@@ -111,11 +119,15 @@ class HMTEngine(DeepSpeedEngine):
         self._hmt_options: dict[str, Any] | None = None
         self.hmt_activations: Activations | ChunkedActivations | None = None
         self.hmt_planner: RunPlanner | None = None
+        self.hmt_snapshots: Snapshots | None = None
+        self.snapshot_client_state: Callable[[], Mapping[str, Any]] = dict
         if isinstance(config, dict) and config_class is not None:
             self._hmt_options = hmt_options(config, keyword.get("optimizer"))
         if self._hmt_options is not None:
             offload = hmt.offload.model_dump(exclude_unset=True)
             check_supported(config, config_class, self._hmt_options, offload)
+            check_snapshot(hmt.snapshot, config_class)
+            self._hmt_cache = cache_settings(hmt)
             self._hmt_overlap = resolved_overlap(config_class, offload)
             self._hmt_schedule = hmt.offload.schedule
             self._hmt_stage = int(config_class.zero_optimization_stage)
@@ -145,6 +157,10 @@ class HMTEngine(DeepSpeedEngine):
         holders = getattr(self.hmt_activations, "holders", None)
         self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, holders)
         self.hmt_metrics = StepMetrics(self)
+        if self._hmt_options is not None and hmt.snapshot.path is not None:
+            this = weakref.ref(self)
+            settings = SnapshotSettings(**hmt.snapshot.model_dump())
+            self.hmt_snapshots = Snapshots(this, settings)
         if self.global_rank == 0:
             parts = [self.optimizer] if self._hmt_options is not None else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
@@ -193,6 +209,8 @@ class HMTEngine(DeepSpeedEngine):
     def destroy(self) -> None:
         """As in DeepSpeed; the model is an ordinary one again."""
         self.hmt_metrics.close()
+        if self.hmt_snapshots is not None:
+            self.hmt_snapshots.close()
         if self.hmt_activations is not None:
             self.hmt_activations.close()
         if self.hmt_fpdt is not None:
@@ -250,6 +268,7 @@ class HMTEngine(DeepSpeedEngine):
             gather_elements=int(self.zero_allgather_bucket_size()),
             scale=self._reduction_scale(),
             host=self._host_settings(),
+            cache=self._hmt_cache,
         )
 
     def _host_settings(self) -> HostSettings | None:
@@ -372,7 +391,11 @@ class HMTEngine(DeepSpeedEngine):
         self.hmt_metrics.phases.stop("reduce")
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; after an optimizer step the monitors get its metrics."""
+        """As in DeepSpeed; after an optimizer step a snapshot may begin, and the monitors get the metrics.
+
+        Raises:
+            RuntimeError: an earlier snapshot could not be written.
+        """
         before = self.global_steps
         if self.hmt_planner is not None:
             self.hmt_planner.begin_step()
@@ -382,6 +405,8 @@ class HMTEngine(DeepSpeedEngine):
         has_stepped = self.global_steps > before
         if self.hmt_planner is not None:
             self.hmt_planner.end_step(has_stepped)
+        if self.hmt_snapshots is not None:
+            self.hmt_snapshots.after_step()
         if has_stepped:
             self.hmt_metrics.end_step()
 
@@ -483,6 +508,16 @@ class HMTEngine(DeepSpeedEngine):
 def _unless_off(config: Any, key: str) -> bool:
     """A key of ``offload_optimizer`` that is true where the JSON does not say otherwise."""
     return key not in config.model_fields_set or bool(getattr(config, key))
+
+
+def cache_settings(hmt: HMTConfig) -> CacheSettings | None:
+    """What ``hmt.basis_cache`` asks for, None without the section."""
+    if not hmt.gives("basis_cache"):
+        return None
+    values = hmt.basis_cache.model_dump()
+    if values["max_bytes"] == "auto":
+        values["max_bytes"] = host_memory_share()
+    return CacheSettings(**values)
 
 
 def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:

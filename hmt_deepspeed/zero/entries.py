@@ -29,6 +29,7 @@ from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.weights import Weight
 
 __all__ = [
+    "CacheSettings",
     "Entry",
     "HostSettings",
     "Placed",
@@ -55,6 +56,16 @@ class HostSettings:
 
 
 @dataclass(frozen=True)
+class CacheSettings:
+    """``hmt.basis_cache``; max_bytes: resolved."""
+
+    max_entries: int
+    max_bytes: int
+    prefetch: int
+    old_bases: bool
+
+
+@dataclass(frozen=True)
 class ZeroSettings:
     """Plain values the engine takes from the DeepSpeed JSON.
 
@@ -63,6 +74,7 @@ class ZeroSettings:
     check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
     reduce_elements, gather_elements: sizes of the buckets. scale: factors that make a sum a mean.
     host: where masters and dense states live in host memory, else None.
+    cache: how bases wait in host memory, else None.
     """
 
     stage: int
@@ -77,6 +89,7 @@ class ZeroSettings:
     gather_elements: int
     scale: ReductionScale
     host: HostSettings | None = None
+    cache: CacheSettings | None = None
 
     @property
     def has_verdict(self) -> bool:

@@ -20,6 +20,8 @@ __all__ = [
     "AtomicCheckpointEngine",
     "candidate_tags",
     "damage",
+    "fingerprint",
+    "newest_steps",
     "replace_text",
     "sync_folder",
 ]
@@ -182,6 +184,15 @@ def candidate_tags(load_dir: str, tag: str | None) -> list[str]:
         first = [n for n in (named, f"{named}.old") if n in names]
         whole = first + [n for n in whole if n not in first]
     return whole
+
+
+def newest_steps(load_dir: str) -> int:
+    """Optimizer steps of the newest whole checkpoint in a folder, -1 if there is none."""
+    for tag in candidate_tags(load_dir, None):
+        folder = os.path.join(load_dir, tag)
+        if damage(folder) is None:
+            return _steps(folder)
+    return -1
 
 
 def _steps(folder: str) -> int:

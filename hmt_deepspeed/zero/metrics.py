@@ -112,7 +112,8 @@ class StepMetrics:
         }
         if engine.fp16_enabled():
             found["loss_scale"] = engine._get_optimizer_loss_scale()
-        for part in (engine.optimizer, engine.hmt_activations, engine.hmt_planner):
+        parts = (engine.optimizer, engine.hmt_activations, engine.hmt_planner, engine.hmt_snapshots)
+        for part in parts:
             numbers = getattr(part, "metrics", None)
             found |= dict(numbers()) if callable(numbers) else {}
         if every_matrix:
@@ -141,6 +142,9 @@ def _counters(engine: HMTEngine) -> Iterator[tuple[str, Counters]]:
     host = getattr(engine.optimizer, "host", None)
     if host is not None:
         yield "host", host.engine.counters
+    cache = getattr(getattr(engine.optimizer, "bases", None), "cache", None)
+    if cache is not None:
+        yield "host", cache.engine.counters
     chunks = None if engine.hmt_fpdt is None else engine.hmt_fpdt.memory.engine
     if chunks is not None:
         yield "host", chunks.counters

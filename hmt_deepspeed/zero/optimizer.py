@@ -28,9 +28,9 @@ from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.sharing import held_projection, share_bases, shareable
+from hmt_deepspeed.optim.sharing import share_bases, shareable
 from hmt_deepspeed.zero import checkpoint, state_access, statistics
-from hmt_deepspeed.zero.bases import ShardedBases
+from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
@@ -98,8 +98,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
         sites = [e.gradient.site for e in self.low_rank if e.gradient.site is not None]
-        self.bases = ShardedBases(self.collectives, settings.stage)
-        self.shared = SharedInputs(sites, self.bases.gather if self.bases.active else None)
+        self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
+        self.shared = SharedInputs(sites, self.bases.gather if self.bases.deals else None)
         self._patch()
         self.reducer = GradientReducer(
             [entry.gradient for entry in self.entries],
@@ -211,9 +211,19 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.bases.restore(self.low_rank[index])
         members = [[matrices[i] for i in group] for group in self.groups]
         share_bases(members)
+        self.bases.keep_only(self.low_rank)
         self.policy = build_policy(members, self.options)
 
     restore_groups = _form_groups
+
+    def load_old_bases(self, saved: Mapping[str, Tensor]) -> None:
+        """Those of the groups whose bases this rank finds."""
+        own = (group[0] for number, group in enumerate(self.groups) if self._finds(number))
+        self.bases.load_old_bases([self.low_rank[index] for index in own], saved)
+
+    def _finds(self, group: int) -> bool:
+        """Whether this rank finds the basis of a group."""
+        return group % self.collectives.world == self.collectives.rank
 
     def _due(self) -> set[int]:
         """Matrices that refresh in the coming step."""
@@ -230,6 +240,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         for number, group in enumerate(self.groups):
             for index in group:
                 self.low_rank[index].gradient.owner = number % self.collectives.world
+        self.bases.will_use(self.low_rank)
         for index, entry in enumerate(self.low_rank):
             matrix, gradient = entry.matrix, entry.gradient
             assert matrix is not None
@@ -240,9 +251,10 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 matrix.prepare(self.step_count)
             gradient.refreshing = index in due
             if gradient.site is not None:
-                held = None if gradient.refreshing else held_projection(matrix)
+                held = None if gradient.refreshing else self.bases.held(entry)
                 gradient.site.projection = held
         self.shared.lay_out()
+        self.bases.will_use(None)
         self.reducer.plan()
 
     def _redraw(self, index: int) -> None:
@@ -281,6 +293,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
+        self.overlap.settle_copies()
         self._step.finish()  # what forward did not ask for
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
@@ -422,6 +435,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 module = self._modules[entry.name]
                 unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
         self.overlap.close()
+        self.bases.close()
         if self.host is not None:
             self.host.close()
         if self.parameter_offload is not None:

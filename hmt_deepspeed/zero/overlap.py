@@ -38,6 +38,9 @@ class Overlap:
         kind: "none", "backward" or "forward". entries, step: of the optimizer.
         module: the model. partitioned: whether it is at stage 3.
         loss_scale: the present one.
+
+    Attributes:
+        settle_copies: waits for copies of weights and states that somebody has under way.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Overlap:
         self._step, self._loss_scale = step, loss_scale
         self._on_host = {e.gradient.param: e for e in entries if isinstance(e.weight, HostWeight)}
         self._gates: Gates | None = None
+        self.settle_copies: Callable[[], None] = lambda: None
         if kind == "forward":
             self._gates = Gates(module, self._finish_for, partitioned)
         elif kind == "backward":
@@ -70,6 +74,7 @@ class Overlap:
         Raises:
             RuntimeError: an update has begun during backward and cannot be taken back.
         """
+        self.settle_copies()
         self._step.finish()
         self.take_back("was read or saved between backward and step")
 

@@ -9,7 +9,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from hmt_deepspeed.zero.files import MANIFEST
 from hmt_deepspeed.zero.host_states import MOMENTS
+from hmt_deepspeed.zero.raw_tensors import read_state
 from hmt_deepspeed.zero.ssd_checkpoint import read_columns
 
 __all__ = ["SavedState"]
-
-
-def _read(path: str) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _by_rank(folder: str, kind: str) -> list[str]:
@@ -38,6 +35,11 @@ def _by_rank(folder: str, kind: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt")), key=rank)
 
 
+def _made(value: Tensor | Callable[[], Tensor]) -> Tensor:
+    """A tensor, or one that a snapshot holds as the difference to another's."""
+    return value if isinstance(value, Tensor) else value()
+
+
 class SavedState:
     """One checkpoint folder.
 
@@ -48,8 +50,9 @@ class SavedState:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._optimizer = [f["optimizer_state_dict"] for f in map(_read, _by_rank(folder, "optim"))]
-        self._models = [_read(path) for path in _by_rank(folder, "model")]
+        files = map(read_state, _by_rank(folder, "optim"))
+        self._optimizer = [file["optimizer_state_dict"] for file in files]
+        self._models = [read_state(path) for path in _by_rank(folder, "model")]
         self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
         self.model_state = self._models[0]
         if len(self._optimizer) != self.hmt["world"]:
@@ -65,7 +68,7 @@ class SavedState:
         if not files:
             return False
         try:
-            return "hmt" in _read(files[0])["optimizer_state_dict"]
+            return "hmt" in read_state(files[0])["optimizer_state_dict"]
         except Exception:  # stock files hold pickled classes that weights_only refuses
             return False
 
@@ -107,6 +110,8 @@ class SavedState:
 
     def master(self, name: str) -> Tensor:
         """Whole fp32 weight of a trainable parameter, flat."""
+        if "masters" in self._optimizer[0]:
+            return self._master_of_snapshot(name)
         if "fp32_flat_groups" in self._optimizer[0]:
             return self._master_stage3(name)
         return self._master_stage12(name)
@@ -115,6 +120,14 @@ class SavedState:
         """Codes and scales of a weight that was stored in INT8, else None."""
         found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
         return found
+
+    def _master_of_snapshot(self, name: str) -> Tensor:
+        whole = torch.empty(self._numel(name))
+        for state in self._optimizer:
+            held = state["masters"].get(name)
+            if held is not None:
+                whole[held["flat"][0] : held["flat"][1]] = _made(held["values"])
+        return whole
 
     def _place(self, name: str) -> tuple[int, list[str]]:
         for index, names in enumerate(self.hmt["groups"]):
@@ -166,7 +179,7 @@ class SavedState:
         if name not in fragments:
             return self.model_state["module"][name]
         shape = self.model_state["frozen_param_shapes"][name]
-        parts = [m["frozen_param_fragments"][name].reshape(-1) for m in self._models]
+        parts = [_made(m["frozen_param_fragments"][name]).reshape(-1) for m in self._models]
         return torch.cat(parts)[: prod(shape)]
 
     # -- states -----------------------------------------------------------------------------------
@@ -191,6 +204,13 @@ class SavedState:
             common[key] = whole[rows[0] : rows[1]]
         return common
 
+    def old_bases(self) -> dict[str, Tensor]:
+        """Old bases by name of the matrix; each was kept by the rank that finds its bases."""
+        found: dict[str, Tensor] = {}
+        for state in self._optimizer:
+            found |= state["hmt"].get("old_bases", {})
+        return found
+
     def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Moments of flat elements of a dense parameter, and its step count."""
         whole = {key: torch.empty(self._numel(name)) for key in MOMENTS}
@@ -205,7 +225,7 @@ class SavedState:
             for key, values in whole.items():
                 values[begin:end] = columns[key]
         first, second = (values[flat[0] : flat[1]] for values in whole.values())
-        return first, second, torch.tensor(self.hmt["dense"][name]["step"])
+        return first, second, torch.as_tensor(self.hmt["dense"][name]["step"])
 
     @cached_property
     def _files(self) -> dict[str, Any]:
@@ -217,4 +237,4 @@ class SavedState:
     def rng(self, rank: int) -> dict[str, Tensor]:
         """Random number states a rank saved."""
         state: dict[str, Tensor] = self._optimizer[rank]["hmt"]["rng"]
-        return state
+        return {key: value.clone() for key, value in state.items()}  # torch ignores a view's offset

@@ -10,6 +10,7 @@ import torch
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_table
+from hmt_deepspeed.zero.basis_cache import basis_metrics, describe_bases
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
 from hmt_deepspeed.zero.host_states import RamStates
 from hmt_deepspeed.zero.host_weight import HostWeight
@@ -76,6 +77,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "rank_per_matrix": ranks,
         "captured_energy_per_matrix": energies,
         "refreshed_matrices": sum(e.gradient.refreshing for e in low_rank),
+        **basis_metrics(optimizer.bases, low_rank),
     }
 
 
@@ -128,6 +130,8 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
         assert optimizer.settings.host is not None
         overlap = optimizer.settings.host.overlap
         lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
+    if optimizer.bases.cache is not None:
+        lines.append(describe_bases(optimizer.bases, optimizer.low_rank))
     return "\n".join(lines)
 
 

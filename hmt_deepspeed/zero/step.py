@@ -17,7 +17,7 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.slot import write_moments
-from hmt_deepspeed.zero.bases import ShardedBases
+from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
@@ -46,7 +46,7 @@ class ZeroStep:
         self,
         entries: Sequence[Entry],
         schedule: RefreshSchedule,
-        bases: ShardedBases,
+        bases: ParkedBases,
         collectives: Collectives,
         settings: ZeroSettings,
         options: Mapping[str, Any],
@@ -113,6 +113,8 @@ class ZeroStep:
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
             return
+        leaders = [self.low_rank[group[0]] for _, group in refreshing]
+        self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         device = self.entries[0].weight.device
@@ -134,6 +136,8 @@ class ZeroStep:
             with self.bases.whole(self.low_rank[group[0]]):
                 if rank:
                     basis = self._broadcast_basis(group, rank, found.get(place))
+                    if self._gradient(group[0]).owner == self.collectives.rank:
+                        self.bases.remember(self.low_rank[group[0]], rank)
                     self.adopt(group, basis)
                 self._project_full(group, step)
             if rank:
@@ -155,7 +159,8 @@ class ZeroStep:
             return None
         stacked = [part for part in parts if part is not None]
         gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-        found = self._matrix(group[0]).find_basis(gradient, step, first)
+        older = self.bases.recall(self.low_rank[group[0]])
+        found = self._matrix(group[0]).find_basis(gradient, step, first, older)
         return None if found is None else (found, gradient)
 
     def _broadcast_basis(
@@ -238,6 +243,7 @@ class ZeroStep:
         on_host = any(e.host is not None for e in self.entries)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
+        self.bases.will_use(self.entries[place] for place in self.order)
         for place in self.order:
             entry = self.entries[place]
             key = keyed_seed(self.options["seed"], entry.name, "round", step_count)

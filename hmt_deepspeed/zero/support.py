@@ -11,11 +11,17 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
-from hmt_deepspeed.config import HMTConfig, OptimizerConfig
+from hmt_deepspeed.config import HMTConfig, OptimizerConfig, SnapshotConfig
 from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
 from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
-__all__ = ["check_activations", "check_engine", "check_supported", "resolved_overlap"]
+__all__ = [
+    "check_activations",
+    "check_engine",
+    "check_snapshot",
+    "check_supported",
+    "resolved_overlap",
+]
 
 Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
 
@@ -74,6 +80,22 @@ def check_activations(
             'without HMT\'s optimizer and its projected backward: remove it, or set "optimizer": {"type": '
             '"HMT"}.'
         )
+
+
+def check_snapshot(snapshot: SnapshotConfig, parsed: Any) -> None:
+    """Refuse snapshots of states that are updated while they would be copied.
+
+    Raises:
+        ValueError: beside ``offload_optimizer``.
+    """
+    offload = parsed.zero_config.offload_optimizer
+    if snapshot.path is None or offload is None or offload.device == OffloadDeviceEnum.none:
+        return
+    raise ValueError(
+        f"hmt.snapshot.path is {snapshot.path!r}, but with zero_optimization.offload_optimizer states in host "
+        'memory are updated beside training: legal is "device": "none". Remove one of the two, and save '
+        "checkpoints with engine.save_checkpoint."
+    )
 
 
 def check_engine(engine: Any) -> None:

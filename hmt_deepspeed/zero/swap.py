@@ -18,7 +18,7 @@ from hmt_deepspeed.memory.tiered import Store, TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.zero.ssd import file_io
 
-__all__ = ["SwapMemory", "free_host_memory"]
+__all__ = ["SwapMemory", "free_host_memory", "host_memory_share"]
 
 LIMIT = "hmt.activations.host_memory"
 # Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
@@ -36,6 +36,12 @@ def free_host_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - used)
+
+
+def host_memory_share() -> int:
+    """Bytes that "auto" lets one rank take: half of what is free now, shared by the ranks of the machine."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    return free_host_memory() // 2 // ranks
 
 
 def _pages(nbytes: int) -> int:
@@ -65,8 +71,7 @@ class SwapMemory:
     ) -> None:
         self.device, self.nvme_path, self._aio = device, nvme_path, aio
         if host_memory == "auto":
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-            host_memory = free_host_memory() // 2 // ranks
+            host_memory = host_memory_share()
         self.limit = _pages(int(host_memory))
         self._moved_before: dict[str, int | float] = {}
         most = _STAGING if nvme_path is None else _SSD_STAGING

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks import basis_cache
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import (
     TOY,
@@ -172,5 +173,6 @@ SUITE = "offload"
 CASES: dict[str, Callable[[Setting], CaseResult]] = {
     "host_step": host_step,
     "nvme_step": nvme_step,
+    **basis_cache.CASES,
 }
-USES_ENGINE: set[str] = set()
+USES_ENGINE = set(basis_cache.CASES)  # the others start their contenders in processes of their own

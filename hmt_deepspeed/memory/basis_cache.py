@@ -1,0 +1,260 @@
+"""Projection bases in pinned host memory, of which the device holds those that the step needs next.
+
+HMT paper, stage 4: host memory as a cache of bases instead of a place to offload weights to, since bases are
+so much smaller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .errors import PoolFull
+from .growing import GrowingHostStore
+from .transfer import TransferEngine
+
+__all__ = ["BasisCache"]
+
+# Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's.
+_SLAB_BYTES = 2**26
+
+
+class _Home(NamedTuple):
+    """Under which key the store has a current basis, and its bytes."""
+
+    key: str
+    nbytes: int
+
+
+class BasisCache:
+    """Current bases, which have no other home, and old ones, which make room for those.
+
+    A current basis is fetched by :meth:`get` and dropped from the device by the next one; while it is used, the
+    ``prefetch`` bases that come next are on their way, see :meth:`begin_round`. Old bases are kept until
+    ``max_entries`` or ``max_bytes`` are reached, and the least recently used one goes first.
+
+    Args:
+        engine: what moves them.
+        max_entries: of bases, current and old together.
+        max_bytes: of pinned host memory; each basis occupies whole pages of 4096 bytes.
+        prefetch: bases on their way to the device beside the one in use; 0: each is waited for.
+
+    Attributes:
+        hits, misses: by name: how often :meth:`get` found the basis on the device or on its way there, and how
+            often it had to ask for it. old_hits, old_misses: of :meth:`recall`, of all names together.
+        device_bytes, peak_device_bytes: of bases on the device or on their way there, now and at most; of
+            what the cache holds, not of what its caller still does.
+        num_evicted: old bases that had to make room.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, max_entries: int, max_bytes: int, prefetch: int
+    ) -> None:
+        self.engine, self.max_entries, self.prefetch = engine, max_entries, prefetch
+        self._store = GrowingHostStore(
+            engine, max_bytes, "hmt.basis_cache.max_bytes", min(_SLAB_BYTES, max_bytes)
+        )
+        self._current: dict[str, _Home] = {}
+        # bytes and columns, least recently used first
+        self._old: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._in_use: tuple[str, Tensor] | None = None
+        self._coming: OrderedDict[str, None] = OrderedDict()
+        self._expected: list[str] = []  # what the round will ask for, as far as is known
+        self._place = 0  # in it: of what comes next
+        self._learned: list[str] = []  # what the last round of unknown order asked for
+        self._asked: list[str] | None = None  # what this one has
+        self.hits: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.old_hits = self.old_misses = self.num_evicted = 0
+        self.device_bytes = self.peak_device_bytes = 0
+
+    # -- current bases --------------------------------------------------------------------------
+
+    def put(self, name: str, basis: Tensor) -> bool:
+        """Make host memory the home of a basis, in place of the one of that name.
+
+        The caller may free it at once, not write to it. False: there is no room, and the caller keeps it.
+        """
+        before = self._current.get(name)
+        key = name if before is None or before.key != name else f"{name} again"
+        # Beside the one before, where there is room: copies of that may be under way, and need not be waited for.
+        is_put = before is not None and self._put(key, basis)
+        self.drop(name)
+        if not is_put and not self._make_room(key, basis):
+            return False
+        self._current[name] = _Home(key, basis.nbytes)
+        if self._asked is None and name not in self._learned:
+            self._learned.append(name)  # the best guess at a first use is the order of arrival
+        return True
+
+    def get(self, name: str) -> Tensor:
+        """A current basis on the device, to be read only until the next call.
+
+        Raises:
+            KeyError: not a current basis.
+            TransferError: a copy failed, either way.
+        """
+        is_here = self._in_use is not None and self._in_use[0] == name
+        (self.hits if is_here or name in self._coming else self.misses)[name] += 1
+        if not is_here:
+            self._coming.pop(name, None)
+            self._in_use = None  # freed before anything new is allocated
+            self._in_use = name, self._store.get(self._current[name].key)
+        assert self._in_use is not None
+        basis = self._in_use[1]
+        self._fetch_ahead(name)
+        return basis
+
+    def drop(self, name: str) -> None:
+        """Forget a current basis; nothing if there is none of that name."""
+        home = self._current.pop(name, None)
+        if home is None:
+            return
+        if self._in_use is not None and self._in_use[0] == name:
+            self._in_use = None
+        self._coming.pop(name, None)
+        self._store.drop(home.key)
+        self._count_device_bytes()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget all other bases, current and old."""
+        for name in [name for name in self._current if name not in names]:
+            self.drop(name)
+        for name in [name for name in self._old if name not in names]:
+            self.forget(name)
+
+    def begin_round(self, order: Sequence[str] | None = None) -> None:
+        """Say what will be asked for, in order; None: what the last round of unknown order asked for."""
+        if self._asked:
+            self._learned = self._asked
+        self._expected, self._asked = (self._learned, []) if order is None else (list(order), None)
+        self._place = 0
+        self._bring()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._current
+
+    # -- old bases ------------------------------------------------------------------------------
+
+    def remember(self, name: str, basis: Tensor) -> None:
+        """Keep an old basis (n x r), in place of the one of that name, as long as there is room for it."""
+        self.forget(name)
+        if self._make_room(_old(name), basis):
+            self._old[name] = basis.nbytes, basis.shape[1]
+
+    def recall(self, name: str) -> Tensor | None:
+        """The old basis of a name on the device, or None where none was kept or it had to make room."""
+        if name not in self._old:
+            self.old_misses += 1
+            return None
+        self.old_hits += 1
+        self._old.move_to_end(name)
+        return self.old(name)
+
+    def old(self, name: str) -> Tensor:
+        """The same, not counted as a use. KeyError: there is none."""
+        return self._store.get(_old(name))
+
+    def old_names(self) -> list[str]:
+        """Names with an old basis, least recently used first."""
+        return list(self._old)
+
+    def old_width(self, name: str) -> int:
+        """Columns of the old basis of a name, 0 if there is none."""
+        return self._old[name][1] if name in self._old else 0
+
+    def forget(self, name: str) -> None:
+        """Drop the old basis of a name, if there is one."""
+        if self._old.pop(name, None) is not None:
+            self._store.drop(_old(name))
+
+    # -- numbers --------------------------------------------------------------------------------
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._current) + len(self._old)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the bases in host memory."""
+        return sum(home.nbytes for home in self._current.values()) + sum(
+            size for size, _ in self._old.values()
+        )
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for them and for what is on its way."""
+        return self._store.pinned_bytes + self.engine.pool.nbytes
+
+    def close(self) -> None:
+        """Forget everything and free the memory. Idempotent."""
+        self._in_use = None
+        self._current.clear()
+        self._old.clear()
+        self._coming.clear()
+        self._store.close()
+        self.engine.close()
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _make_room(self, key: str, basis: Tensor) -> bool:
+        """Put it into the store, at the expense of old bases if need be."""
+        while self.num_entries >= self.max_entries or not self._put(key, basis):
+            if not self._old:
+                return False
+            self.forget(next(iter(self._old)))
+            self.num_evicted += 1
+        return True
+
+    def _put(self, key: str, basis: Tensor) -> bool:
+        try:
+            self._store.put(key, basis)
+        except PoolFull:
+            return False
+        return True
+
+    def _fetch_ahead(self, name: str) -> None:
+        """Find the place of ``name`` in what is expected and start on what follows it there."""
+        if self._asked is not None:
+            self._asked.append(name)
+        places = chain(range(self._place, len(self._expected)), range(self._place))
+        found = next((place for place in places if self._expected[place] == name), None)
+        if found is not None:  # else it was not used in the last round, or is needed out of turn
+            self._place = found + 1
+        self._bring()
+
+    def _bring(self) -> None:
+        """Start the copies of the next ``prefetch`` bases, and give up those that turn out not to be next."""
+        wanted = self._next()
+        for name in [name for name in self._coming if name not in wanted]:
+            del self._coming[name]
+            self._store.get(self._current[name].key)
+        for name in wanted:
+            if name not in self._coming:
+                self._store.prefetch(self._current[name].key)
+                self._coming[name] = None
+        self._count_device_bytes()
+
+    def _next(self) -> list[str]:
+        """The next ``prefetch`` different bases that are expected."""
+        busy = None if self._in_use is None else self._in_use[0]
+        coming: dict[str, None] = {}
+        for name in islice(self._expected, self._place, None):
+            if len(coming) == self.prefetch:
+                break
+            if name in self._current and name != busy:
+                coming[name] = None
+        return list(coming)
+
+    def _count_device_bytes(self) -> None:
+        coming = sum(self._current[name].nbytes for name in self._coming)
+        self.device_bytes = coming + (0 if self._in_use is None else self._in_use[1].nbytes)
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+
+def _old(name: str) -> str:
+    return f"old basis of {name}"
