@@ -142,6 +142,8 @@ def _counters(engine: HMTEngine) -> Iterator[tuple[str, Counters]]:
     host = getattr(engine.optimizer, "host", None)
     if host is not None:
         yield "host", host.engine.counters
+    if host is not None and host.ssd is not None:
+        yield "ssd", host.ssd.counters
     cache = getattr(getattr(engine.optimizer, "bases", None), "cache", None)
     if cache is not None:
         yield "host", cache.engine.counters

@@ -1,0 +1,117 @@
+"""What the planner predicts for the README's recipes: ``ds_configs/recipe_*.json`` on named machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import CaseResult, Measurement
+from benchmarks.setting import Setting
+from hmt_deepspeed.planner.advise import Answer, Request, advise
+from hmt_deepspeed.planner.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.hardware import Machine, named_machine
+from hmt_deepspeed.planner.models import model_shape
+from hmt_deepspeed.planner.shapes import ModelShape, parameters
+from hmt_deepspeed.planner.states import OptimizerMode
+
+CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+VOCABULARY = 32000
+GIB = 2**30
+NOTE = "predicted for a named machine, whose rates are taken from data sheets; not measured"
+
+
+def _json(name: str) -> dict[str, Any]:
+    return dict(json.loads((CONFIGS / f"recipe_{name}.json").read_text(encoding="utf-8")))
+
+
+def _mode(config: dict[str, Any]) -> OptimizerMode:
+    return OptimizerMode(**config["hmt"]["optimizer"])
+
+
+def _answer(name: str, model: str, machine: Machine, seq_length: int) -> tuple[Answer, int]:
+    """The recipe's own setup, planned; and its longest sequence."""
+    config = _json(name)
+    zero, micro_batch = config["zero_optimization"], config["train_micro_batch_size_per_gpu"]
+    mode, offloads = _mode(config), "offload_optimizer" in zero
+    found = advise(
+        Request(
+            model_shape(model, VOCABULARY),
+            machine,
+            seq_length,
+            micro_batch,
+            micro_batch * machine.num_gpus * config["gradient_accumulation_steps"],
+            modes=(mode,),
+            cpu_adam=offloads,
+            zero_stage=zero["stage"],
+            offload_param=zero.get("offload_param", {}).get("device", "none"),
+            nvme=False,
+        )
+    )
+    (answer,) = [
+        a for a in found.answers if (a.problem.setup.offload_optimizer == "cpu") == offloads
+    ]
+    return answer, found.longest_sequence if found.best is answer else 0
+
+
+def _planned(label: str, answer: Answer, longest: int) -> list[Measurement]:
+    if answer.plan is None:
+        raise RuntimeError(f"{label} does not fit: {answer.estimate.excess()}")
+    peak = answer.estimate.peak
+    return [
+        Measurement(f"{label}: tokens/s", answer.tokens_per_second, "tokens/s", note=NOTE),
+        Measurement(f"{label}: GPU memory", peak("gpu"), "bytes", note=NOTE),
+        Measurement(f"{label}: host memory", peak("host"), "bytes", note=NOTE),
+        Measurement(f"{label}: longest sequence", longest, "tokens", note=NOTE),
+    ]
+
+
+def _in_chunks(label: str, machine: Machine, shape: ModelShape, length: int) -> list[Measurement]:
+    """Memory of the recipe for long sequences: the states of its setup, and what its chunks need."""
+    config = _json("1m_tokens")
+    fpdt = config["hmt"]["fpdt"]
+    ranks = fpdt["sequence_parallel_size"]
+    stage = config["zero_optimization"]["stage"]
+    request = Request(
+        shape, machine, 2048, modes=(_mode(config),), cpu_adam=False, zero_stage=stage,
+        offload_param="none",
+    )  # fmt: skip
+    kinds = ("weights", "optimizer states", "gradients", "gathered weights", "probes")
+    held = advise(request).best.estimate.memory["gpu"]
+    needed = fpdt_bytes(
+        shape,
+        length,
+        fpdt["chunk_size"],
+        layer_parameters=sum(
+            p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)
+        ),
+        sequence_parallel=ranks,
+    )
+    inputs = (shape.layers + 1) * (length // ranks) * shape.hidden * 2  # bf16, swapped to the host
+    gpu = sum(held.get(kind, 0.0) for kind in kinds) + needed.device - inputs
+    return [
+        Measurement(f"{label}: GPU memory", gpu, "bytes", note=NOTE),
+        Measurement(f"{label}: host memory of a rank", needed.host + inputs, "bytes", note=NOTE),
+    ]
+
+
+def recipes(setting: Setting) -> CaseResult:
+    result = CaseResult({"recipes": sorted(path.name for path in CONFIGS.glob("recipe_*.json"))})
+    one = named_machine("rtx4090", num_gpus=1, host_memory=64 * GIB)
+    large = named_machine("rtx4090", num_gpus=1, host_memory=256 * GIB)
+    four = named_machine("rtx4090", num_gpus=4, host_memory=256 * GIB)
+    two = named_machine("a100-80g", num_gpus=2, host_memory=1024 * GIB)
+    asked: list[tuple[str, str, str, Machine, int]] = [
+        ("7b_24gb", "7b", "7B on one RTX 4090, 64 GiB of host memory", one, 2048),
+        ("13b_256gb_ram", "13b", "13B on one RTX 4090, 256 GiB of host memory", large, 2048),
+        ("4_cards_pcie", "7b", "7B on four RTX 4090", four, 4096),
+    ]
+    for name, model, label, machine, seq_length in asked:
+        result.measurements += _planned(label, *_answer(name, model, machine, seq_length))
+    label = "7B, sequences of 1,048,576 tokens, two A100 80 GB"
+    result.measurements += _in_chunks(label, two, model_shape("7b", VOCABULARY), 2**20)
+    return result
+
+
+CASES: dict[str, Callable[[Setting], CaseResult]] = {"recipes": recipes}
