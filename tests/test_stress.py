@@ -149,7 +149,7 @@ def test_small_numbers_are_kept_from_the_results() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["random_configs", "dead_rank", "bad_batch", "corrupt_checkpoint", "long_run", "kills"]
+    "case", ["random_configs", "dead_rank", "bad_batch", "corrupt_checkpoint", "kills"]
 )
 def test_a_small_version_of_every_case(case: str, tmp_path: Path) -> None:
     done = stress(case, "--small", "--seed", "1", "--output", str(tmp_path))
