@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,20 @@ def test_the_figures_of_stress_are_what_the_result_files_say() -> None:
     text = README.read_text(encoding="utf-8")
     block = text.split("<!-- table: stress -->\n")[1].split("<!-- end -->")[0]
     assert block.strip() == markdown(records).strip()
+
+
+def test_the_recipes_predictions_are_what_the_result_file_says() -> None:
+    text = README.read_text(encoding="utf-8")
+    rows = text.split("<!-- table: recipes -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]
+    (path,) = README.parent.glob("launch/results/*/planner.json")
+    case = json.loads(path.read_text(encoding="utf-8"))["cases"]["recipes"]
+    found: dict[str, list[str]] = {}
+    for measured in case["measurements"]:
+        label, what = measured["label"].rsplit(": ", 1)
+        value = measured["value"]
+        shown = f"{value / 2**30:.1f}" if "memory" in what else f"{value:,.0f}"
+        found.setdefault(label, []).append(shown)
+    assert len(rows) == len(found) == len(list(README.parent.glob("ds_configs/recipe_*.json")))
+    for row, (label, values) in zip(rows, found.items(), strict=True):
+        assert row.startswith(f"| {label} | `ds_configs/recipe_")
+        assert all(f"| {value} " in row for value in values)
