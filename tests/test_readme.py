@@ -23,7 +23,8 @@ def config_rows() -> list[str]:
 
 def test_every_field_of_the_block_is_in_the_readme_as_it_is_in_the_model() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
-    begin, end = lines.index("<!-- table: config -->"), lines.index("<!-- end -->")
+    begin = lines.index("<!-- table: config -->")
+    end = lines.index("<!-- end -->", begin)
     assert lines[begin + 3 : end] == config_rows()
 
 
