@@ -394,6 +394,7 @@ def zero_infinity(folder: str) -> dict[str, Any]:
     return {"losses": train(engine, 3), "weights": model_weights(engine)}
 
 
+@pytest.mark.slow
 @needs_async_io
 def test_async_io_and_zero_infinity(ranks: Ranks, tmp_path: Path) -> None:
     plain = ranks.run(through_async_io, 1, str(tmp_path), False)[0]
