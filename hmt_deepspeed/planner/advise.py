@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
+from hmt_deepspeed.planner.fpdt import longest_fpdt_sequence
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
@@ -28,6 +29,7 @@ __all__ = [
     "advise",
     "evaluate",
     "largest_batch",
+    "longest_in_chunks",
     "longest_sequence",
 ]
 
@@ -145,12 +147,15 @@ class Advice:
 
     Attributes:
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
+        longest_in_chunks: sequence with FPDT beside the same weights and states, shared by all ranks, every
+            layer's input on the device.
     """
 
     request: Request
     answers: tuple[Answer, ...]
     longest_sequence: int
     largest_batch: int
+    longest_in_chunks: int
 
     @property
     def best(self) -> Answer:
@@ -191,6 +196,7 @@ def advise(request: Request) -> Advice:
         tuple(answers),
         longest_sequence(limited, best.problem.setup, best.mode),
         largest_batch(limited, best.problem.setup, best.mode),
+        longest_in_chunks(best),
     )
 
 
@@ -348,6 +354,26 @@ def largest_batch(request: Request, setup: RunSetup, mode: OptimizerMode) -> int
         return _fits(replace(request, micro_batch=batch, global_batch=None), setup, mode)
 
     return _largest(holds, request.micro_batch, None)
+
+
+def longest_in_chunks(answer: Answer) -> int:
+    """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
+    problem, held = answer.problem, answer.estimate.memory
+    shape, setup = answer.problem.workload.shape, answer.problem.setup
+    passing = ("activations", "working", "outside the layers")  # FPDT has its own in their place
+    gpu, host = (
+        getattr(problem.budget, name)
+        - sum(n for kind, n in held[name].items() if kind not in passing)
+        for name in ("gpu", "host")
+    )
+    return longest_fpdt_sequence(
+        shape,
+        int(gpu),
+        int(host),
+        micro_batch=problem.workload.micro_batch,
+        itemsize=problem.workload.itemsize,
+        sequence_parallel=setup.ranks,
+    )
 
 
 def _fits(request: Request, setup: RunSetup, mode: OptimizerMode) -> bool:

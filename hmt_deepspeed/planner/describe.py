@@ -39,6 +39,9 @@ def describe(advice: Advice) -> str:
         f"longest sequence at this micro-batch: {advice.longest_sequence}; largest micro-batch at this sequence: "
         f"{advice.largest_batch}"
     )
+    ranks = best.problem.setup.ranks
+    shared = "" if ranks == 1 else f", shared by {ranks} ranks"
+    lines.append(f"longest sequence in chunks (hmt.fpdt){shared}: {advice.longest_in_chunks:,}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.shapes import ModelShape, parameters
 
 __all__ = ["FpdtBytes", "fpdt_bytes", "fpdt_chunk_size", "longest_fpdt_sequence"]
 
@@ -53,7 +53,6 @@ def fpdt_bytes(
     seq_length: int,
     chunk_size: int,
     *,
-    layer_parameters: int,
     micro_batch: int = 1,
     itemsize: int = 2,
     sequence_parallel: int = 1,
@@ -62,7 +61,6 @@ def fpdt_bytes(
 
     Args:
         seq_length, chunk_size: tokens of the whole sequence and of a whole chunk.
-        layer_parameters: elements of a layer's weights.
         sequence_parallel: ranks that share the sequence; each has a part of the heads in attention and a part
             of the tokens elsewhere.
     """
@@ -75,10 +73,11 @@ def fpdt_bytes(
     per_token += FP32 * (2 * key + 5 * query + 2 * heads)
     own = micro_batch * -(-seq_length // sequence_parallel)
     held = itemsize * unit + FP32 * (query + heads)
+    of_a_layer = sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer))
     return FpdtBytes(
         chunks=tokens * per_token,
         stream=(shape.layers + 3) * own * shape.hidden * itemsize,
-        gradients=FP32 * layer_parameters,
+        gradients=FP32 * of_a_layer,
         host=micro_batch * seq_length * held,
     )
 
@@ -88,7 +87,6 @@ def fpdt_chunk_size(
     seq_length: int,
     budget: int,
     *,
-    layer_parameters: int,
     micro_batch: int = 1,
     itemsize: int = 2,
     sequence_parallel: int = 1,
@@ -107,7 +105,6 @@ def fpdt_chunk_size(
             shape,
             seq_length,
             chunk,
-            layer_parameters=layer_parameters,
             micro_batch=micro_batch,
             itemsize=itemsize,
             sequence_parallel=sequence_parallel,
@@ -129,7 +126,6 @@ def longest_fpdt_sequence(
     device_budget: int,
     host_budget: int,
     *,
-    layer_parameters: int,
     micro_batch: int = 1,
     itemsize: int = 2,
     sequence_parallel: int = 1,
@@ -145,7 +141,6 @@ def longest_fpdt_sequence(
             shape,
             granules * _GRANULE,
             _SMALLEST_CHUNK,
-            layer_parameters=layer_parameters,
             micro_batch=micro_batch,
             itemsize=itemsize,
             sequence_parallel=sequence_parallel,

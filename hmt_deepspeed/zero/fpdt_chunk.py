@@ -10,7 +10,6 @@ from deepspeed.accelerator import get_accelerator
 
 from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.planner.fpdt import fpdt_bytes, fpdt_chunk_size
-from hmt_deepspeed.planner.shapes import parameters
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.plan_inputs import KEPT_FREE, RunFacts, bytes_at_rest, device_capacity
 
@@ -29,9 +28,6 @@ def with_chunk_size(config: FpdtConfig, facts: RunFacts, engine: Any) -> FpdtCon
     taken, capacity = device_capacity(get_accelerator())
     budget = int((1 - KEPT_FREE) * capacity) - max(taken, bytes_at_rest(facts))
     sizes: dict[str, int] = {
-        "layer_parameters": sum(
-            p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)
-        ),
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
         "itemsize": facts.itemsize,
         "sequence_parallel": config.sequence_parallel_size,

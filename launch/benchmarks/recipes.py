@@ -13,7 +13,7 @@ from hmt_deepspeed.planner.advise import Answer, Request, advise
 from hmt_deepspeed.planner.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.hardware import Machine, named_machine
 from hmt_deepspeed.planner.models import model_shape
-from hmt_deepspeed.planner.shapes import ModelShape, parameters
+from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.states import OptimizerMode
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -83,9 +83,6 @@ def _in_chunks(label: str, machine: Machine, shape: ModelShape, length: int) -> 
         shape,
         length,
         fpdt["chunk_size"],
-        layer_parameters=sum(
-            p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)
-        ),
         sequence_parallel=ranks,
     )
     inputs = (shape.layers + 1) * (length // ranks) * shape.hidden * 2  # bf16, swapped to the host

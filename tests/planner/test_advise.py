@@ -13,9 +13,17 @@ import pytest
 from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.planner.advise import Request, advise, evaluate, largest_batch, longest_sequence
+from hmt_deepspeed.planner.advise import (
+    Request,
+    advise,
+    evaluate,
+    largest_batch,
+    longest_in_chunks,
+    longest_sequence,
+)
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
@@ -76,6 +84,19 @@ def test_the_fastest_that_fits_comes_first() -> None:
     assert advice.best.simulation is not None
     assert advice.largest_batch >= 4
     assert advice.longest_sequence >= 512
+    assert advice.longest_in_chunks > 4 * advice.longest_sequence
+
+
+def test_what_chunks_may_use_is_what_states_leave() -> None:
+    """FPDT's own formula, with the budget less what is there between two steps."""
+    request = request_for(cpu_adam=False)
+    best = advise(request).best
+    at_rest = ("weights", "gathered weights", "gradients", "optimizer states", "probes")
+    room = best.problem.budget.gpu - sum(best.estimate.memory["gpu"].get(k, 0) for k in at_rest)
+    longest = longest_in_chunks(best)
+    sizes = {"micro_batch": request.micro_batch}
+    assert fpdt_bytes(request.shape, longest, 256, **sizes).device <= room
+    assert fpdt_bytes(request.shape, longest + 256, 256, **sizes).device > room
 
 
 def test_smaller_states_only_where_nothing_exact_fits() -> None:
