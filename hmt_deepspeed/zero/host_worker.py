@@ -21,7 +21,6 @@ __all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
 # milliseconds and that the pools stay small, large enough for the full speed of a copy.
 CHUNK = 1 << 20
 NUM_STAGED = 16  # chunks of fp32 on their way to the host at once, and as many on their way back
-POOL_BYTES = NUM_STAGED * CHUNK * torch.float32.itemsize  # of either way
 
 Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived for it
 
@@ -30,6 +29,11 @@ class Cancelled(Protocol):
     """What a job would use, and must be told when it does not run."""
 
     def cancel(self) -> None: ...
+
+
+def pool_bytes() -> int:
+    """Page-locked bytes for what travels, each way."""
+    return NUM_STAGED * CHUNK * torch.float32.itemsize
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
@@ -60,9 +64,9 @@ class HostWorker:
 
     def __init__(self, device: torch.device, pinned: bool, ssd: SsdSettings | None = None) -> None:
         self.adam = CpuAdam()
-        self.engine = TransferEngine(device, POOL_BYTES)
+        self.engine = TransferEngine(device, pool_bytes())
         self.scratch = torch.empty(CHUNK)  # for a job's own use
-        self._outbound = self.engine.new_pool(POOL_BYTES, "pool of updated weights")
+        self._outbound = self.engine.new_pool(pool_bytes(), "pool of updated weights")
         self._pinned = pinned
         self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
         self._failure: RuntimeError | None = None
@@ -74,7 +78,7 @@ class HostWorker:
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
         text = (
             f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
-            f"{2 * POOL_BYTES:,} bytes of page-locked pools for what travels"
+            f"{2 * pool_bytes():,} bytes of page-locked pools for what travels"
         )
         return text if self.ssd is None else f"{text}; {self.ssd.describe()}"
 

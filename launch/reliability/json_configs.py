@@ -164,6 +164,8 @@ def _block(draw: Draw, nvme_path: str) -> dict[str, Any]:
 def _put(block: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         block = block.setdefault(name, {})
+        if not isinstance(block, dict):  # given as a word
+            return
     block[path[-1]] = value
 
 

@@ -142,7 +142,8 @@ def test_a_stock_optimizer_goes_with_a_block_of_activations(two_ranks: dict[str,
     assert "optimizer_state_bytes" not in found["paper"]["metrics"]
     held = found["paper"]["metrics"]["activation_bytes_per_component"]
     assert "project" not in held
-    assert found["without"]["metrics"] == {}
+    without = found["without"]["metrics"]
+    assert not [name for name in without if name.startswith(("activation_", "optimizer_state"))]
 
 
 def test_codes_that_linears_save_where_weights_are_gathered(ranks: Ranks) -> None:

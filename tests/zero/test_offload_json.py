@@ -32,7 +32,7 @@ def trained() -> dict[str, Any]:
     return {
         "losses": losses,
         "overlap": engine.optimizer.settings.host.overlap,
-        "host": engine.optimizer.metrics()["host_bytes"],
+        "host": engine.optimizer.metrics()["optimizer_host_bytes"],
         "stage": engine.optimizer.settings.stage,
     }
 

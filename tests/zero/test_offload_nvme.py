@@ -244,7 +244,7 @@ def moved(folder: str) -> dict[str, Any]:
                 steps.append((clipped, *(after[key] - before[key] for key in keys)))
         found[home and "ssd"] = {
             "live": live_bytes(),
-            "host": optimizer.metrics()["host_bytes"],
+            "host": optimizer.metrics()["optimizer_host_bytes"],
             "files": optimizer.metrics().get("ssd_state_bytes"),
             "steps": steps,
         }

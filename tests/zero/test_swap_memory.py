@@ -16,7 +16,7 @@ import torch
 
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import AsyncIO, PositionalIO
-from hmt_deepspeed.zero import swap
+from hmt_deepspeed.zero import ssd
 from hmt_deepspeed.zero.swap import SwapMemory
 
 for neighbour in ("activations", "memory"):
@@ -132,7 +132,7 @@ def test_a_limit_that_is_not_of_whole_pages_is_kept(make: Callable[..., SwapMemo
 def test_async_io_that_does_not_build_is_refused(
     make: Callable[..., SwapMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap.AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    monkeypatch.setattr(ssd.AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     with pytest.raises(ValueError, match="aio section, but DeepSpeed's async_io does not build"):
         _ = make(AIO).files
 
