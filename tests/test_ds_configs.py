@@ -74,6 +74,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
         config = resolve_bf16(read_json_config(FOLDER / f"{name}.json"), True)
         if "rank" in (options := config["hmt"].get("optimizer", {})) and options["rank"] != "auto":
             options["rank"] = 8  # no matrix of the tiny model has 128 columns
+        config["gradient_accumulation_steps"] = 1  # what is called a step below is a micro-batch
         states = config["zero_optimization"].get("offload_optimizer", {})
         if "nvme_path" in states:
             states["nvme_path"] = tempfile.mkdtemp()
