@@ -87,6 +87,11 @@ class RunSetup:
                 f"offload_optimizer is {self.offload_optimizer!r} at zero_stage 0; DeepSpeed offloads the "
                 "optimizer at stages 1 to 3. Set one of them or offload_optimizer none."
             )
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_optimizer is 'nvme' at zero_stage {self.zero_stage}; DeepSpeed puts states on SSD at "
+                "stage 3 only. Set zero_stage 3 or offload_optimizer cpu."
+            )
         if self.partition_activations and self.model_parallel == 1:
             raise ValueError(
                 "partition_activations with model_parallel 1; every rank's activations are its own then. Set "

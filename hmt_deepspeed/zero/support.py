@@ -60,7 +60,7 @@ def check_activations(
         options: fields of ``hmt.optimizer``; None under another optimizer.
 
     Raises:
-        ValueError: DeepCompile, whose graphs bypass the modules; choices that FPDT's layers, which keep
+        ValueError: DeepCompile, whose graphs bypass the modules; a plan beside states on an SSD; choices that FPDT's layers, which keep
             nothing but their input, do not have; what becomes of projected inputs, where there are none.
     """
     activations = hmt.activations
@@ -68,6 +68,13 @@ def check_activations(
         refused = refused_beside_chunks(activations, config.get("activation_checkpointing") or {})
         if messages := list(refused):
             raise ValueError("\n".join(messages))
+    zero = config.get("zero_optimization") or {}
+    for key in ("offload_optimizer", "offload_param"):
+        if activations.is_planned and (zero.get(key) or {}).get("device") == "nvme":
+            raise ValueError(
+                f'hmt.activations.policy is "plan", but zero_optimization.{key}.device is "nvme", an SSD that a run '
+                'does not measure: legal with states on "nvme" is a policy written out. Write it out, or use "cpu".'
+            )
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(
             "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "

@@ -38,14 +38,14 @@ ROWS: list[tuple[Any, ...]] = [
     (2, 2, 1, "bf16", "lowrank", "none", "nvme", True, False, False),
     (2, 3, 1, "fp32", "two_sided", "paper", "none", False, False, True),
     (1, 3, 2, "bf16", "adamw", "swap_ssd", "nvme", False, False, False),
-    (1, 2, 1, "fp32", "adamw", "none", "cpu", False, False, False),
+    (1, 2, 1, "fp32", "adamw", "none", "nvme", False, False, False),
     (2, 1, 2, "fp16", "apollo", "paper", "nvme", False, False, False),
-    (2, 1, 1, "fp32", "adamw", "plan", "nvme", False, False, False),
+    (2, 1, 1, "fp32", "adamw", "plan", "cpu", False, False, False),
     (1, 2, 1, "fp16", "two_sided", "swap_ssd", "cpu", False, True, False),
     (1, 1, 1, "bf16", "lowrank", "paper", "cpu", False, False, False),
     (2, 3, 2, "bf16", "apollo", "none", "cpu", False, False, False),
     (1, 1, 1, "fp16", "adamw", "paper", "none", False, False, True),
-    (2, 2, 1, "fp32", "two_sided", "plan", "nvme", False, True, False),
+    (2, 2, 1, "fp32", "two_sided", "plan", "cpu", False, True, False),
 ]
 # fmt: on
 REFUSED: dict[tuple[tuple[str, Any], tuple[str, Any]], str] = {
@@ -54,6 +54,10 @@ REFUSED: dict[tuple[tuple[str, Any], tuple[str, Any]], str] = {
         ("fpdt", True),
     ): "a layer in chunks computes all but its input again",
     (("activations", "plan"), ("fpdt", True)): "A layer in chunks .hmt.fpdt. holds its input only",
+    (
+        ("activations", "plan"),
+        ("offload", "nvme"),
+    ): 'legal with states on "nvme" is a policy written',
     (("method", "adamw"), ("basis_cache", True)): "hmt.basis_cache is given, but no parameter has",
     (("method", "apollo"), ("basis_cache", True)): "hmt.basis_cache is given, but no parameter has",
     (("offload", "cpu"), ("snapshot", True)): "hmt.snapshot.path is .*offload_optimizer",
