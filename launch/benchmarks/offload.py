@@ -132,6 +132,8 @@ def _compare(
     target: float | None,
     offload: dict[str, Any],
     stage: int,
+    clip: float,
+    overlap: str,
     **more: Any,
 ) -> CaseResult:
     shape = TOY if setting.toy else shape
@@ -139,9 +141,9 @@ def _compare(
     if len(os.sched_getaffinity(0)) < 2:
         raise RuntimeError("this case pins its threads to two cores, of which there is one here")
     stock = engine_config(shape, setting.dtype, stage=stage, offload_optimizer=offload)
-    stock |= {"gradient_clipping": CLIP, **more}
+    stock |= {"gradient_clipping": clip, **more}
     ours = {**stock, "optimizer": {**stock["optimizer"], "type": "HMT"}}
-    ours["hmt"] = {"optimizer": {"method": "adamw"}, "offload": {"overlap": "forward"}}
+    ours["hmt"] = {"optimizer": {"method": "adamw"}, "offload": {"overlap": overlap}}
     contenders = {
         "deepspeed": Contender(stock, shape, setting.device),
         "hmt": Contender(ours, shape, setting.device),
@@ -149,7 +151,13 @@ def _compare(
     samples = interleave(contenders, setting.rounds_or(ROUNDS), warmup=WARMUP)
     for contender in contenders.values():
         contender.close()
-    settings = {"model": asdict(shape), "zero_stage": stage, "clip": CLIP, "offload": offload}
+    settings = {
+        "model": asdict(shape),
+        "zero_stage": stage,
+        "clip": clip,
+        "overlap": overlap,
+        "offload": offload,
+    }
     result = CaseResult({**settings, **more, "pinned": PINNED}, samples=dict(samples))
     theirs, mine = samples["deepspeed"], samples["hmt"]
     ratios = paired_spread(column(theirs), column(mine))
@@ -179,9 +187,9 @@ def _share(label: str, key: str, samples: dict[str, Any], target: float) -> Meas
 
 def host_step(setting: Setting) -> CaseResult:
     offload = {"device": "cpu", "pin_memory": False}
-    result = _compare(setting, SHORT, "ZeRO-Offload", 1.15, offload, stage=2)
+    result = _compare(setting, SHORT, "ZeRO-Offload", 1.15, offload, 2, CLIP, "forward")
     if not setting.toy:
-        longer = _compare(setting, SHAPE, "ZeRO-Offload", None, offload, stage=2)
+        longer = _compare(setting, SHAPE, "ZeRO-Offload", None, offload, 2, CLIP, "forward")
         result.measurements += longer.measurements
         result.settings["longer"], result.samples["longer"] = longer.settings, longer.samples
     return result
@@ -192,7 +200,7 @@ def nvme_step(setting: Setting) -> CaseResult:
     with tempfile.TemporaryDirectory(prefix="hmt-bench-", dir=Path.cwd()) as folder:
         offload = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
         offload |= {"pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
-        result = _compare(setting, SHAPE, title, 1.3, offload, stage=3, aio=AIO)
+        result = _compare(setting, SHAPE, title, 1.3, offload, 3, 0.0, "backward", aio=AIO)
     for key in ("ssd_read", "ssd_written"):
         label = f"bytes of a step, {key.replace('_', ' ')}, HMT / {title}"
         result.measurements.append(_share(label, key, result.samples, 1.1))
