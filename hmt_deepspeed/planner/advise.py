@@ -47,7 +47,7 @@ class Request:
         micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
             ranks, None for one micro-step.
         modes: optimizers to choose from. fallbacks: less exact ones, tried in turn while nothing fits.
-        cpu_adam: whether AdamW with its states in host memory or on SSD may be recommended.
+        cpu_adam: whether states in host memory or on SSD may be recommended.
         zero_stage, offload_param: None to choose.
         lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`.
         gpu_memory: bytes of a GPU to use, None for all but the context's.
@@ -114,8 +114,10 @@ class Answer:
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
-        if setup.offload_optimizer == "cpu":
+        if setup.offload_optimizer == "cpu" and mode.method == "adamw":
             return ", ".join([*parts, f"CPU Adam, overlap {setup.overlap}"])
+        if setup.offload_optimizer == "cpu":
+            parts.append(f"masters on cpu, overlap {setup.overlap}")
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
@@ -178,8 +180,11 @@ def advise(request: Request) -> Advice:
         evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)
     ]
     if request.cpu_adam:
-        adamw = OptimizerMode(method="adamw")
-        answers += [evaluate(request, setup, adamw) for setup in _host_setups(request)]
+        answers += [
+            evaluate(request, setup, replace(mode, host_is_ours=True))
+            for mode in _host_modes(request)
+            for setup in _host_setups(request)
+        ]
         answers += [_checkpointed(request, setup) for setup in _stock_setups(request)]
     for mode in request.fallbacks:
         if any(answer.plan is not None for answer in answers):
@@ -234,8 +239,16 @@ def _places(request: Request) -> tuple[Place, ...]:
     return ("none", "cpu", "nvme") if on_ssd else ("none", "cpu")
 
 
+def _host_modes(request: Request) -> Iterator[OptimizerMode]:
+    """AdamW, and those asked for of which something is off the device then: fp32 masters."""
+    yield OptimizerMode(method="adamw")
+    for mode in request.modes:
+        if mode.method != "adamw" and (mode.master_weights, mode.state_dtype) == ("fp32", "fp32"):
+            yield mode
+
+
 def _host_setups(request: Request) -> Iterator[RunSetup]:
-    """AdamW's states in host memory under HMT's engine, which clips: the update waits for the verdict.
+    """States in host memory under HMT's engine, which clips: the update waits for the verdict.
 
     It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``).
     """
@@ -310,7 +323,6 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
     )
     sharding = Sharding(setup.zero_stage, setup.ranks)
     temporary = temporary_bytes(workload, mode, sharding, bucket_elements=BUCKET_ELEMENTS)
-    buffers = float(temporary.buckets + temporary.full_gradient)
     budget = MemoryBudget.of(request.machine)
     if request.gpu_memory is not None:
         if request.gpu_memory > request.machine.gpu_memory:
@@ -320,7 +332,7 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
             )
         budget = replace(budget, gpu=request.gpu_memory)
     return make_problem(
-        workload, request.machine, replace(setup, buffer_bytes=buffers), mode, budget=budget
+        workload, request.machine, setup.with_buffers(temporary), mode, budget=budget
     )
 
 

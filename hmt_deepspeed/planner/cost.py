@@ -37,6 +37,7 @@ from hmt_deepspeed.planner.program import FEASIBILITY
 from hmt_deepspeed.planner.workload import Layer, Workload
 
 __all__ = [
+    "ADDED_SHARE",
     "RESOURCES",
     "Estimate",
     "PhaseTime",
@@ -71,6 +72,9 @@ _STAGES: tuple[Resource, ...] = (
     "network",
 )
 _DTYPES = {2: "bf16", 4: "fp32"}  # by itemsize
+# An addition to a master reads and writes it and reads the update, 10 to 12 bytes an element; AdamW reads four
+# fp32 and writes three, 28. The host's memory bounds both.
+ADDED_SHARE = 0.4
 _INDEX = {resource: index for index, resource in enumerate(RESOURCES)}
 
 
@@ -116,6 +120,7 @@ def rates(problem: Problem) -> NDArray[np.float64]:
         found[Amount.TO_HOST, _INDEX["gpu"]] = out
         found[Amount.TO_GPU, _INDEX["gpu"]] = back
     found[Amount.ADAM, _INDEX["cpu"]] = sharing * machine.cpu_adam_ns * 1e-9
+    found[Amount.ADDED, _INDEX["cpu"]] = ADDED_SHARE * sharing * machine.cpu_adam_ns * 1e-9
     found[Amount.NETWORK, _INDEX["network"]] = 1 / machine.interconnect
     if machine.num_ssds:
         read, write = sharing / machine.total_ssd_read, sharing / machine.total_ssd_write
@@ -159,12 +164,14 @@ class PhaseTime:
 
     Attributes:
         by_resource: busy seconds of each. fill: seconds of filling and draining.
+        load: amounts of the phase once, choices of layers and the optimizer's pass included.
     """
 
     name: str
     weight: float
     by_resource: Mapping[Resource, float]
     fill: float
+    load: Mapping[Amount, float]
 
     @property
     def seconds(self) -> float:
@@ -183,7 +190,8 @@ class Estimate:
 
     Attributes:
         memory: bytes by memory and kind. budget: bytes there are.
-        tokens: of all ranks. model_flops, hardware_flops: of one rank, without and with recompute.
+        tokens: of all ranks. model_flops, hardware_flops: of one rank: of ordinary training
+            (:attr:`Workload.model_flops`), and what is computed, recompute included.
         ssd_written: bytes that one rank writes to SSD.
         peak_flops: of one GPU by its datasheet.
     """
@@ -232,17 +240,17 @@ class Estimate:
 
     @property
     def tflops(self) -> float:
-        """Of one GPU: FLOPs of the model, without recompute, in 10^12 per second."""
+        """Of one GPU: FLOPs of ordinary training in 10^12 per second."""
         return self.model_flops / self.seconds / 1e12
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the model over the datasheet's peak."""
+        """FLOPs of ordinary training over the datasheet's peak; above ``hfu`` where less is computed."""
         return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        """FLOPs done, recompute included, over the datasheet's peak."""
+        """FLOPs computed over the datasheet's peak: how busy the GPU is, at most 1."""
         return self.hardware_flops / self.seconds / self.peak_flops
 
 
@@ -267,17 +275,16 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
     memory["gpu"]["working"] = max(load.working for _, load in loads)
 
     per_unit = rates(problem)
-    times, written = [], 0.0
+    times = []
     for phase in phases(problem):
         base = phase_seconds(phase, per_unit, setup)
         chosen = _of_sites(loads, phase.sites)
         seconds = base + chosen @ per_unit
         named = {resource: float(seconds[_INDEX[resource]]) for resource in RESOURCES}
-        times.append(
-            PhaseTime(phase.name, phase.weight, named, fill_seconds(base, plan.num_layers))
-        )
-        update = 0.0 if phase.update is None else phase.update[Amount.SSD_WRITE]
-        written += phase.weight * (phase.base[Amount.SSD_WRITE] + chosen[Amount.SSD_WRITE] + update)
+        total = phase.base + chosen + (0.0 if phase.update is None else phase.update)
+        load = {amount: float(total[amount]) for amount in Amount}
+        fill = fill_seconds(base, plan.num_layers)
+        times.append(PhaseTime(phase.name, phase.weight, named, fill, load))
     recomputed = sum(count * load.recomputed for count, load in loads)
     done = workload.forward_flops + workload.backward_flops + recomputed
     return Estimate(
@@ -287,7 +294,7 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
         tokens=workload.tokens * setup.accumulation * setup.ranks,
         model_flops=float(workload.model_flops * setup.accumulation),
         hardware_flops=float(done * setup.accumulation),
-        ssd_written=float(written),
+        ssd_written=sum(time.weight * time.load[Amount.SSD_WRITE] for time in times),
         peak_flops=problem.machine.peak_flops,
     )
 

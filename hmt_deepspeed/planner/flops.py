@@ -33,15 +33,19 @@ class Projected:
         side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
+        whole_at_full: where the basis would span all columns, backward is the ordinary one.
         target_modules, exclude_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
+        others: (name, r, k) of the weights that have others, ``*`` for a layer's number.
     """
 
     rank: int
     probes: int
     side: Literal["right", "left", "auto"] = "right"
     shared: bool = False
+    whole_at_full: bool = True
     target_modules: tuple[str, ...] | None = None
     exclude_modules: tuple[str, ...] = ()
+    others: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rank or a number of probes that no matrix can have."""
@@ -54,19 +58,34 @@ class Projected:
 
     def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
         """Which side of one linear is projected, None for neither."""
-        path = f"{names.layer}.{linear.name}.weight"
-        if not is_selected(path, self.target_modules, self.exclude_modules):
+        if not is_selected(_weight(linear, names), self.target_modules, self.exclude_modules):
             return None
-        if self.side == "auto":
-            return "left" if linear.outputs < linear.inputs else "right"
-        return self.side
+        side = self.side
+        if side == "auto":
+            side = "left" if linear.outputs < linear.inputs else "right"
+        rank, _ = self._rank_and_probes(linear, names)
+        is_full = rank == _columns(linear, side)
+        return None if is_full and self.whole_at_full else side
 
-    def width(self, linear: Linear, side: Literal["right", "left"]) -> int:
+    def width(self, linear: Linear, side: Literal["right", "left"], names: Names) -> int:
         """Columns r + k of one linear."""
-        rank = min(self.rank, linear.inputs, linear.outputs)
-        return rank + min(
-            self.probes, (linear.inputs if side == "right" else linear.outputs) - rank
-        )
+        rank, probes = self._rank_and_probes(linear, names)
+        return rank + min(probes, _columns(linear, side) - rank)
+
+    def _rank_and_probes(self, linear: Linear, names: Names) -> tuple[int, int]:
+        """(r as far as the matrix has it, k as wanted)."""
+        own = {name: (rank, probes) for name, rank, probes in self.others}
+        rank, probes = own.get(_weight(linear, names), (self.rank, self.probes))
+        return min(rank, linear.inputs, linear.outputs), probes
+
+
+def _columns(linear: Linear, side: Literal["right", "left"]) -> int:
+    """Of the matrix as it is projected."""
+    return linear.inputs if side == "right" else linear.outputs
+
+
+def _weight(linear: Linear, names: Names) -> str:
+    return f"{names.layer}.{linear.name}.weight"
 
 
 class LayerFlops(NamedTuple):
@@ -125,15 +144,15 @@ def layer_flops(
     freed, sharing = set(ROLES), set()
     weight_gradients = projections = columns = largest = 0
     for linear in layer_linears(shape):
-        forward[linear.role] += 2 * tokens * linear.inputs * linear.outputs
+        forward[linear.role] += 2 * tokens * linear.elements
         side = None if projected is None else projected.side_of(linear, shape.names)
         if side != "right":
             freed.discard(linear.role)
         if projected is None or side is None:
-            weight_gradients += 2 * tokens * linear.inputs * linear.outputs
-            largest = max(largest, linear.inputs * linear.outputs)
+            weight_gradients += 2 * tokens * linear.elements
+            largest = max(largest, linear.elements)
             continue
-        width = projected.width(linear, side)
+        width = projected.width(linear, side, shape.names)
         if side == "left":
             weight_gradients += 2 * tokens * width * (linear.inputs + linear.outputs)
             largest = max(largest, linear.inputs * width)

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hmt_deepspeed.planner.offloaded import HostShare
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.workload import Head, Layer, Site, Workload, made_again
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
@@ -34,7 +35,9 @@ __all__ = [
     "phases",
     "site_choices",
     "static_bytes",
+    "sums_before_sending",
     "update_traffic",
+    "updated_on_device",
 ]
 
 Memory = Literal["gpu", "host", "ssd"]
@@ -57,11 +60,12 @@ class Amount(IntEnum):
     TO_GPU = 3  # bytes
     SSD_READ = 4  # bytes
     SSD_WRITE = 5  # bytes
-    ADAM = 6  # elements updated on the CPU
-    NETWORK = 7  # bytes sent
-    ATTENTION = 8  # FLOPs of attention ops run again
-    ENCODE = 9  # bytes through the GPU's own memory by 8-bit codecs
-    DECODE = 10
+    ADAM = 6  # elements updated by CPU Adam
+    ADDED = 7  # elements of masters in host memory that an update is added to
+    NETWORK = 8  # bytes sent
+    ATTENTION = 9  # FLOPs of attention ops run again
+    ENCODE = 10  # bytes through the GPU's own memory by 8-bit codecs
+    DECODE = 11
 
 
 Amounts = NDArray[np.float64]
@@ -118,19 +122,20 @@ def phases(problem: Problem) -> tuple[Phase, ...]:
     forward = fetch + overheads.forward * forward
     backward = fetch + overheads.backward * backward + _each_micro_step(problem)
     last = backward + _last_micro_step(problem)
-    update = _update(problem)
+    early, late = _update(problem)
     overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
     found = [
         Phase("forward", n - (overlap == "forward"), forward, "forward"),
         Phase("backward", n - 1, backward, "backward"),
-        Phase("last backward", 1, last, "backward", update if overlap == "backward" else None),
+        Phase("last backward", 1, last, "backward", early if overlap == "backward" else None),
     ]
     if overlap == "forward":
-        found.insert(0, Phase("first forward", 1, forward, "forward", update))
+        found.insert(0, Phase("first forward", 1, forward, "forward", early + late))
     if overlap == "none":
-        found.append(Phase("update", 1, amounts(), None, update))
+        found.append(Phase("update", 1, amounts(), None, early + late))
     if overlap == "backward":
-        found.append(Phase("redo", setup.redo_fraction, amounts(), None, update))
+        found.append(Phase("update", float(late.any()), amounts(), None, late))
+        found.append(Phase("redo", setup.redo_fraction, amounts(), None, early))
     return tuple(phase for phase in found if phase.weight > 0)
 
 
@@ -143,10 +148,16 @@ def model_work(workload: Workload) -> tuple[Amounts, Amounts]:
     )
 
 
+def updated_on_device(problem: Problem) -> float:
+    """Bytes of a rank's weights that are updated on the device."""
+    return max(0.0, problem.total.weights * problem.shard - problem.offloaded.whole().returned)
+
+
 def update_traffic(problem: Problem) -> float:
-    """Bytes through the device's memory of an optimizer's pass on it."""
-    weights = problem.total.weights * problem.shard
-    return 2 * problem.of_rank.optimizer + problem.of_rank.gradients + weights
+    """Bytes through the device's memory of an optimizer's pass on it; updates for the host are written and read."""
+    resident, weights = problem.offloaded.resident, updated_on_device(problem)
+    formed = 2 * problem.offloaded.whole("low_rank").sent
+    return 2 * resident.optimizer + resident.gradients + weights + formed
 
 
 def _fetch(problem: Problem) -> Amounts:
@@ -160,13 +171,18 @@ def _fetch(problem: Problem) -> Amounts:
     return found
 
 
+def sums_before_sending(setup: RunSetup) -> bool:
+    """Whether gradients are summed over micro-steps on the device before they are reduced and sent."""
+    return setup.zero_stage < 2 and setup.accumulation > 1
+
+
 def _each_micro_step(problem: Problem) -> Amounts:
     """Gradients that stages 2 and 3 reduce, and hand to the host, in every backward."""
     setup = problem.setup
     if setup.zero_stage < 2:
         return amounts()
-    to_host = problem.of_rank.gradients if setup.offload_optimizer != "none" else 0.0
-    return amounts(network=problem.total.gradients * setup.others, to_host=to_host)
+    arriving = problem.offloaded.whole().arriving
+    return amounts(network=problem.total.gradients * setup.others, to_host=arriving)
 
 
 def _last_micro_step(problem: Problem) -> Amounts:
@@ -174,30 +190,38 @@ def _last_micro_step(problem: Problem) -> Amounts:
     setup = problem.setup
     if setup.zero_stage >= 2:
         return amounts()
-    to_host = problem.total.gradients * problem.shard if setup.offload_optimizer != "none" else 0.0
     times = 2 if setup.zero_stage == 0 else 1
-    return amounts(network=times * problem.total.gradients * setup.others, to_host=to_host)
+    network = times * problem.total.gradients * setup.others
+    return amounts(network=network, to_host=problem.offloaded.whole().arriving)
 
 
-def _update(problem: Problem) -> Amounts:
-    """The optimizer's pass: states, gradients and weights, wherever they live."""
-    setup, states = problem.setup, problem.of_rank.optimizer
-    weights = problem.total.weights * problem.shard
-    found = amounts()
-    if setup.offload_optimizer == "none":
-        found += problem.machine.overheads.update * amounts(device=update_traffic(problem))
-        if setup.offload_param != "none":
-            found += amounts(to_host=weights)
-    else:
-        found += amounts(adam=problem.adam_elements * problem.shard)
-        if setup.offload_param == "none":
-            found += amounts(to_gpu=weights)
-        if setup.offload_optimizer == "nvme":
-            found += amounts(ssd_read=states, ssd_write=states)
-    if setup.offload_param == "nvme":
-        found += amounts(ssd_write=weights)
+def _update(problem: Problem) -> tuple[Amounts, Amounts]:
+    """The optimizer's pass, wherever states live: (AdamW's on the host, which may begin early, all the rest)."""
+    setup, adamw = problem.setup, problem.offloaded.whole("adamw")
+    early = _on_host(adamw, setup)
+    late = _on_host(problem.offloaded.whole("low_rank"), setup)
+    late += problem.machine.overheads.update * amounts(device=update_traffic(problem))
+    if setup.offload_param != "none":
+        weights = updated_on_device(problem)
+        late += amounts(to_host=weights, ssd_write=weights * (setup.offload_param == "nvme"))
     if setup.zero_stage in (1, 2):
-        found += amounts(network=problem.total.weights * setup.others)
+        gathered = adamw.returned / problem.shard
+        early += amounts(network=gathered * setup.others)
+        late += amounts(network=max(0.0, problem.total.weights - gathered) * setup.others)
+    return early, late
+
+
+def _on_host(share: HostShare, setup: RunSetup) -> Amounts:
+    """What updating a share asks of the links, the SSDs and the CPU."""
+    found = amounts(adam=share.adam, added=share.added)
+    if setup.offload_param == "none":
+        found += amounts(to_host=share.sent, to_gpu=share.returned)
+    else:  # weights are on the host already, what is added to them is not
+        found += amounts(to_host=share.sent * (share.added > 0))
+    if setup.offload_param == "nvme":
+        found += amounts(ssd_write=share.returned)
+    if setup.offload_optimizer == "nvme":
+        found += amounts(ssd_read=share.states, ssd_write=share.states)
     return found
 
 
@@ -265,7 +289,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
     recomputed = float(backward[Amount.FLOPS] + backward[Amount.ATTENTION])
     # what is kept is there already; what is swapped comes back one layer ahead
     working = max(0.0, layer.working_bytes - products - kept) + swapped
-    working += setup.buffer_bytes
+    working += setup.gradient_buffer_bytes + setup.refresh_bytes
     return LayerLoad(forward, backward, held, working, recomputed)
 
 
@@ -276,12 +300,13 @@ def _is_partitioned(site: Site, setup: RunSetup) -> bool:
 def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     """Bytes of each memory that a rank needs whatever is chosen for activations, by kind.
 
-    Offloaded or gathered weights pass through two layers' buffers (one computes, one arrives), offloaded
-    gradients through two (one is made, one leaves), states on SSD through three in host memory (one is read,
-    one updated, one written); states on SSD take two slots each, so that a step can be taken back.
+    Offloaded or gathered weights pass through two layers' buffers (one computes, one arrives), gradients that
+    leave through two (one is made, one leaves) unless they are summed on the device first, states on SSD
+    through three in host memory (one is read, one updated, one written); states on SSD take two slots each, so
+    that a step can be taken back.
     """
     setup, workload = problem.setup, problem.workload
-    total, of_rank = problem.total, problem.of_rank
+    total, of_rank, offloaded = problem.total, problem.of_rank, problem.offloaded
     largest = max(layer.parameters for layer in workload.layers)
     outside = workload.parameters - sum(x.count * x.parameters for x in workload.layers)
     one_layer = max(largest, outside) / workload.parameters  # parts of the model
@@ -298,17 +323,21 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
         host["weights in passing"] = of_rank.weights * two_layers
 
     gpu["probes"] = of_rank.probes
-    if setup.offload_optimizer == "none":
-        gpu["gradients"] = of_rank.gradients
-        gpu["optimizer states"] = of_rank.optimizer
-    else:
-        gpu["gradients"] = total.gradients * two_layers
-        on_host = total.gradients * problem.shard
+    gpu["gradients"] = offloaded.resident.gradients
+    gpu["optimizer states"] = offloaded.resident.optimizer
+    if setup.offload_optimizer != "none":
+        formed = offloaded.whole().formed
+        gpu["gradients in passing"] = (
+            formed if sums_before_sending(setup) else offloaded.passing("formed", 2)
+        )
         kept = setup.offload_optimizer == "cpu" or setup.holds_gradients or setup.accumulation > 1
-        host["gradients"] = on_host * (1 if kept else two_layers)
+        host["gradients"] = (
+            offloaded.whole().gradients if kept else offloaded.passing("gradients", 2)
+        )
+    states = offloaded.whole().states
     if setup.offload_optimizer == "cpu":
-        host["optimizer states"] = of_rank.optimizer
+        host["optimizer states"] = states
     elif setup.offload_optimizer == "nvme":
-        host["states in passing"] = min(1.0, 3 * one_layer) * of_rank.optimizer
-        ssd["optimizer states"] = 2 * of_rank.optimizer
+        host["states in passing"] = offloaded.passing("states", 3)
+        ssd["optimizer states"] = 2 * states
     return {"gpu": gpu, "host": host, "ssd": ssd}

@@ -5,11 +5,11 @@ What is there between two steps is in ``states.py``, whose names are here too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hmt_deepspeed.planner.hardware import Machine
-from hmt_deepspeed.planner.shapes import Parameter, parameters
+from hmt_deepspeed.planner.refresh import worst_refresh
 from hmt_deepspeed.planner.states import (
     REPLICATED,
     Method,
@@ -152,7 +152,8 @@ class TemporaryBytes:
         weight_gradient: of one linear, before it is added to what has accumulated.
         gathered: weights of the layer computed and of the one prefetched, at stage 3 on several ranks.
         buckets: gradients on their way between ranks.
-        full_gradient: of the matrices that refresh their basis together.
+        full_gradient: of the matrices that refresh their basis together, beyond their projected ones.
+        refreshed_inputs: of their linears in the layer that keeps most.
     """
 
     logits: int
@@ -161,11 +162,13 @@ class TemporaryBytes:
     gathered: int
     buckets: int
     full_gradient: int
+    refreshed_inputs: int
 
     @property
     def peak(self) -> int:
         """At the loss nothing else is alive but gathered weights; in a layer's backward all but the logits."""
-        backward = self.layer + self.weight_gradient + self.buckets + self.full_gradient
+        backward = self.layer + self.weight_gradient + self.buckets
+        backward += self.full_gradient + self.refreshed_inputs
         return self.gathered + max(self.logits, backward)
 
 
@@ -175,14 +178,18 @@ def temporary_bytes(
     sharding: Sharding = REPLICATED,
     *,
     bucket_elements: int = 500_000_000,
+    gradient_itemsize: int | None = None,
 ) -> TemporaryBytes:
     """Device bytes alive for a moment.
 
     Args:
         bucket_elements: DeepSpeed's ``reduce_bucket_size``; two buckets are on their way at most.
+        gradient_itemsize: of accumulated gradients, None for that of the weights.
     """
     layer = max(workload.layers, key=lambda group: group.parameters)
     itemsize = workload.itemsize
+    refresh = worst_refresh(workload.shape, mode, gradient_itemsize or itemsize)
+    kept = layer.freed_inputs
     reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
@@ -190,14 +197,6 @@ def temporary_bytes(
         max(group.weight_gradient_bytes for group in workload.layers),
         2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
         reduced * itemsize,
-        _full_gradient_bytes(parameters(workload.shape), mode, itemsize),
+        refresh.full_gradients,
+        max((sum(kept.get(role, 0) for role in roles) for roles in refresh.inputs), default=0),
     )
-
-
-def _full_gradient_bytes(of_model: Sequence[Parameter], mode: OptimizerMode, itemsize: int) -> int:
-    """``max_full_gradient_bytes: auto``: a 32nd of all low-rank gradients, at least the largest matrix."""
-    if mode.redrawn or mode.method != "lowrank_adamw" or not mode.projected_backward:
-        return 0
-    sizes = [(p.numel * itemsize, p.count) for p in of_model if mode.is_projected(p)]
-    largest = max((size for size, _ in sizes), default=0)
-    return max(largest, -(-sum(size * count for size, count in sizes) // 32))

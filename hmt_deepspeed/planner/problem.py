@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -12,8 +12,10 @@ from hmt_deepspeed.planner.memory import (
     ModelStates,
     OptimizerMode,
     Sharding,
+    TemporaryBytes,
     model_states,
 )
+from hmt_deepspeed.planner.offloaded import Offloaded, offloaded_states
 from hmt_deepspeed.planner.workload import Workload
 
 __all__ = ["Overlap", "Place", "Problem", "RunSetup", "Schedule", "make_problem"]
@@ -44,7 +46,9 @@ class RunSetup:
         block_size: of the 8-bit codecs.
         projected_inputs: whether ``X [Q | P]`` of projected linears is held or computed again
             (``hmt.activations.projected_inputs``).
-        buffer_bytes: GPU bytes of reduction buckets and full gradients during a backward.
+        gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
+            reduction buckets, and full gradients of matrices that refresh. refresh_bytes: of their linears'
+            inputs. Both of the worst step.
     """
 
     ranks: int = 1
@@ -60,7 +64,8 @@ class RunSetup:
     partition_activations: bool = False
     block_size: int = 256
     projected_inputs: Literal["keep", "recompute"] = "recompute"
-    buffer_bytes: float = 0.0
+    gradient_buffer_bytes: float = 0.0
+    refresh_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setup that cannot run: field, value, legal values, what to do."""
@@ -87,16 +92,19 @@ class RunSetup:
                 f"offload_optimizer is {self.offload_optimizer!r} at zero_stage 0; DeepSpeed offloads the "
                 "optimizer at stages 1 to 3. Set one of them or offload_optimizer none."
             )
-        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
-            raise ValueError(
-                f"offload_optimizer is 'nvme' at zero_stage {self.zero_stage}; DeepSpeed puts states on SSD at "
-                "stage 3 only. Set zero_stage 3 or offload_optimizer cpu."
-            )
         if self.partition_activations and self.model_parallel == 1:
             raise ValueError(
                 "partition_activations with model_parallel 1; every rank's activations are its own then. Set "
                 "partition_activations false, or model_parallel to how many ranks compute the same ones."
             )
+
+    def with_buffers(self, temporary: TemporaryBytes) -> RunSetup:
+        """The setup with the buffers of its worst step."""
+        return replace(
+            self,
+            gradient_buffer_bytes=float(temporary.buckets + temporary.full_gradient),
+            refresh_bytes=float(temporary.refreshed_inputs),
+        )
 
     def shard(self, stage: int) -> float:
         """The part of a state that a rank holds if ZeRO shards it from ``stage`` on."""
@@ -114,7 +122,7 @@ class Problem:
 
     Attributes:
         total: bytes of the whole model's states. of_rank: of those on the rank that holds most.
-        adam_elements: of the whole model's first moments, which is what CPU Adam walks over.
+        offloaded: which of these ``offload_optimizer`` takes off the device, and what is done there.
     """
 
     workload: Workload
@@ -123,7 +131,7 @@ class Problem:
     budget: MemoryBudget
     total: ModelStates
     of_rank: ModelStates
-    adam_elements: float
+    offloaded: Offloaded
 
     @property
     def shard(self) -> float:
@@ -154,22 +162,25 @@ def make_problem(
             f"offload to nvme on {machine.name}, which has no SSD; legal: none, cpu. Give num_ssds or offload "
             "to cpu."
         )
+    shape, sharding = workload.shape, Sharding(setup.zero_stage, setup.ranks)
+    itemsize = workload.itemsize
     sharded = partial(
-        model_states,
-        workload.shape,
-        mode,
-        itemsize=workload.itemsize,
-        gradient_itemsize=gradient_itemsize,
+        model_states, shape, mode, itemsize=itemsize, gradient_itemsize=gradient_itemsize
     )
-    total = sharded(Sharding())
-    sharding = Sharding(setup.zero_stage, setup.ranks)
-    state_itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[mode.state_dtype]
+    is_offloaded = setup.offload_optimizer != "none"
     return Problem(
         workload=workload,
         machine=machine,
         setup=setup,
         budget=budget or MemoryBudget.of(machine),
-        total=total,
+        total=sharded(),
         of_rank=sharded(sharding),
-        adam_elements=total.moments / (2 * state_itemsize),
+        offloaded=offloaded_states(
+            shape,
+            mode,
+            sharding,
+            itemsize=itemsize,
+            gradient_itemsize=gradient_itemsize,
+            is_offloaded=is_offloaded,
+        ),
     )

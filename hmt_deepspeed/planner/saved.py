@@ -121,16 +121,20 @@ def _mlp_saved(shape: ModelShape, tokens: int, itemsize: int) -> dict[str, int]:
     return {"gate_up": wide}
 
 
-def backward_extra(shape: ModelShape, tokens: int, itemsize: int) -> int:
+def backward_extra(
+    shape: ModelShape, tokens: int, itemsize: int, freed: Collection[Role] = ()
+) -> int:
     """Bytes that the worst moment of a layer's backward has beyond what autograd saved of the layer.
 
     That moment is the activation function's backward: the gradient of the stream and those around the
-    function, less the down projection's input, which has gone by then, and the layer's input, where it is
-    saved as it is and held anyway. A norm after the MLP has four fp32 tensors of its own.
+    function, less the down projection's input, which has gone by then if it was saved at all (``freed`` as in
+    :func:`layer_saved`), and the layer's input, where it is saved as it is and held anyway. A norm after the MLP
+    has four fp32 tensors of its own.
     """
     stream = tokens * shape.hidden * itemsize
     fused = shape.activation == "gelu" and not shape.gated
-    gradients = (1 if fused else 2) * tokens * shape.intermediate * itemsize
+    saves_none = "down" in freed and shape.activation != "relu"
+    gradients = ((1 if fused else 2) + saves_none) * tokens * shape.intermediate * itemsize
     if shape.sandwich:
         gradients = max(gradients, 4 * tokens * shape.hidden * FP32)
     saves_input = not shape.rms_norm or itemsize == FP32

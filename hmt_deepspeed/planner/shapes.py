@@ -189,6 +189,11 @@ class Linear:
     outputs: int
     bias: bool
 
+    @property
+    def elements(self) -> int:
+        """Of its weight."""
+        return self.outputs * self.inputs
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -15,10 +15,16 @@ only when what the layer before the last swapped has left, and three layers' sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hmt_deepspeed.planner.cost import Estimate, estimate, grouped_layers, ranks_per_node
+from hmt_deepspeed.planner.cost import (
+    ADDED_SHARE,
+    Estimate,
+    estimate,
+    grouped_layers,
+    ranks_per_node,
+)
 from hmt_deepspeed.planner.loads import (
     BACKWARD_PASSES,
     FORWARD_PASSES,
@@ -26,8 +32,11 @@ from hmt_deepspeed.planner.loads import (
     LayerLoad,
     layer_load,
     static_bytes,
+    sums_before_sending,
     update_traffic,
+    updated_on_device,
 )
+from hmt_deepspeed.planner.offloaded import RULES, HostShare, Rule
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.timeline import Contention, Task, Timeline, play
@@ -78,20 +87,25 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
         problem = replace(problem, setup=setup)
     builder = _Builder(problem, _units(problem, plan))
     setup = problem.setup
-    offloaded = setup.offload_optimizer != "none"
-    first_forward = offloaded and setup.overlap == "forward"
-    for step in range(setup.accumulation):
-        builder.forward(with_update=first_forward and step == 0)
-        last = step == setup.accumulation - 1
-        builder.backward(last, with_update=offloaded and setup.overlap == "backward" and last)
-    if not offloaded:
+    overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
+    if overlap == "forward":
         builder.update_on_gpu()
-    elif setup.overlap == "none":
-        builder.update_alone(1.0)
-    elif setup.overlap == "backward" and setup.redo_fraction > 0:
-        builder.update_alone(setup.redo_fraction)
+    for step in range(setup.accumulation):
+        builder.forward(with_update=overlap == "forward" and step == 0)
+        last = step == setup.accumulation - 1
+        builder.backward(last, with_update=overlap == "backward" and last)
+    if overlap != "forward":
+        builder.update_on_gpu()
+    if overlap == "none":
+        builder.update_alone(1.0, RULES)
+    elif overlap == "backward":
+        builder.update_alone(1.0, ("low_rank",))
+        if setup.redo_fraction > 0:
+            builder.update_alone(setup.redo_fraction, ("adamw",))
     static = static_bytes(problem)["gpu"]
-    passing = static.get("gathered weights", 0.0) + (static["gradients"] if offloaded else 0.0)
+    passing = static.get("gathered weights", 0.0)
+    if not sums_before_sending(setup):
+        passing += static.get("gradients in passing", 0.0)
     at_rest = sum(static.values()) - passing
     return Simulation(play(builder.tasks, _contention(problem)), at_rest)
 
@@ -110,6 +124,7 @@ class _Unit:
 
     Attributes:
         saved: bytes that autograd would save. share: its part of the model's weights. load: of its choices.
+        host: what of it ``offload_optimizer`` takes off the device, by rule.
     """
 
     name: str
@@ -118,6 +133,12 @@ class _Unit:
     saved: float
     share: float
     load: LayerLoad
+    host: Mapping[Rule, HostShare]
+
+    @property
+    def off_device(self) -> HostShare:
+        """Of all rules."""
+        return sum(self.host.values(), HostShare())
 
 
 def _units(problem: Problem, plan: Plan) -> list[_Unit]:
@@ -134,12 +155,12 @@ def _units(problem: Problem, plan: Plan) -> list[_Unit]:
             layer.backward_flops,
             layer.saved_bytes,
         )
-        units.append(_Unit(f"layer {number}", *work, share, load))
+        units.append(_Unit(f"layer {number}", *work, share, load, problem.offloaded.layer))
     head = workload.head
     outside = 1 - sum(unit.share for unit in units)
     load = layer_load(head, plan.head, problem.setup)
     work = (head.forward_flops, head.backward_flops, head.saved_bytes)
-    return [*units, _Unit("head", *work, outside, load)]
+    return [*units, _Unit("head", *work, outside, load, problem.offloaded.outside)]
 
 
 def _contention(problem: Problem) -> Contention:
@@ -171,7 +192,7 @@ class _Builder:
     # -- durations ------------------------------------------------------------------------------
 
     def seconds(self, resource: str, size: float) -> float:
-        """Of moving ``size`` bytes, or of ``size`` FLOPs or Adam's elements, alone on this rank's share."""
+        """Of moving ``size`` bytes, or of ``size`` FLOPs or CPU Adam's elements, alone on this rank's share."""
         machine = self.problem.machine
         sharing = ranks_per_node(machine, self.problem.setup)
         per_link = min(sharing, machine.gpus_per_link)
@@ -268,7 +289,7 @@ class _Builder:
         """One micro-step's forward; ``with_update``: each layer waits for its own update."""
         for position, unit in enumerate(self.units):
             if with_update:
-                self.update(unit, None, 1.0)
+                self.update(unit, None, 1.0, RULES)
             waits, weights = self.fetch(unit)
             load = unit.load
             before = self.units[position - _AHEAD].name if position >= _AHEAD else ""
@@ -308,8 +329,8 @@ class _Builder:
                 float(load.backward[Amount.NETWORK]),
                 ahead,
             )
-            gradients = self.problem.total.gradients * unit.share
-            leaves = self.problem.setup.offload_optimizer != "none"
+            summed = sums_before_sending(self.problem.setup)
+            gradients = 0.0 if summed else unit.off_device.formed
             # `working` counts what returned and as much of the next layer, both taken when they are sent for
             working = max(0.0, load.working - 2 * back)
             done = self.add(
@@ -317,18 +338,18 @@ class _Builder:
                 "gpu",
                 0.0,
                 [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
-                takes=weights + working + (gradients if leaves else 0.0),
+                takes=weights + working + gradients,
                 gives=weights + working + back + float(load.held[0]),
                 extra=self.compute_seconds(unit, False),
             )
             assert done is not None
             self.computed.append(done)
-            left.append(self.reduce(unit, done, last))
+            left.append(self.reduce(unit, done, last, gradients))
             if with_update:
-                self.update(unit, left[-1], 1.0)
+                self.update(unit, left[-1], 1.0, ("adamw",))
 
-    def reduce(self, unit: _Unit, done: int, last: bool) -> int | None:
-        """Gradients to the ranks and places that update them; what ends it."""
+    def reduce(self, unit: _Unit, done: int, last: bool, held: float) -> int | None:
+        """Gradients to the ranks and places that update them; what ends it. ``held``: bytes freed by then."""
         setup, problem = self.problem.setup, self.problem
         if setup.zero_stage < 2 and not last:
             return done
@@ -337,62 +358,61 @@ class _Builder:
         sent = self.add(
             f"reduce gradients, {unit.name}", "network", times * gradients * setup.others, [done]
         )
-        if setup.offload_optimizer == "none":
-            return sent if sent is not None else done
-        kept = (
-            problem.of_rank.gradients
-            if setup.zero_stage >= 2
-            else problem.total.gradients * problem.shard
-        )
-        return self.add(
+        left = self.add(
             f"gradients to host, {unit.name}",
             "gpu_to_host",
-            kept * unit.share,
+            unit.off_device.arriving,
             [done, sent],
-            gives=gradients,
+            gives=held,
         )
+        return next(task for task in (left, sent, done) if task is not None)
 
     # -- the optimizer --------------------------------------------------------------------------
 
-    def update(self, unit: _Unit, arrived: int | None, times: float) -> None:
-        """CPU Adam of one unit, with its states' way from and to SSD."""
-        setup, problem = self.problem.setup, self.problem
-        states = problem.of_rank.optimizer * unit.share * times
-        states_on_ssd = states if setup.offload_optimizer == "nvme" else 0.0
-        weights = problem.total.weights * problem.shard * unit.share * times
+    def update(self, unit: _Unit, arrived: int | None, times: float, rules: Iterable[Rule]) -> None:
+        """One unit's update on the host: its states' way from and to SSD, what is sent, the new weights."""
+        setup = self.problem.setup
+        share = sum((unit.host[rule] for rule in rules), HostShare()).times(times)
+        work = share.adam + ADDED_SHARE * share.added
+        if not work:
+            return
+        on_device, on_ssd = setup.offload_param == "none", setup.offload_optimizer == "nvme"
+        states = share.states if on_ssd else 0.0
         buffer = self.written[-_STATES_AHEAD] if len(self.written) >= _STATES_AHEAD else None
         naive = setup.schedule == "naive"
         before = [arrived, self.written[-1] if self.written else None] if naive else [buffer]
-        read = self.add(f"read states, {unit.name}", "ssd_read", states_on_ssd, before)
-        adam = self.add(
-            f"update, {unit.name}",
-            "cpu",
-            problem.adam_elements * problem.shard * unit.share * times,
-            [arrived, read, buffer],
+        read = self.add(f"read states, {unit.name}", "ssd_read", states, before)
+        sent = self.add(
+            f"updates to host, {unit.name}",
+            "gpu_to_host",
+            share.sent if on_device or share.added else 0.0,
+            [arrived],
         )
-        on_ssd = states_on_ssd + (weights if setup.offload_param == "nvme" else 0.0)
-        stored = self.add(f"write states, {unit.name}", "ssd_write", on_ssd, [adam])
-        last = stored if stored is not None else adam
-        assert last is not None
-        self.written.append(last)
-        self.updated[unit.name] = adam if adam is not None else last
-        if setup.offload_param == "none":
-            to_gpu = self.add(f"weights to GPU, {unit.name}", "host_to_gpu", weights, [adam])
-            self.gather_updated(unit, to_gpu, times)
+        done = self.add(f"update, {unit.name}", "cpu", work, [arrived, read, buffer, sent])
+        assert done is not None
+        written = states + (share.returned if setup.offload_param == "nvme" else 0.0)
+        stored = self.add(f"write states, {unit.name}", "ssd_write", written, [done])
+        self.written.append(stored if stored is not None else done)
+        self.updated[unit.name] = done
+        if on_device:
+            to_gpu = self.add(f"weights to GPU, {unit.name}", "host_to_gpu", share.returned, [done])
+            self.gather_updated(f"gather weights, {unit.name}", share.returned, to_gpu)
 
-    def gather_updated(self, unit: _Unit, after: int | None, times: float) -> None:
-        """Stages 1 and 2: every rank gets the weights that the others updated."""
+    def gather_updated(self, name: str, nbytes: float, after: int | None) -> None:
+        """Stages 1 and 2: every rank gets the weights that the others updated; ``nbytes``: of this rank's."""
         setup = self.problem.setup
         if setup.zero_stage in (1, 2):
-            sent = self.problem.total.weights * unit.share * setup.others * times
-            self.add(f"gather weights, {unit.name}", "network", sent, [after])
+            self.add(name, "network", nbytes / self.problem.shard * setup.others, [after])
 
-    def update_alone(self, times: float) -> None:
-        """The whole pass after everything else."""
+    def update_alone(self, times: float, rules: Iterable[Rule]) -> None:
+        """The host's pass after everything else."""
+        rules = tuple(rules)
+        if not any(unit.host[rule].returned for unit in self.units for rule in rules):
+            return
         start = self.add("all gradients are there", "gpu", 0.0, self.ends())
         self.written, self.updated = [], {}
         for unit in self.units:
-            self.update(unit, start, times)
+            self.update(unit, start, times, rules)
 
     def ends(self) -> list[int]:
         """Tasks that nothing waits for yet."""
@@ -400,15 +420,16 @@ class _Builder:
         return [index for index in range(len(self.tasks)) if index not in awaited]
 
     def update_on_gpu(self) -> None:
-        """The optimizer's pass on the GPU, and its weights' way home."""
+        """What of the optimizer's pass is on the GPU, and its weights' way home."""
         setup, problem = self.problem.setup, self.problem
-        weights = problem.total.weights * problem.shard
+        weights, traffic = updated_on_device(problem), update_traffic(problem)
+        if not traffic:
+            return
         machine = problem.machine
-        seconds = machine.overheads.update * update_traffic(problem) / machine.gpu_bandwidth
+        seconds = machine.overheads.update * traffic / machine.gpu_bandwidth
         done = self.add("update", "gpu", 0.0, self.ends(), extra=seconds)
         if setup.offload_param != "none":
             home = self.add("weights to host", "gpu_to_host", weights, [done])
             if setup.offload_param == "nvme":
                 self.add("write weights", "ssd_write", weights, [home])
-        if setup.zero_stage in (1, 2):
-            self.add("gather weights", "network", problem.total.weights * setup.others, [done])
+        self.gather_updated("gather weights", weights, done)

@@ -8,6 +8,7 @@ both. The numbers are those of the rank that holds most.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -28,7 +29,9 @@ __all__ = [
     "Sharding",
     "StateDtype",
     "communication_volume",
+    "gradient_columns",
     "model_states",
+    "states_by_parameter",
 ]
 
 Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
@@ -73,9 +76,13 @@ class OptimizerMode:
 
     Attributes:
         rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
+        ranks: (name, r) of the matrices that have another, ``*`` for a layer's number.
         target_modules, exclude_modules: regular expressions searched in a parameter's name.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
+        max_full_gradient_bytes: None for "auto".
+        host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
+            have masters too.
     """
 
     method: Method = "lowrank_adamw"
@@ -91,6 +98,9 @@ class OptimizerMode:
     projected_backward: bool = True
     redrawn: bool = False
     share_basis: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    max_full_gradient_bytes: int | None = None
+    host_is_ours: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for an illegal value: field, value, legal values, what to do."""
@@ -118,6 +128,31 @@ class OptimizerMode:
         patched = parameter.kind != "conv1d" and self.projected_backward
         return takes and patched and self.is_low_rank(parameter)
 
+    def is_transposed(self, parameter: Parameter) -> bool:
+        """Whether a low-rank matrix is projected from the left; APOLLO takes the smaller side."""
+        m, n = parameter.shape
+        if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
+            return m < n
+        return self.projection == "left"
+
+    @property
+    def can_be_full(self) -> bool:
+        """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
+        return self.projection != "two_sided" and not self.redrawn
+
+    def is_full(self, parameter: Parameter) -> bool:
+        """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
+        if self.method != "lowrank_adamw" or not self.can_be_full:
+            return False
+        m, n = parameter.shape
+        columns = m if self.is_transposed(parameter) else n
+        return min(self.rank_of(parameter.name), m, n) == columns
+
+    def updates_whole(self, parameter: Parameter) -> bool:
+        """Whether the update of a low-rank matrix is formed whole instead of as two factors."""
+        factors = self.method == "lowrank_adamw" and self.residual != "full"
+        return not factors or self.is_full(parameter)
+
     def backward(self) -> Projected | None:
         """What projected backward does to the layers' linears, None without it."""
         if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
@@ -127,9 +162,15 @@ class OptimizerMode:
             self.probes_at(self.rank),
             side="right" if self.projection == "two_sided" else self.projection,
             shared=self.share_basis,
+            whole_at_full=self.can_be_full,
             target_modules=self.target_modules,
             exclude_modules=self.exclude_modules,
+            others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
         )
+
+    def rank_of(self, name: str) -> int:
+        """r of a matrix by its parameter's name."""
+        return dict(self.ranks).get(name, self.rank)
 
     def probes_at(self, rank: int) -> int:
         """k at a rank: a quarter of it and at least 8, when not given."""
@@ -198,17 +239,32 @@ def model_states(
             "hmt.optimizer.weight_dtype is 'int8' at ZeRO stage 3; legal: stages 0, 1 and 2, since every "
             "rank holds all codes. Lower the stage, or use 'auto'."
         )
-    names = shape.names
-    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
-    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
     sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
-    each = gradient_itemsize or itemsize
-    for parameter in parameters(shape):
-        borrows = parameter.name in borrowers
-        found = _states_of(parameter, mode, sharding, itemsize, each, borrows)
+    for parameter, found in states_by_parameter(
+        shape, mode, sharding, itemsize=itemsize, gradient_itemsize=gradient_itemsize
+    ):
         for kind, nbytes in found.items():
             sizes[kind] += parameter.count * nbytes
     return ModelStates(**sizes)
+
+
+def states_by_parameter(
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    itemsize: int = 2,
+    gradient_itemsize: int | None = None,
+) -> Iterator[tuple[Parameter, dict[str, int]]]:
+    """(parameter, its bytes by the names of :class:`ModelStates`), of one of its equal layers."""
+    names = shape.names
+    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
+    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
+    each = gradient_itemsize or itemsize
+    for parameter in parameters(shape):
+        borrows = parameter.name in borrowers
+        sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
+        yield parameter, sizes | _states_of(parameter, mode, sharding, itemsize, each, borrows)
 
 
 def _states_of(
@@ -221,7 +277,8 @@ def _states_of(
 ) -> dict[str, int]:
     """Bytes by kind of one parameter."""
     encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
-    masters = itemsize != FP32 and mode.master_weights == "fp32" and not encoded
+    keeps = mode.host_is_ours if itemsize == FP32 else mode.master_weights == "fp32"
+    masters = keeps and not encoded
     sizes = {
         "weights": _part(parameter.numel, sharding.ranks(3)) * itemsize,
         "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
@@ -275,24 +332,22 @@ def _matrix_states(
         borrows: it projects on the basis of another.
     """
     m, n = parameter.shape
-    apollo = mode.method in ("apollo", "apollo_mini")
-    transposed = m < n if apollo or mode.projection == "auto" else mode.projection == "left"
+    wanted = mode.rank_of(parameter.name)
+    transposed = mode.is_transposed(parameter)
     if transposed:
         m, n = n, m
     rows, reduced_rows = _most_rows(m, n, sharding.ranks(1)), _most_rows(m, n, sharding.ranks(2))
-    if apollo:
-        rank = 1 if mode.method == "apollo_mini" else min(mode.rank, m, n)
+    if mode.method in ("apollo", "apollo_mini"):
+        rank = 1 if mode.method == "apollo_mini" else min(wanted, m, n)
         dtype = mode.state_dtype if m * rank >= LEAST_INT8 else "fp32"
         return {
             "gradients": reduced_rows * n * gradient_itemsize,
             "moments": 2 * _state_bytes(rows * rank, dtype) + rank * FP32,
         }
-    rank, two_sided = min(mode.rank, m, n), mode.projection == "two_sided"
-    full = (
-        rank == n and not two_sided
-    )  # a basis that would span everything gives way to plain AdamW
-    probes = 0 if full or mode.residual == "full" else min(mode.probes_at(rank), n - rank)
-    width = n if full or mode.residual == "full" else rank + probes
+    rank, two_sided = min(wanted, m, n), mode.projection == "two_sided"
+    full = mode.is_full(parameter)
+    _, width = gradient_columns(parameter, mode)
+    probes = 0 if full or mode.residual == "full" else width - rank
     core = rank * rank if two_sided else rows * rank
     evidence = (rank * rank if two_sided else rank) * FP32
     held = 0 if full or mode.redrawn or borrows else n
@@ -305,6 +360,17 @@ def _matrix_states(
         "bases": (held + left) * rank * itemsize,
         "probes": held * probes * itemsize,
     }
+
+
+def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
+    """(rows, columns) of the gradient that accumulates of a low-rank matrix."""
+    m, n = parameter.shape
+    if mode.is_transposed(parameter):
+        m, n = n, m
+    if mode.updates_whole(parameter):
+        return m, n
+    rank = min(mode.rank_of(parameter.name), m, n)
+    return m, rank + min(mode.probes_at(rank), n - rank)
 
 
 def communication_volume(shape: ModelShape, sharding: Sharding) -> int:

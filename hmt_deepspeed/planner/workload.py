@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hmt_deepspeed.planner.flops import Attention, LayerFlops, Projected, layer_flops
 from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved, shared_saved
-from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, parameters
+from hmt_deepspeed.planner.shapes import ModelShape, Role, num_parameters, parameters
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
 
 __all__ = [
@@ -97,9 +97,12 @@ class Layer:
         sites: in forward order; the layer's input first.
         forward_flops: of everything heavy in the model itself.
         projection_flops: of the products ``X [Q | P]``, in forward.
-        backward_flops: without any recompute.
+        backward_flops: without any recompute but that of the attention op itself.
+        model_flops: of an ordinary forward and backward, see :attr:`Workload.model_flops`.
         parameters: elements of its weights.
         projected_bytes: products ``X [Q | P]`` for projected backward, held or made again whatever is chosen.
+        freed_inputs: bytes of linears' inputs, by role, that projected backward does without when most is
+            alive; the down projection's has gone by then.
         weight_gradient_bytes: of the linear with the largest, whole or projected.
         saved_bytes: activations that autograd would save with no checkpointing at all.
         working_bytes: alive at once while its backward runs, beside what every layer holds; as if nothing but
@@ -111,8 +114,10 @@ class Layer:
     forward_flops: int
     projection_flops: int
     backward_flops: int
+    model_flops: int
     parameters: int
     projected_bytes: int
+    freed_inputs: Mapping[Role, int]
     weight_gradient_bytes: int
     saved_bytes: int
     working_bytes: int
@@ -177,9 +182,15 @@ class Workload:
 
     @property
     def model_flops(self) -> int:
-        """FLOPs of forward and backward of the model itself, twice the forward for backward: MFU's count."""
-        forward = sum(layer.count * layer.forward_flops for layer in self.layers)
-        return 3 * (forward + self.head.forward_flops)
+        """FLOPs of ordinary training, which MFU counts (PaLM, 2204.02311, appendix B).
+
+        Forward and twice as much for backward: 6 per token and weight that it is multiplied with, and
+        12 L H Q T for attention over T tokens (those of the window), masked or not; no recompute. What a
+        projected backward and a causal kernel leave out is counted: MFU says how fast a model trains, not how
+        busy the device is, which is HFU.
+        """
+        layers = sum(layer.count * layer.model_flops for layer in self.layers)
+        return layers + self.head.forward_flops + self.head.backward_flops
 
     @property
     def forward_flops(self) -> int:
@@ -307,8 +318,10 @@ def _layer(
     projected: Projected | None,
 ) -> Layer:
     tokens, fused = micro_batch * seq_length, attention == "fused"
+    reach = min(window, seq_length) if window else seq_length
     flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
     saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, freed=flops.freed)
+    every = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused)
     projected_bytes = flops.projection_columns * tokens * itemsize
     saved_bytes = sum(saved.values()) + projected_bytes
     return Layer(
@@ -317,12 +330,21 @@ def _layer(
         forward_flops=sum(flops.forward.values()) + flops.attention,
         projection_flops=flops.projections,
         backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
+        model_flops=3 * (sum(flops.forward.values()) + _whole_attention(shape, tokens, reach)),
         parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
         projected_bytes=projected_bytes,
+        freed_inputs={
+            role: every.get(f"{role}_input", 0) for role in flops.freed if role != "down"
+        },
         weight_gradient_bytes=flops.largest_gradient * itemsize,
         saved_bytes=saved_bytes,
-        working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize),
+        working_bytes=saved_bytes + backward_extra(shape, tokens, itemsize, flops.freed),
     )
+
+
+def _whole_attention(shape: ModelShape, tokens: int, reach: int) -> int:
+    """FLOPs of a forward's two products of ``reach`` keys for each query."""
+    return 4 * tokens * shape.query_width * reach
 
 
 def _layer_sites(

@@ -20,12 +20,12 @@ from torch.profiler import record_function
 from hmt_deepspeed.report.metrics import (
     MATRIX_INTERVAL,
     MetricsWriter,
+    flops_utilization,
     format_bytes,
-    model_flops_utilization,
     monitor_events,
 )
 from hmt_deepspeed.train.data import TrainingData
-from hmt_deepspeed.train.models import num_parameters
+from hmt_deepspeed.train.models import flops_per_token, num_parameters
 from hmt_deepspeed.train.packing import GlobalOrder, PackedRows, share_of_rank
 from hmt_deepspeed.train.ranks import rank
 
@@ -95,6 +95,7 @@ class TrainingLoop:
         self.tokens_per_step = self.global_batch * data.train.seq_length
         self.num_parameters = num_parameters(engine.module)
         self.packed = True
+        self._peak_is_wrong = False
         self._saved_plan: Any = None
         self.skipped_steps = 0
         self.snapshots = getattr(engine, "hmt_snapshots", None)
@@ -164,8 +165,8 @@ class TrainingLoop:
             return
         raise ValueError(
             f"step {progress.step}: the loss is {progress.loss}, and the weights have been updated with its "
-            'gradients. Look at the data and the learning rate, resume from the last checkpoint; with "bf16" or '
-            '"fp16" enabled such a step is skipped.'
+            "gradients. Look at the data and the learning rate, resume from the last checkpoint; HMT's optimizer "
+            'skips such a step unless "bf16" has "check_grad_overflow": false.'
         )
 
     def _timed_step(self) -> dict[str, Any]:
@@ -362,9 +363,30 @@ class TrainingLoop:
             "tokens_per_second": speed,
         }
         if self.options.peak_flops is not None:
-            flops = self.options.peak_flops * dist.get_world_size()
-            record["mfu"] = model_flops_utilization(self.num_parameters, speed, flops)
+            record |= self._utilization(seconds, self.options.peak_flops)
         return record
+
+    def _utilization(self, seconds: float, peak_flops: float) -> dict[str, float]:
+        """MFU, and HFU where it is known what is computed; nothing where the peak given cannot be the device's."""
+        seq_length = self.data.train.seq_length
+        micro_batch = int(self.engine.train_micro_batch_size_per_gpu())
+        computed = self.engine.hmt_metrics.computed_flops(micro_batch, seq_length)
+        per_token = flops_per_token(self.engine.module, seq_length)
+        ordinary = per_token * self.tokens_per_step / dist.get_world_size()
+        found = {"mfu": flops_utilization(ordinary, seconds, peak_flops)}
+        if computed is not None:
+            found["hfu"] = flops_utilization(computed, seconds, peak_flops)
+        if found.get("hfu", found["mfu"]) <= 1:
+            return found
+        if rank() == 0 and not self._peak_is_wrong:
+            done = ordinary if computed is None else computed
+            print(
+                f"--peak_tflops is {peak_flops / 1e12:g}, but a device computed "
+                f"{done / seconds / 1e12:.3g} TFLOP/s: no MFU and HFU are shown. Give its peak at the "
+                "training dtype."
+            )
+        self._peak_is_wrong = True
+        return {}
 
     def _publish(
         self,
@@ -381,8 +403,9 @@ class TrainingLoop:
             "tok/s": f"{record['tokens_per_second']:,.0f}",
             "mem": format_bytes(measured["device_bytes"]),
         }
-        if "mfu" in record:
-            shown["mfu"] = f"{record['mfu']:.1%}"
+        for name in ("mfu", "hfu"):
+            if name in record:
+                shown[name] = f"{record[name]:.1%}"
         if self.progress.eval_loss is not None:
             shown["eval"] = f"{self.progress.eval_loss:.4f}"
         bar.set_postfix(shown, refresh=False)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmt_deepspeed.report.metrics import model_flops_per_token
 from hmt_deepspeed.train.hub import existing_path, hub_error
 
 
@@ -229,6 +230,24 @@ def _check_positions(name: str, max_positions: int | None, seq_length: int) -> N
 def num_parameters(model: Any) -> int:
     """Parameters of the whole model, shared ones once, partitioned or not."""
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+
+
+def flops_per_token(model: Any, seq_length: int) -> float:
+    """FLOPs of ordinary training per token, see :func:`model_flops_per_token`.
+
+    An embedding counts where it is the head too, else tokens are only looked up in it.
+    """
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_tied = head is not None and head.weight is table
+    looked_up = 0 if is_tied else int(getattr(table, "ds_numel", table.numel()))
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return model_flops_per_token(
+        num_parameters(model) - looked_up,
+        config.num_hidden_layers,
+        config.num_attention_heads * width,
+        seq_length,
+    )
 
 
 def model_signature(model: Any) -> str:

@@ -6,9 +6,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.planner.families import shape_of_config
@@ -18,26 +19,38 @@ from hmt_deepspeed.planner.memory import (
     MemoryBudget,
     OptimizerMode,
     Sharding,
-    model_states,
     temporary_bytes,
 )
-from hmt_deepspeed.planner.problem import Overlap, Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.offloaded import offloaded_states
+from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.workload import Workload, build_workload
+from hmt_deepspeed.zero.entries import HostSettings
 from hmt_deepspeed.zero.swap import free_host_memory
 
 __all__ = [
     "KEPT_FREE",
     "RunFacts",
+    "Shapes",
     "bytes_at_rest",
     "counted_bytes",
     "device_capacity",
     "memory_budget",
     "optimizer_mode",
+    "place_of",
+    "refreshing_columns",
     "run_facts",
+    "shapes_of",
 ]
 
 KEPT_FREE = 0.05  # of a device: fragmentation, workspaces of kernels
+
+
+class Shapes(NamedTuple):
+    """Of a micro-batch on one rank."""
+
+    micro_batch: int
+    seq_length: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class RunFacts:
         itemsize, gradient_itemsize: bytes of a computed element, of an accumulated gradient.
         eager: attention is no single op.
         bucket_elements: ``reduce_bucket_size``.
+        rank_is_chosen: ``hmt.optimizer.rank`` is "auto"; the mode's is the largest candidate.
+        ssd_folder: where activations or states may lie in files; None for nowhere.
     """
 
     shape: ModelShape
@@ -57,6 +72,12 @@ class RunFacts:
     gradient_itemsize: int
     eager: bool
     bucket_elements: int
+    rank_is_chosen: bool
+    ssd_folder: str | None
+
+    def at_ranks(self, ranks: tuple[tuple[str, int], ...]) -> RunFacts:
+        """The same run with its matrices at other ranks; see ``OptimizerMode.ranks``."""
+        return replace(self, mode=replace(self.mode, ranks=ranks))
 
     def workload(self, micro_batch: int, seq_length: int) -> Workload:
         """Of one micro-batch on one rank."""
@@ -75,13 +96,16 @@ class RunFacts:
         """Of planning this run."""
         sharding = Sharding(self.setup.zero_stage, self.setup.ranks)
         temporary = temporary_bytes(
-            workload, self.mode, sharding, bucket_elements=self.bucket_elements
+            workload,
+            self.mode,
+            sharding,
+            bucket_elements=self.bucket_elements,
+            gradient_itemsize=self.gradient_itemsize,
         )
-        buffers = float(temporary.buckets + temporary.full_gradient)
         return make_problem(
             workload,
             machine,
-            replace(self.setup, buffer_bytes=buffers),
+            self.setup.with_buffers(temporary),
             self.mode,
             budget=budget or MemoryBudget(2**62, 2**62, 2**62),
             gradient_itemsize=self.gradient_itemsize,
@@ -89,16 +113,20 @@ class RunFacts:
 
 
 def run_facts(
-    engine: Any, hmt: HMTConfig, options: Mapping[str, Any] | None, stage: int, overlap: Overlap
+    engine: Any,
+    hmt: HMTConfig,
+    options: Mapping[str, Any] | None,
+    stage: int,
+    host: HostSettings | None,
 ) -> RunFacts:
     """What an engine has been built to do.
 
     Args:
-        stage: of ZeRO. overlap: of the update of states in host memory.
         options: fields of ``hmt.optimizer``; None under another optimizer, which is taken for AdamW.
+        stage: of ZeRO. host: of HMT's states in host memory or on an SSD; None for none.
 
     Raises:
-        ValueError: a model whose saved tensors are not known.
+        ValueError: a model whose saved tensors are not known; activations and states on unlike disks.
     """
     config = getattr(engine.module, "config", None)
     if config is None:
@@ -116,24 +144,70 @@ def run_facts(
     itemsize, gradient_itemsize = (
         torch.empty(0, dtype=dtype).element_size() for dtype in engine.get_data_types()
     )
+    overlap: Any = "none" if host is None else host.overlap
+    ssd = None if host is None else host.ssd
+    pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
     setup = RunSetup(
         ranks=engine.seq_dp_world_size,
         zero_stage=stage,
-        offload_param=_place(engine.zero_offload_param()),
-        offload_optimizer=_place(engine.zero_offload_optimizer()),
+        offload_param=place_of(engine.zero_offload_param()),
+        offload_optimizer=place_of(engine.zero_offload_optimizer()),
         accumulation=engine.gradient_accumulation_steps(),
         overlap=overlap,
-        holds_gradients=overlap != "backward",
+        schedule="optimised" if pipelined else "naive",
+        holds_gradients=True,
         block_size=hmt.activations.block_size,
         projected_inputs=hmt.activations.projected_inputs,
     )
     eager = getattr(config, "_attn_implementation", None) == "eager"
     elements = int(engine.zero_reduce_bucket_size()) if stage else 0
-    mode = optimizer_mode(options)
-    return RunFacts(shape, mode, setup, itemsize, gradient_itemsize, eager, elements)
+    return RunFacts(
+        shape,
+        replace(optimizer_mode(options), host_is_ours=host is not None),
+        setup,
+        itemsize,
+        gradient_itemsize,
+        eager,
+        elements,
+        rank_is_chosen=options is not None and options["rank"] == "auto",
+        ssd_folder=_ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
+    )
 
 
-def _place(config: Any) -> Any:
+def _ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
+    """One of the two folders; the planner knows one array of SSDs.
+
+    Raises:
+        ValueError: they are on different file systems.
+    """
+    given = [path for path in (of_activations, of_states) if path is not None]
+    if len({os.stat(_existing(path)).st_dev for path in given}) > 1:
+        raise ValueError(
+            f'hmt.activations.policy is "plan", but hmt.activations.nvme_path {of_activations!r} and '
+            f"zero_optimization.offload_optimizer.nvme_path {of_states!r} are on different file systems; legal: "
+            "one SSD or array for both, which is what is measured. Name folders on one, or write the policy out."
+        )
+    return given[0] if given else None
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
+    """Of the first tensor among a forward's inputs that has a batch and a sequence.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    for tensor in [*named, *args, *kwargs.values()]:
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2:
+            return Shapes(*map(int, tensor.shape[:2]))
+    raise ValueError(
+        'hmt.activations.policy is "plan", but no input of the model is a tensor of batch x sequence, so there '
+        "is nothing to plan for. Give input_ids, or write the policy out."
+    )
+
+
+def place_of(config: Any) -> Any:
+    """ "none", "cpu" or "nvme": an ``offload_param`` or ``offload_optimizer`` of DeepSpeed's, or None."""
     device = "none" if config is None else config.device
     return str(getattr(device, "value", device))
 
@@ -142,7 +216,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     """``hmt.optimizer`` in the planner's words; ``"rank": "auto"`` as the largest candidate."""
     if options is None:
         return OptimizerMode(method="adamw")
-    rank, probes = options["rank"], options["probes"]
+    rank, probes, budget = (options[name] for name in ("rank", "probes", "max_full_gradient_bytes"))
     return OptimizerMode(
         method=options["method"],
         projection=options["projection"],
@@ -157,19 +231,38 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
         projected_backward=options["projected_backward"] is not False,
         redrawn=options["range_finder"] == "random",
         share_basis=options["share_basis"],
+        max_full_gradient_bytes=None if budget == "auto" else budget,
     )
 
 
 def counted_bytes(optimizer: Any) -> dict[tuple[str, str], float]:
     """Bytes on this rank by (memory, kind), as the planner names them."""
     found = optimizer.metrics()
-    on_host = "host" if found["optimizer_host_bytes"] else "gpu"
     states = found["optimizer_state_bytes"] + found["master_weight_bytes"]
-    return {
+    away = found["offloaded_state_bytes"]
+    counted = {
         ("gpu", "weights"): found["weight_bytes"],
         ("gpu", "gradients"): found["gradient_buffer_bytes"],
-        (on_host, "optimizer states"): states,
+        ("gpu", "optimizer states"): states - away,
     }
+    if "ssd_state_bytes" in found:
+        counted["ssd", "optimizer states"] = found["ssd_state_bytes"]
+    elif away:
+        counted["host", "optimizer states"] = away
+    if found["offloaded_gradient_bytes"]:
+        counted["host", "gradients"] = found["offloaded_gradient_bytes"]
+    return counted
+
+
+def refreshing_columns(optimizer: Any) -> int:
+    """Columns of ``X [Q | P]`` that no linear forms in this window, because their matrices refresh."""
+    found = {
+        entry.matrix.columns.owner: entry.matrix.width
+        for entry in optimizer.low_rank
+        if entry.gradient.refreshing and entry.gradient.site is not None
+        if not (entry.matrix.transposed or entry.matrix.takes_whole)
+    }
+    return sum(found.values())
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -183,16 +276,15 @@ def _local_ranks() -> int:
 def bytes_at_rest(facts: RunFacts) -> int:
     """Device bytes of weights, gradients and states between two steps, on the rank that holds most."""
     setup = facts.setup
-    states = model_states(
+    states = offloaded_states(
         facts.shape,
         facts.mode,
         Sharding(setup.zero_stage, setup.ranks),
         itemsize=facts.itemsize,
         gradient_itemsize=facts.gradient_itemsize,
-    )
+        is_offloaded=setup.offload_optimizer != "none",
+    ).resident
     weights = states.weights if setup.offload_param == "none" else 0
-    if setup.offload_optimizer != "none":
-        return weights + states.probes
     return weights + states.probes + states.gradients + states.optimizer
 
 
@@ -210,6 +302,7 @@ def memory_budget(
     hmt: HMTConfig,
     taken: int,
     capacity: int,
+    on_ssd: float = 0.0,
 ) -> MemoryBudget:
     """What the plan of this rank may use.
 
@@ -217,7 +310,7 @@ def memory_budget(
     a user's own tensors) is not the plan's to use. Of host memory a quarter is staging (``zero/swap.py``).
 
     Args:
-        taken, capacity: see :func:`device_capacity`.
+        taken, capacity: see :func:`device_capacity`. on_ssd: bytes of states in files by now.
 
     Raises:
         ValueError: ``hmt.planner.gpu_memory`` above what the device has.
@@ -235,7 +328,10 @@ def memory_budget(
     if host == "auto":
         host = free_host_memory() // 2 // _local_ranks()
     path = hmt.activations.nvme_path
-    ssd = 0 if path is None else shutil.disk_usage(_existing(path)).free // _local_ranks()
+    ssd = 0
+    if path is not None:  # less what states will take, whose second slots come with the first step
+        free = shutil.disk_usage(_existing(path)).free // _local_ranks()
+        ssd = max(0, free - max(0, static["ssd"] - int(on_ssd)))
     return MemoryBudget(max(1, gpu), static["host"] + host * 3 // 4, static["ssd"] + ssd)
 
 

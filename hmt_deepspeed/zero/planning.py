@@ -8,29 +8,35 @@ or a plan from a file, is used at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activations import Policy, PolicyOverride
 from hmt_deepspeed.planner.best import best_plan
-from hmt_deepspeed.planner.calibrate import IterationSeconds
-from hmt_deepspeed.planner.compare import Comparison, compare
-from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.compare import Busy, Comparison
+from hmt_deepspeed.planner.cost import Resource, estimate
 from hmt_deepspeed.planner.describe import describe_plan
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.memory import MemoryBudget
 from hmt_deepspeed.planner.plan import Plan, plan_from_json
 from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.simulate import predict
 from hmt_deepspeed.planner.solve import allowed_choices
-from hmt_deepspeed.zero.plan_inputs import RunFacts, device_capacity, memory_budget
+from hmt_deepspeed.zero.plan_comparison import PlannedIterations
+from hmt_deepspeed.zero.plan_inputs import (
+    RunFacts,
+    Shapes,
+    device_capacity,
+    memory_budget,
+    shapes_of,
+)
+from hmt_deepspeed.zero.plan_ranks import FoundRanks, reason_to_plan_again
 from hmt_deepspeed.zero.profile import measure_interconnect
 from hmt_deepspeed.zero.profile_files import cache_file, read_profile, write_profile
 from hmt_deepspeed.zero.run_profile import PROFILED, RunProfile, reference_plan
@@ -42,13 +48,6 @@ WARM_UP = 1  # iterations before those that are profiled: bases are found, memor
 _SETTLED, COMPARED = 2, 20  # a plan's iterations that are not timed, and those after them that are
 
 
-class Shapes(NamedTuple):
-    """Of a micro-batch on one rank."""
-
-    micro_batch: int
-    seq_length: int
-
-
 class RunPlanner:
     """The plan of one engine: made, executed, renewed when shapes change, compared with what happens.
 
@@ -57,6 +56,9 @@ class RunPlanner:
         adopt: executes other choices from the next forward on.
         activations: the engine's backend with its numbers, as it is now.
         counted: bytes by (memory, kind), named as the planner names them.
+        busy: seconds and bytes of each resource since the start, as far as somebody counts them.
+        found_ranks: of matrices whose rank is "auto", after a step that found bases; else None.
+        refreshing_columns: see :func:`~hmt_deepspeed.zero.plan_inputs.refreshing_columns`, of this window.
 
     Attributes:
         plan: in execution; None before there is one. machine: planned for; None before it is measured, and
@@ -74,21 +76,31 @@ class RunPlanner:
         adopt: Callable[[ActivationsConfig], None],
         activations: Callable[[], Any],
         counted: Callable[[], Mapping[tuple[str, str], float]],
+        busy: Callable[[], Mapping[Resource, Busy]],
+        found_ranks: Callable[[], FoundRanks | None] = lambda: None,
+        refreshing_columns: Callable[[], int] = lambda: 0,
     ) -> None:
         self.facts, self._hmt, self._accelerator, self._device = facts, hmt, accelerator, device
         self._adopt, self._activations, self._counted = adopt, activations, counted
+        self._found_ranks, self._refreshing_columns = found_ranks, refreshing_columns
+        self._not_projected = 0  # columns, in the last step
+        self._now = self._expected = facts  # with the ranks of today, and with those to plan for
+        self._ranks: FoundRanks | None = None
+        self._why_again: str | None = None
         self.plan: Plan | None = None
         self.machine: Machine | None = None
         self.profile_seconds: float | None = None
         self.planning_seconds: float | None = None
         self._problem: Problem | None = None
+        self._choices: ActivationsConfig | None = None
         self._profile = RunProfile(facts, hmt, accelerator, device)
         self._timer = StepTimer(accelerator.synchronize)
         self._has_begun = False
         self._iteration = 0  # since the start, or since the plan is in execution
         self._shapes = Shapes(0, 0)
         self._times_reruns = False
-        self._timed: list[IterationSeconds] = []
+        self._busy = busy
+        self._timed = PlannedIterations(busy)
 
     # -- what the engine calls --------------------------------------------------------------------
 
@@ -96,7 +108,7 @@ class RunPlanner:
         """Before a forward that trains."""
         if not self._has_begun:
             is_first = self._shapes == Shapes(0, 0)
-            self._shapes = self._agreed(_shapes(args, kwargs))
+            self._shapes = self._agreed(shapes_of(args, kwargs))
             self._has_begun = True
             if is_first:
                 self._use_files()
@@ -110,6 +122,7 @@ class RunPlanner:
     def begin_step(self) -> None:
         """Before the engine's ``step``."""
         self._timer.begin_step()
+        self._not_projected = self._refreshing_columns()
 
     def end_step(self, ends_iteration: bool) -> None:
         """After it."""
@@ -119,18 +132,20 @@ class RunPlanner:
         self._has_begun = False
         self._iteration += 1
         if self.plan is not None:
-            self._timed += [] if seconds is None else [seconds]
+            if seconds is not None:
+                self._timed.end(seconds)
         elif self._iteration > WARM_UP:
             reruns = self._backend.report().rerun_seconds if self._times_reruns else None
-            self._profile.add(self.facts.workload(*self._shapes), seconds, reruns)
+            self._profile.add(self._now, self._now.workload(*self._shapes), seconds, reruns)
 
     # -- an iteration -----------------------------------------------------------------------------
 
     def _begin_iteration(self) -> None:
         """Profile, plan, or go on."""
+        has_other_ranks = self._look_at_ranks()
         if self.plan is None and self.machine is None and self._iteration == WARM_UP + PROFILED:
             self.machine = self._measure()
-        if self.machine is not None and (self.plan is None or self._outgrown(self.plan)):
+        if self.machine is not None and self._must_plan(self.plan, has_other_ranks):
             self._make_plan()
         elif self.plan is not None and self._hmt.planner.plan is not None:
             self._check_plan_of_file(self.plan)
@@ -139,6 +154,8 @@ class RunPlanner:
             self._times_reruns = self._profile.times_reruns(self._iteration - WARM_UP)
             self._backend.time_reruns(self._timer.clock if self._times_reruns else None)
         is_compared = _SETTLED <= self._iteration < _SETTLED + COMPARED
+        if self.plan is not None and is_compared:
+            self._timed.begin()
         self._timer.begin_iteration(is_profiled if self.plan is None else is_compared)
 
     @property
@@ -156,6 +173,32 @@ class RunPlanner:
     def _is_larger(self, plan: Plan) -> bool:
         now = self._shapes
         return now.micro_batch > plan.micro_batch or now.seq_length > plan.seq_length
+
+    def _look_at_ranks(self) -> bool:
+        """Whether they have changed; all ranks of the job see the same, so nothing is to be agreed on."""
+        ranks = self._found_ranks()
+        if ranks is None or ranks == self._ranks:
+            return False
+        self._ranks, self._now = ranks, self.facts.at_ranks(ranks.now)
+        self._expected = self.facts.at_ranks(ranks.to_expect)
+        return True
+
+    def _must_plan(self, plan: Plan | None, has_other_ranks: bool) -> bool:
+        """Whether there is no plan yet, or a reason for another."""
+        if plan is None or self._outgrown(plan):
+            self._why_again = None
+            return True
+        if not has_other_ranks or self._problem is None:
+            return False
+        now = self._problem_of(self._expected, self._problem, plan)
+        reason = reason_to_plan_again(self._problem, now, plan)
+        self._why_again = reason or self._why_again
+        return reason is not None
+
+    def _problem_of(self, facts: RunFacts, planned: Problem, plan: Plan) -> Problem:
+        """What the plan was made for, at other ranks."""
+        work = facts.workload(plan.micro_batch, plan.seq_length)
+        return facts.problem(work, planned.machine, planned.budget)
 
     def _outgrown(self, plan: Plan) -> bool:
         """Whether batches are larger than planned for, or so small that another plan may be faster."""
@@ -210,8 +253,7 @@ class RunPlanner:
 
     def _profile_key(self) -> str:
         """All that a profile depends on but the machine."""
-        extent = (self._hmt.activations.nvme_path, tuple(self._hmt.planner.lossy.values()))
-        return repr((self.facts, extent))
+        return repr((self.facts, tuple(self._hmt.planner.lossy.values())))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``, and ``profile.json`` where there is a machine."""
@@ -241,12 +283,15 @@ class RunPlanner:
     def _make_plan(self) -> None:
         assert self.machine is not None
         begin = perf_counter()
-        has_ssd = self._hmt.activations.nvme_path is not None
-        machine = self.machine if has_ssd else replace(self.machine, num_ssds=0)
-        work = self.facts.workload(*self._shapes)
+        machine = self.machine
+        if self.facts.ssd_folder is None:
+            machine = replace(machine, num_ssds=0)
+        facts = self._expected
+        work = facts.workload(*self._shapes)
         capacity = device_capacity(self._accelerator)
-        own = memory_budget(self.facts.problem(work, machine), self._hmt, *capacity)
-        problem = self.facts.problem(work, machine, self._least(own))
+        on_ssd = self._counted().get(("ssd", "optimizer states"), 0.0)
+        own = memory_budget(facts.problem(work, machine), self._hmt, *capacity, on_ssd)
+        problem = facts.problem(work, machine, self._least(own))
         plan = plan_from_json(self._on_rank_zero(lambda: self._search(problem)))
         self.planning_seconds = perf_counter() - begin
         self._execute(plan, problem)
@@ -260,7 +305,10 @@ class RunPlanner:
         return MemoryBudget(*map(int, sizes.tolist()))
 
     def _search(self, problem: Problem) -> str:
-        allowed = allowed_choices(problem.machine, self._hmt.planner.lossy)
+        machine = problem.machine
+        if self._hmt.activations.nvme_path is None:  # an SSD is for the states only
+            machine = replace(machine, num_ssds=0)
+        allowed = allowed_choices(machine, self._hmt.planner.lossy)
         found = best_plan(problem, allowed)
         if found is not None:
             return found[0].to_json()
@@ -283,9 +331,12 @@ class RunPlanner:
             "overrides": {name: PolicyOverride(**given) for name, given in overrides.items()},
             "host_memory": self._hmt.planner.host_memory,
         }
-        self._adopt(self._hmt.activations.model_copy(update=update))
+        choices = self._hmt.activations.model_copy(update=update)
+        if choices != self._choices:
+            self._adopt(choices)
+        self._choices = choices
         self.plan, self._problem = plan, problem
-        self._iteration, self._timed = 0, []
+        self._iteration, self._timed = 0, PlannedIterations(self._busy)
         if _rank() == 0:
             print(self.describe(), flush=True)
             path = self._hmt.planner.save_plan
@@ -306,6 +357,8 @@ class RunPlanner:
         lines = [
             f"{title} on {self._problem.machine.name}, {took}planned in {self.planning_seconds:.2g} s",
             describe_plan(plan, found),
+            *([self._why_again] if self._why_again else []),
+            *([self._ranks.describe()] if self._ranks else []),
             f"predicted by the {plan.source}: {plan.seconds:.4g} s for an iteration, within {plan.gap:.2%} of "
             f"any plan; bottleneck: {found.bottleneck}",
         ]
@@ -315,20 +368,18 @@ class RunPlanner:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Of the plan in execution, by its timed iterations; None before there are any."""
-        if not self._timed or self._problem is None or self.plan is None:
+        """Of the plan in execution, by its timed iterations; None before there are any.
+
+        Predicted is for the ranks that matrices have by now, which the plan may have been made before.
+        """
+        if self._problem is None or self.plan is None:
             return None
-        medians = {
-            field.name: median(getattr(timed, field.name) for timed in self._timed)
-            for field in fields(IterationSeconds)
-        }
-        return compare(
-            self._problem,
-            self.plan,
-            IterationSeconds(**medians),
-            self._activations().metrics(),
-            self._counted(),
-        )
+        problem, plan = self._problem, self.plan
+        if self._ranks is not None:
+            problem = self._problem_of(self._now, problem, plan)
+            plan = predict(problem, plan)[0]
+        counted, held = self._counted(), self._activations().metrics()
+        return self._timed.compared(problem, plan, held, counted, self._not_projected)
 
     def metrics(self) -> dict[str, Any]:
         """Numbers of the plan in execution; nothing before there is one."""
@@ -363,22 +414,6 @@ class RunPlanner:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
-    """Of the first tensor among a forward's inputs that has a batch and a sequence.
-
-    Raises:
-        ValueError: there is none.
-    """
-    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    for tensor in [*named, *args, *kwargs.values()]:
-        if isinstance(tensor, Tensor) and tensor.dim() >= 2:
-            return Shapes(*map(int, tensor.shape[:2]))
-    raise ValueError(
-        'hmt.activations.policy is "plan", but no input of the model is a tensor of batch x sequence, so there '
-        "is nothing to plan for. Give input_ids, or write the policy out."
-    )
 
 
 def _write(path: Path, plan: Plan) -> None:

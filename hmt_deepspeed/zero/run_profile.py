@@ -35,6 +35,7 @@ _UNKNOWN = MatmulRates(1.0, 1.0, 1.0)  # until what was run again gives it
 class _Sample(NamedTuple):
     """An iteration; seconds by phase, and of what one of its micro-steps ran again, by component."""
 
+    facts: RunFacts
     workload: Workload
     phases: IterationSeconds | None
     reruns: Mapping[str, float] | None
@@ -66,6 +67,7 @@ class RunProfile:
 
     def add(
         self,
+        facts: RunFacts,
         workload: Workload,
         phases: IterationSeconds | None,
         reruns: Mapping[str, float] | None,
@@ -73,6 +75,7 @@ class RunProfile:
         """Keep an iteration.
 
         Args:
+            facts: of the run as it was then.
             phases: None where the iteration was not timed as a whole.
             reruns: seconds of the iteration by component; None where they were not timed.
         """
@@ -80,7 +83,7 @@ class RunProfile:
         if reruns is not None:
             reruns = {component: seconds / n for component, seconds in reruns.items()}
             phases = phases if self._is_processor else None
-        self._samples.append(_Sample(workload, phases, reruns))
+        self._samples.append(_Sample(facts, workload, phases, reruns))
 
     def measure(self, interconnect: float | None) -> Machine:
         """The machine by all samples; takes about half an iteration.
@@ -113,7 +116,7 @@ class RunProfile:
 
     def _reference(self, machine: Machine, sample: _Sample) -> tuple[Problem, Plan]:
         plan = reference_plan(self._hmt, sample.workload, machine)
-        return self._facts.problem(sample.workload, machine), plan
+        return sample.facts.problem(sample.workload, machine), plan
 
     def _probe(self) -> Probe:
         """Of what the run could do, with tensors as large as it would move."""
@@ -126,6 +129,7 @@ class RunProfile:
             codec = build_codec(lossy, block_size=settings.block_size, rounding=settings.rounding)
         sites = [site for layer in work.layers for site in layer.sites]
         shape = work.shape
+        folder = self._facts.ssd_folder
         offloads = self._facts.setup.offload_optimizer != "none"
         return Probe(
             products=((work.tokens, shape.hidden, shape.intermediate),),
@@ -133,8 +137,8 @@ class RunProfile:
             seconds=max(median(seconds) / 2, 1e-3) if seconds else 1.0,
             buffer_bytes=min(most, max(least, max(site.nbytes for site in sites))),
             adam_parameters=work.layers[0].parameters if offloads else 0,
-            file_io=None if settings.nvme_path is None else PositionalIO(),
-            folder=settings.nvme_path,
+            file_io=None if folder is None else PositionalIO(),
+            folder=folder,
             codec=codec,
             activation=(
                 work.tokens,

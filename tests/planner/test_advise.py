@@ -126,6 +126,24 @@ def test_states_in_host_memory_run_under_hmt() -> None:
     HMTConfig.from_block(config["hmt"])
 
 
+def test_masters_of_low_rank_matrices_in_host_memory_run_under_hmt() -> None:
+    advice = advise(request_for(nvme=False, zero_stage=2, modes=(MODE,)))
+    answers = {
+        (answer.mode.method, answer.problem.setup.offload_optimizer): answer
+        for answer in advice.answers
+    }
+    assert set(answers) == {("lowrank_adamw", "none"), ("lowrank_adamw", "cpu"), ("adamw", "cpu")}
+    on_gpu, on_host = (answers["lowrank_adamw", place] for place in ("none", "cpu"))
+    assert on_host.name == "ZeRO-2, masters on cpu, overlap none, lowrank_adamw r=32"
+    held, left = (a.estimate.memory["gpu"]["optimizer states"] for a in (on_gpu, on_host))
+    assert held - left == on_host.estimate.memory["host"]["optimizer states"]
+    assert 0 < left < 0.2 * held  # low-rank moments and bases stay
+    config = deepspeed_json(advice.request, on_host)
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["hmt"]["optimizer"] == {"method": "lowrank_adamw", "rank": 32}
+    HMTConfig.from_block(config["hmt"])
+
+
 def test_states_on_ssd_are_deepspeeds_own() -> None:
     request = request_for(zero_stage=3, offload_param="nvme", **ADAMW_ONLY)
     (answer,) = (answer for answer in advise(request).answers if answer.is_stock)

@@ -14,7 +14,7 @@ from hmt_deepspeed.planner.calibrate import (
     predicted_seconds,
     with_rerun_rates,
 )
-from hmt_deepspeed.planner.compare import compare, held_by_component
+from hmt_deepspeed.planner.compare import Busy, compare, held_by_component
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.hardware import Overheads, machine_from_json
 from hmt_deepspeed.planner.memory import OptimizerMode
@@ -29,6 +29,14 @@ RECOMPUTE = PAPER_POLICY | dict.fromkeys(
 KEEP = dict.fromkeys(PAPER_POLICY, "keep")
 IN_PLACE = RunSetup(zero_stage=2, accumulation=2)
 MEASURED = IterationSeconds(forward=2.0, backward=7.0, update=0.5)
+
+
+WATCHED = {
+    "gpu_to_host": Busy(0.5, 7.0),
+    "host_to_gpu": Busy(0.25, 7.0),
+    "ssd_reading": Busy(0.0, 0.0),
+    "ssd_writing": Busy(0.0, 0.0),
+}
 
 
 def planned(problem: Problem, policy: dict) -> Plan:
@@ -134,7 +142,7 @@ def test_every_row_of_a_comparison_is_of_its_own_quantity() -> None:
     held = held_by_component(problem, plan)
     counted = {name: 2 * size for name, size in held.items() if size and name != "lm_head"}
     metrics = {"activation_bytes_per_component": counted, "activation_bytes_to_host": 5.0}
-    found = compare(problem, plan, MEASURED, metrics, {("gpu", "weights"): 7})
+    found = compare(problem, plan, MEASURED, metrics, {("gpu", "weights"): 7}, WATCHED)
     expected = predicted_seconds(plan, estimate(problem, plan))
     for name, measured in asdict(MEASURED).items():
         row = found.row(name)
@@ -149,6 +157,49 @@ def test_every_row_of_a_comparison_is_of_its_own_quantity() -> None:
     assert json.loads(json.dumps(found.as_json()))["activations"]["error"] == pytest.approx(-0.5)
     text = found.describe()
     assert all(row.name in text for row in found.rows)
+
+
+def test_each_resource_is_compared_and_what_nobody_times_is_said() -> None:
+    problem = small_problem(setup=replace(IN_PLACE, ranks=2), num_gpus=2)
+    plan = planned(problem, KEEP | {"mlp_intermediate": "swap_host"})
+    found = compare(problem, plan, MEASURED, {"activation_bytes_per_component": {}}, {}, WATCHED)
+    sites = [s for layer in problem.workload.layers for s in layer.sites]
+    moved = 2 * sum(s.nbytes * s.count for s in sites if s.component == "mlp_intermediate")
+    # forwards send only and backwards fetch only: neither way waits for the other
+    for way, seconds in (("gpu to host", 0.5), ("host to gpu", 0.25)):
+        row = found.row(f"busy: {way}")
+        assert row.predicted == pytest.approx(moved / MACHINE.device_to_host)
+        assert row.measured == seconds
+        assert found.row(f"moved: {way}").predicted == moved
+        assert found.row(f"moved: {way}").measured == 7.0
+    for name, note in (("gpu", "kernels are not timed"), ("network", "collectives are not timed")):
+        row = found.row(f"busy: {name}")
+        assert row.predicted > 0
+        assert row.measured is row.error is None
+        assert note in row.note
+        assert note in found.as_json()[f"busy: {name}"]["note"]
+        assert note in found.describe()
+    assert not [row for row in found.rows if "ssd" in row.name or "cpu" in row.name]  # idle
+    nobody = compare(problem, plan, MEASURED, {"activation_bytes_per_component": {}}, {}, {})
+    assert nobody.row("busy: gpu to host").measured is None
+    assert "DeepSpeed" in nobody.row("busy: gpu to host").note
+
+
+def test_ssds_that_wait_for_the_cpu_are_not_busy() -> None:
+    """On the naive schedule states are read and written in turn with their update."""
+    on_ssd = RunSetup(zero_stage=2, offload_optimizer="nvme", overlap="none")
+    rows = []
+    for setup in (on_ssd, replace(on_ssd, schedule="naive")):
+        problem = small_problem(setup=setup)
+        plan = planned(problem, KEEP)
+        counted = {"activation_bytes_per_component": {}}
+        rows.append(
+            compare(problem, plan, MEASURED, counted, {}, WATCHED | {"cpu": Busy(1.0, 0.0)})
+        )
+    for name in ("busy: ssd reading", "busy: ssd writing", "busy: cpu", "moved: ssd reading"):
+        assert rows[0].row(name).predicted == pytest.approx(rows[1].row(name).predicted)
+    assert rows[0].row("moved: ssd reading").predicted == problem.of_rank.optimizer
+    assert "moved: cpu" not in {row.name for row in rows[0].rows}
 
 
 def test_profiles_without_overheads_can_be_read() -> None:

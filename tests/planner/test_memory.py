@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from problems import small_problem
 from real_models import Alive, config, model, run, tokens
 
+from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import encoded_weight
+from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.settings import MatrixSettings
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
+from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.memory import (
     MemoryBudget,
     OptimizerMode,
@@ -23,9 +29,12 @@ from hmt_deepspeed.planner.memory import (
     model_states,
     temporary_bytes,
 )
+from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.refresh import worst_refresh
 from hmt_deepspeed.planner.shapes import num_parameters, parameters, plain_shape
 from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY
+from hmt_deepspeed.zero import plan_inputs
 from hmt_deepspeed.zero.shards import RowShards
 
 GIB, GB = 2**30, 10**9
@@ -183,6 +192,26 @@ def test_a_rank_above_a_matrix_smaller_side_is_lowered(method):
         for rank in (4096, 32)
     )
     assert high == low
+
+
+def test_single_matrices_have_ranks_of_their_own():
+    shape, sizes = shape_of_config(config("llama")), {"micro_batch": 2, "seq_length": 16}
+    names = [p.name for p in parameters(shape) if p.kind == "linear"]
+    wide, narrow = OptimizerMode(rank=32), OptimizerMode(rank=16)
+    every = OptimizerMode(rank=32, ranks=tuple((name, 16) for name in names))
+    one = OptimizerMode(rank=32, ranks=((next(n for n in names if "q_proj" in n), 16),))
+    assert model_states(shape, every) == model_states(shape, narrow)
+    built = [
+        build_workload(shape, **sizes, projected=mode.backward()).layers
+        for mode in (wide, one, every, narrow)
+    ]
+    assert built[2] == built[3]
+    columns = 32 + 8 - (16 + 8)  # r + k of the one matrix, whose k is 8 at both
+    assert built[0][1].projected_bytes - built[1][1].projected_bytes == columns * 2 * 16 * 2
+    moments = [model_states(shape, mode).moments for mode in (wide, one)]
+    rows = next(p for p in parameters(shape) if "q_proj" in p.name).shape[0]
+    # fp32 moments of the rows, and the evidence of each direction
+    assert moments[0] - moments[1] == shape.layers * (2 * rows + 1) * 16 * 4
 
 
 def test_gradients_of_low_rank_matrices_are_projected():
@@ -347,6 +376,63 @@ def test_peak_of_a_checkpointed_backward(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peak_of_a_backward_in_which_every_matrix_refreshes(dtype):
+    """It forms full gradients and keeps linears' inputs; the next one projects."""
+    network, ids = fresh("llama", dtype).train(), tokens(8, 64)
+    fields = {"rank": 8, "max_full_gradient_bytes": 2**30}
+    optimizer = HMT(network, lr=1e-4, **fields)
+    network.activation_checkpointing_enable({"use_reentrant": False})
+    peaks = []
+    for _ in range(2):
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with Alive() as alive:
+            alive.leave_out(network)
+            loss = run(network, ids)
+            alive.peak = 0
+            loss.backward()
+        peaks.append(alive.peak)
+        optimizer.step()
+        optimizer.zero_grad()
+    shape, mode = shape_of_config(config("llama")), OptimizerMode(**fields)
+    sizes = {"micro_batch": 8, "seq_length": 64, "itemsize": dtype.itemsize}
+    work = build_workload(shape, **sizes, projected=mode.backward())
+    moments = temporary_bytes(work, mode)
+    inputs = sum(s.count * s.nbytes for s in work.sites if s.name == "layer_input")
+    every = inputs + work.shared_bytes + moments.layer + moments.weight_gradient
+    low_rank = sum(m * n for m, n in _linear_shapes(shape)) * dtype.itemsize
+    projected = low_rank - moments.full_gradient
+    # sums of full gradients were there before and not counted, those of projected ones are made in backward
+    assert every + moments.refreshed_inputs == pytest.approx(peaks[0], rel=PEAK)
+    assert every + projected == pytest.approx(peaks[1], rel=PEAK)
+    assert moments.refreshed_inputs > PEAK * peaks[0]
+
+
+def test_matrices_refresh_in_the_models_order_as_far_as_the_bytes_go():
+    """The schedule's own first steps: q, k, v, o, gate, up and down of one layer after the other."""
+    shape = shape_of_config(config("llama"))
+    sizes = [m * n * 2 for m, n in [p.shape for p in parameters(shape) if p.kind == "linear"]]
+    columns = [p.shape[0] * (8 + 8) * 2 for p in parameters(shape) if p.kind == "linear"]
+    for budget in (None, 30_000, 50_000, 10**6):
+        mode = OptimizerMode(rank=8, max_full_gradient_bytes=budget)
+        every = sizes * shape.layers
+        auto = default_full_gradient_bytes(every)
+        schedule, most = RefreshSchedule(every, 1000, budget or auto), 0
+        for step in range(len(every)):
+            due = schedule.due(step)
+            most = max(most, sum(every[i] - columns[i % len(columns)] for i in due))
+            for index in due:
+                schedule.refreshed(index, step)
+        assert worst_refresh(shape, mode, 2).full_gradients == most
+    assert worst_refresh(shape, OptimizerMode(residual="full"), 2).full_gradients == 0
+    assert worst_refresh(shape, ADAMW, 2) == worst_refresh(shape, OptimizerMode(redrawn=True), 2)
+    shared = worst_refresh(shape, OptimizerMode(rank=8, share_basis=True), 2)
+    # gate and up are the largest group; beside q, k and v there is room for o
+    assert {frozenset({"qkv", "out"}), frozenset({"up"})} < shared.inputs
+    assert not any({"up", "down"} <= roles for roles in shared.inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_peak_at_the_loss(dtype):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -378,7 +464,12 @@ def test_temporary_bytes_of_several_ranks():
     in_backward = split.layer + split.weight_gradient + split.buckets
     assert split.peak == split.gathered + max(split.logits, in_backward)
     low_rank = temporary_bytes(work, OptimizerMode(rank=8))
-    assert low_rank.full_gradient == 2 * 64 * 160  # the largest matrix: a 32nd of all is less
+    # down's, which no other fits beside, since a 32nd of all is less than the largest
+    assert low_rank.full_gradient == 2 * 64 * (160 - (8 + 8))
+    mode = OptimizerMode(rank=8)
+    projected = build_workload(shape, micro_batch=2, seq_length=32, projected=mode.backward())
+    kept = temporary_bytes(projected, mode).refreshed_inputs
+    assert kept == 2 * 32 * 64 * 2  # q's, k's and v's, or gate's
     assert alone.peak == max(alone.logits, alone.layer + alone.weight_gradient)
 
 
@@ -389,6 +480,23 @@ def test_budget_of_a_machine_is_that_of_one_rank():
     machine = named_machine("rtx4090", num_gpus=4, host_memory=768 * GIB, num_ssds=12)
     budget = MemoryBudget.of(machine)
     assert budget == MemoryBudget(22 * GIB, 192 * GIB, 12 * 3840 * GB // 4)
+
+
+def test_activations_get_what_the_second_slots_of_states_leave_of_an_ssd(monkeypatch, tmp_path):
+    setup = RunSetup(zero_stage=2, offload_optimizer="nvme", overlap="none")
+    problem = small_problem(setup=setup)
+    both = static_bytes(problem)["ssd"]["optimizer states"]  # two slots of each piece
+    free = int(3 * both)
+    monkeypatch.setattr(plan_inputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    activations = {"policy": "plan", "nvme_path": str(tmp_path)}
+    hmt = HMTConfig.from_block({"activations": activations})
+    before, after = (
+        plan_inputs.memory_budget(problem, hmt, 0, 2**40, on_ssd) for on_ssd in (both / 2, both)
+    )
+    assert before.ssd - both == free - both / 2  # the first step will write the second slot of each
+    assert after.ssd - both == free
+    without = HMTConfig.from_block({"activations": {"policy": "plan"}})
+    assert plan_inputs.memory_budget(problem, without, 0, 2**40, both).ssd == both
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 from problems import ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.planner.best import best_plan
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.loads import static_bytes
+from hmt_deepspeed.planner.cost import ADDED_SHARE, estimate
+from hmt_deepspeed.planner.loads import Amount, static_bytes
+from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Problem, RunSetup
+from hmt_deepspeed.planner.problem import Overlap, Problem, RunSetup
 from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
 from hmt_deepspeed.planner.solve import allowed_choices, solve
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
@@ -51,6 +52,25 @@ def test_closed_form_and_simulator_agree_on_long_pipelines(name: str) -> None:
         assert (
             played.gpu_peak <= found.peak("gpu") * 1.01
         )  # the closed form's peak is one of all moments
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward", "none"])
+def test_both_do_the_same_work_for_masters_of_low_rank_matrices(overlap: Overlap) -> None:
+    """Their updates leave the device after the verdict; only AdamW's may begin in backward."""
+    setup = RunSetup(zero_stage=2, offload_optimizer="cpu", overlap=overlap)
+    mode = OptimizerMode(rank=64, host_is_ours=True)
+    problem = small_problem(layers=40, batch=16, setup=setup, mode=mode)
+    plan = planned(problem)
+    found, played = estimate(problem, plan), simulate(problem, plan)
+    assert found.seconds == pytest.approx(played.seconds, rel=AGREEMENT)
+    assert played.gpu_peak <= found.peak("gpu") * 1.01
+    shares = problem.offloaded.whole()
+    work = 1e-9 * problem.machine.cpu_adam_ns * (shares.adam + ADDED_SHARE * shares.added)
+    assert played.timeline.busy()["cpu"] == pytest.approx(work)
+    phases = {phase.name: phase for phase in found.phases}
+    late = phases["first forward" if overlap == "forward" else "update"]
+    assert late.load[Amount.ADDED] == shares.added > 10 * shares.adam
+    assert late.load[Amount.ADAM] == (0 if overlap == "backward" else shares.adam)
 
 
 def test_the_simulator_is_believed_where_the_closed_form_fails() -> None:

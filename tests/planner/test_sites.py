@@ -10,7 +10,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.flops import Projected
 from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.shapes import plain_shape
+from hmt_deepspeed.planner.shapes import num_parameters, plain_shape
 from hmt_deepspeed.planner.workload import OUTSIDE, build_workload, recompute_flops
 from hmt_deepspeed.sites import COMPONENTS, held_bytes
 
@@ -145,6 +145,9 @@ MODES = {
     "no q": {"rank": 8, "exclude_modules": ("q_proj", "embed", "lm_head")},
     "no fc1": {"rank": 8, "exclude_modules": ("fc1", "embed", "lm_head")},
     "no probes": {"rank": 8, "residual": "none", "probes": 0},
+    # 64 columns, from q, gate and up's inputs, is all that there are; down has 160
+    "full rank": {"rank": 64, "target_modules": ("q_proj", "gate", "up", "down")},
+    "full on the left": {"rank": 64, "projection": "left", "target_modules": ("q_proj", "down")},
 }
 
 
@@ -173,10 +176,9 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
     )
     assert flops(network) == (planned.forward_flops, planned.backward_flops)
     assert saved_bytes(network)["layer"] == planned.layers[1].saved_bytes
-    assert (
-        planned.model_flops
-        == build_workload(shape_of_config(made), **SIZES, itemsize=4, attention="eager").model_flops
-    )
+    ordinary = build_workload(shape_of_config(made), **SIZES, itemsize=4, attention="eager")
+    assert planned.model_flops == ordinary.model_flops  # of ordinary training, whatever is computed
+    assert ordinary.model_flops == ordinary.forward_flops + ordinary.backward_flops
 
 
 def test_projections_are_no_wider_than_a_matrix():
@@ -185,7 +187,21 @@ def test_projections_are_no_wider_than_a_matrix():
     whole = build_workload(shape, **SIZES)
     assert wide.backward_flops == whole.backward_flops
     columns = wide.layers[1].projected_bytes // (2 * MICRO_BATCH * SEQ_LENGTH)
-    assert columns == 6 * 64 + 160  # every linear's inputs, rank and probes together
+    # rank and probes together are the inputs of k, v and down; bases of q, o, gate and up would span everything
+    assert columns == 2 * 64 + 160
+    stays = Projected(4096, 4096, whole_at_full=False)
+    columns = build_workload(shape, **SIZES, projected=stays).layers[1].projected_bytes
+    assert columns // (2 * MICRO_BATCH * SEQ_LENGTH) == 6 * 64 + 160
+
+
+def test_model_flops_are_those_of_palm():
+    """6 N + 12 L H Q T per token: no difference between masks, projections and ways to compute attention."""
+    shape = shape_of_config(config("llama"))
+    multiplied = num_parameters(shape) - shape.vocab * shape.hidden - 5 * shape.hidden  # no norms
+    per_token = 6 * multiplied + 12 * shape.layers * shape.query_width * SEQ_LENGTH
+    for given in ({}, {"attention": "eager"}, {"projected": Projected(8, 8)}):
+        work = build_workload(shape, **SIZES, **given)
+        assert work.model_flops == per_token * work.tokens
 
 
 def test_conv1d_is_never_projected():
@@ -209,5 +225,6 @@ def test_nothing_is_built_or_measured(monkeypatch):
         monkeypatch.setattr(torch, name, refuse)
     shape = plain_shape(layers=96, hidden=12288, heads=96, vocab=50257)
     work = build_workload(shape, micro_batch=8, seq_length=2048)
-    # 2 FLOPs per parameter and token, and attention's: 6 N T within what the embedding and attention make up
-    assert work.model_flops == pytest.approx(6 * work.parameters * work.tokens, rel=0.02)
+    # 6 N per token and attention's share T / 6 h of it, within what norms, biases and positions make up
+    ordinary = 6 * work.parameters * (1 + 2048 / (6 * 12288)) * work.tokens
+    assert work.model_flops == pytest.approx(ordinary, rel=1e-3)

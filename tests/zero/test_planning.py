@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +13,23 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from harness import Ranks
-from training import ds_config, loss_of, make_engine, tiny_llama
+from training import ds_config, loss_of, make_engine, matrix_ranks, tiny_llama
+
+from hmt_deepspeed.planner.compare import held_by_component
+from hmt_deepspeed.zero import plan_inputs
+from hmt_deepspeed.zero.plan_ranks import RankWatch
 
 LAYERS, BATCH, LENGTH = 3, 12, 64
 FIRST_PLANNED = 5  # one iteration to warm up, four to profile
 RERUN = "activation_rerun_flops_per_component"
 
 
-def engine_of(planner: dict[str, Any] | None) -> Any:
+def engine_of(planner: dict[str, Any] | None, options: Any = None, **activations: str) -> Any:
     """No matrix refreshes after the first step; ``planner`` None: no activations section at all."""
-    options = {"rank": 8, "update_interval": 1000, "early_refresh": False}
+    options = {"update_interval": 1000, "early_refresh": False, **(options or {"rank": 8})}
     config = ds_config(2, {**options, "max_full_gradient_bytes": 10**7})
     if planner is not None:
-        config["hmt"] |= {"activations": {"policy": "plan"}, "planner": planner}
+        config["hmt"] |= {"activations": {"policy": "plan", **activations}, "planner": planner}
     return make_engine(config, tiny_llama(layers=LAYERS))
 
 
@@ -165,6 +170,7 @@ def refusals(engine: Any, folder: str, least: int) -> dict[str, str]:
             adopt=lambda _: None,
             activations=lambda: engine.hmt_activations,
             counted=dict,
+            busy=dict,
         )
         found[name] = refusal(lambda planner=planner: planner.begin_forward((rows(0),), {}))
     return found
@@ -261,6 +267,243 @@ def test_what_cannot_be_planned_is_refused(
     alone: dict[str, Any], case: str, words: list[str]
 ) -> None:
     assert all(word in alone["refusals"][case] for word in words), alone["refusals"][case]
+
+
+# -- ranks that are chosen ----------------------------------------------------------------------------
+
+AUTO = {"rank_candidates": [4, 32], "energy_threshold": 0.2}
+
+
+def run_chosen(folder: str) -> dict[str, Any]:
+    """A profile is there already, so that the first plan comes before any basis."""
+    cache_in(folder)
+    fixed = engine_of({"save_plan": f"{folder}/plan.json"})
+    steps(fixed, FIRST_PLANNED + 1)
+    fixed.destroy()
+    profile = {"profile": f"{folder}/plan.json.profile.json"}
+    roomy = engine_of(profile, AUTO, projected_inputs="keep")
+    steps(roomy, 1)
+    _, half = limits(roomy)
+    roomy.destroy()
+
+    engine = engine_of({**profile, "gpu_memory": half}, AUTO, projected_inputs="keep")
+    planner = engine.hmt_planner
+    plans, texts = [], []
+    for _ in range(6):  # bases are found in the first
+        steps(engine, 1)
+        plans.append(planner.plan)
+        texts.append(planner.describe())
+    found = {
+        "plans": plans,
+        "texts": texts,
+        "ranks": matrix_ranks(engine),
+        "predicted": planner._problem.workload.projected.others,
+        "comparison": planner.comparison.as_json(),
+        "limit": half,
+    }
+    engine.destroy()
+    return found
+
+
+def test_a_plan_follows_the_ranks_that_are_found(ranks: Ranks, tmp_path: Path) -> None:
+    found, other = ranks.run(run_chosen, 2, str(tmp_path))
+    assert found["plans"] == other["plans"]
+    assert set(found["ranks"].values()) == {4}
+    assert ("model.layers.*.self_attn.q_proj.weight", 4, 8) in found["predicted"]  # r and k
+    first, *others = found["plans"]
+    # 32 for five matrices of a layer; those of 20 keys and values have no more than 20
+    assert f"the largest candidates, {(5 * 32 + 2 * 20) / 7:.4g} in the mean" in found["texts"][0]
+    again = others[0]
+    assert all(plan is again for plan in others)  # once: nothing changed after that
+    assert "planned again: at the ranks found the device holds" in found["texts"][1]
+    assert "MiB less than planned for" in found["texts"][1]
+    assert "4 in the mean" in found["texts"][1]
+    kept = [sum(c.get("keep", 0) for c in plan.counts().values()) for plan in (first, again)]
+    assert kept[0] < kept[1]  # the room that smaller projections leave is used
+    held = found["comparison"]["activations: project"]
+    assert held["predicted"] == held["measured"] > 0  # X [Q | P] at the ranks that there are
+    assert abs(found["comparison"]["activations"]["error"]) < 0.05
+    assert found["comparison"]["activations"]["measured"] < found["limit"]
+
+
+def test_ranks_are_looked_at_after_refreshes_only() -> None:
+    class Matrices(list[Any]):
+        looked = 0
+
+        def __iter__(self) -> Any:
+            self.looked += 1
+            return super().__iter__()
+
+    def entry(name: str, rank: int, measured: bool) -> Any:
+        matrix = SimpleNamespace(rank=rank, measured=measured, candidates=(4, 64))
+        return SimpleNamespace(name=name, matrix=matrix)
+
+    layers = [entry(f"m.layers.{n}.q.weight", rank, True) for n, rank in enumerate((4, 9, 10))]
+    matrices = Matrices([*layers, entry("m.layers.0.k.weight", 4, False), entry("m.7.w", 8, True)])
+    schedule = SimpleNamespace(num_refreshes=[0] * len(matrices))
+    watch = RankWatch(SimpleNamespace(low_rank=matrices, schedule=schedule), "m.layers.*")
+    assert watch.news() is not None
+    assert watch.news() is None
+    assert matrices.looked == 1
+    schedule.num_refreshes[1] = 1
+    found = watch.news()
+    assert found is not None
+    assert dict(found.now) == {"m.layers.*.q.weight": 8, "m.layers.*.k.weight": 4, "m.7.w": 8}
+    assert dict(found.to_expect) == {**dict(found.now), "m.layers.*.k.weight": 64}
+    assert (found.num_found, found.num_matrices, found.mean) == (4, 5, 19.0)
+    assert watch.news() is None
+    assert matrices.looked == 2
+
+
+# -- steps in which matrices refresh --------------------------------------------------------------------
+
+
+def run_refreshing(folder: str) -> dict[str, Any]:
+    """Five to seven of 21 matrices refresh in every step; at first as many as the bytes allow."""
+    options = {"rank": 8, "early_refresh": False, "update_interval": 4}
+    config = ds_config(2, {**options, "max_full_gradient_bytes": 60_000})
+    planner = {"profile": f"{folder}/tight/profile.json"}
+    activations = {"policy": "plan", "projected_inputs": "keep"}
+    config["hmt"] |= {"activations": activations, "planner": planner}
+    engine = make_engine(config, tiny_llama(layers=LAYERS))
+    steps(engine, 6)
+    planned, plan = engine.hmt_planner._problem, engine.hmt_planner.plan
+    found = {
+        "comparison": engine.hmt_planner.comparison.as_json(),
+        "of any other step": held_by_component(planned, plan)["project"],
+        "at rest": planned.of_rank.gradients,
+    }
+    engine.destroy()
+    return found
+
+
+def test_a_step_that_refreshes_is_predicted_as_it_is(ranks: Ranks, alone: dict[str, Any]) -> None:
+    found = ranks.run(run_refreshing, 1, str(alone["folder"]))[0]
+    rows = found["comparison"]
+    products, gradients = rows["activations: project"], rows["gpu: gradients"]
+    assert products["predicted"] == products["measured"] < 0.9 * found["of any other step"]
+    assert rows["activations"]["error"] == pytest.approx(0, abs=1e-3)
+    assert gradients["predicted"] == gradients["measured"] > 1.2 * found["at rest"]
+
+
+# -- states on an SSD -----------------------------------------------------------------------------------
+
+
+def on_ssd(
+    folder: str,
+    activations: Any = None,
+    options: Any = None,
+    planner: Any = None,
+    **offload: str,
+) -> Any:
+    from hmt_deepspeed.zero import host_worker
+
+    host_worker.CHUNK, host_worker.NUM_STAGED = 4096, 4  # several pieces for the larger matrices
+    config = ds_config(2, options or {"method": "adamw"})
+    device = {"device": "nvme", "nvme_path": f"{folder}/states"}
+    config["zero_optimization"]["offload_optimizer"] = device
+    if activations is not None:
+        config["hmt"] |= {"activations": activations, "planner": planner or {}}
+    if offload:
+        config["hmt"]["offload"] = offload
+    return make_engine(config, tiny_llama(layers=LAYERS))
+
+
+def run_on_ssd(folder: str) -> dict[str, Any]:
+    from hmt_deepspeed.planner.cost import estimate
+    from hmt_deepspeed.planner.loads import Amount
+    from hmt_deepspeed.zero import planning
+
+    cache_in(folder)
+    search, allowed = planning.best_plan, []
+    planning.best_plan = lambda problem, given: allowed.append(given) or search(problem, given)
+    plain = on_ssd(folder)
+    losses = steps(plain, FIRST_PLANNED + 3)
+    plain.destroy()
+    engine = on_ssd(folder, {"policy": "plan"})
+    planner = engine.hmt_planner
+    found = {"plain losses": losses, "losses": steps(engine, FIRST_PLANNED + 3)}
+    update = estimate(planner._problem, planner.plan).phases[-1]
+    pieces = [p for entry in engine.optimizer.entries for p in entry.weight.states.pieces]
+    found |= {
+        "allowed": {choice for given in allowed[0].values() for choice in given},
+        "machine": planner.machine,
+        "update": (update.name, update.load[Amount.SSD_READ], update.load[Amount.SSD_WRITE]),
+        "comparison": planner.comparison.as_json(),
+        "elements": sum(p.numel() for p in engine.module.parameters()),
+        "pieces": len(pieces),
+        "largest": max(piece.nbytes for piece in pieces) + 4096,
+        "schedule": planner.facts.setup.schedule,
+    }
+    planner.save(Path(folder))
+    engine.destroy()
+    serial = on_ssd(folder, {"policy": "plan"}, schedule="serial")
+    found["serial"] = serial.hmt_planner.facts.setup.schedule
+    serial.destroy()
+    low_rank = {"rank": 8, "max_full_gradient_bytes": 10**7}
+    profile = {"profile": f"{folder}/profile.json"}
+    engine = on_ssd(folder, {"policy": "plan"}, low_rank, profile)
+    steps(engine, 5)
+    entries = engine.optimizer.entries
+    found["low rank"] = {
+        "comparison": engine.hmt_planner.comparison.as_json(),
+        "masters": sum(4 * e.weight.num_elements for e in engine.optimizer.low_rank),
+        "dense": sum(12 * e.weight.num_elements for e in entries if e.matrix is None),
+        "pieces": sum(len(entry.weight.states.pieces) for entry in entries),
+    }
+    engine.destroy()
+    return found
+
+
+def test_a_plan_beside_states_on_an_ssd(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(run_on_ssd, 1, str(tmp_path))[0]
+    assert found["losses"] == pytest.approx(found["plain losses"], rel=1e-6)
+    assert found["machine"].num_ssds == 1  # the folder of the states was measured
+    assert "swap_ssd" not in found["allowed"]  # activations were given no folder
+    assert "swap_host" in found["allowed"]
+
+    states = 12 * found["elements"]  # fp32 master and moments
+    assert found["update"] == ("update", states, states)
+    rows, pages = found["comparison"], 4096 * found["pieces"]
+    read, written = (rows[f"moved: ssd {way}"] for way in ("reading", "writing"))
+    assert read["predicted"] == states <= read["measured"] < states + pages  # whole pages
+    # a piece may be written behind, and counted in the iteration after
+    assert written["predicted"] == states
+    assert written["measured"] == pytest.approx(read["measured"], abs=5 * found["largest"])
+    for way in ("reading", "writing"):
+        assert rows[f"busy: ssd {way}"]["measured"] > 0
+    held = rows["ssd: optimizer states"]
+    assert held["predicted"] == 2 * states <= held["measured"] < 2 * (states + pages)
+    # gradients leave and weights come back, both in fp32 here, and nothing of the activations moves
+    for way in ("gpu to host", "host to gpu"):
+        row = rows[f"moved: {way}"]
+        assert row["predicted"] == row["measured"] == 4 * found["elements"]
+        assert rows[f"busy: {way}"]["measured"] > 0
+    adam = rows["busy: cpu"]
+    nanoseconds = found["elements"] * found["machine"].cpu_adam_ns
+    assert adam["predicted"] == pytest.approx(1e-9 * nanoseconds)
+    assert 0 < adam["measured"] < rows["iteration"]["measured"]
+    assert rows["busy: gpu"]["measured"] is None
+    assert (found["schedule"], found["serial"]) == ("optimised", "naive")
+
+    found = found["low rank"]  # of the matrices only masters are there
+    rows, pages = found["comparison"], 4096 * found["pieces"]
+    held, read = rows["ssd: optimizer states"], rows["moved: ssd reading"]
+    states = found["masters"] + found["dense"]
+    assert held["predicted"] == 2 * states <= held["measured"] < 2 * (states + pages)
+    assert read["predicted"] == states <= read["measured"] < states + pages
+    for row in ("moved: gpu to host", "moved: host to gpu", "host: gradients"):
+        assert rows[row]["predicted"] == rows[row]["measured"] > 0, row
+    assert rows["gpu: optimizer states"]["error"] == pytest.approx(0, abs=2e-3)
+    assert 0 < rows["busy: cpu"]["measured"] < rows["iteration"]["measured"]
+
+
+def test_unlike_disks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="are on different file systems; legal: one SSD or array"):
+        plan_inputs._ssd_folder(str(tmp_path / "new"), "/proc/states")
+    assert plan_inputs._ssd_folder(None, None) is None
+    both = [str(tmp_path / name) for name in ("activations", "states")]
+    assert plan_inputs._ssd_folder(*both) == both[0]
 
 
 # -- several ranks ------------------------------------------------------------------------------------
