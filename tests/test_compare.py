@@ -269,10 +269,29 @@ def test_documentation_is_the_strings_alone() -> None:
 
 
 def test_an_unknown_variant_is_refused_with_the_table() -> None:
-    with pytest.raises(ValueError, match="legal: adamw, galore, fira, apollo"):
+    with pytest.raises(ValueError, match="legal: adamw, adamw_quarter, galore, fira, apollo"):
         select(["adamw", "adamm"], "sweep")
     with pytest.raises(ValueError, match="legal for it: the finetune stage"):
         select(["lora"], "sweep")
+
+
+def test_adamw_with_a_factor_moves_the_matrices_by_that_share(setting: Setting) -> None:
+    moved = {}
+    for name in ("adamw", "adamw_quarter"):
+        model = build_model(setting, 0)
+        before = {key: p.detach().clone() for key, p in model.named_parameters()}
+        contender = build(name, model, setting.shape.hidden, setting.hyper(1e-2, 0))
+        contender.set_learning_rate(1e-2)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        contender.optimizer.step()
+        # The first step of AdamW is lr * sign(gradient) and lr * decay * weight.
+        decay = {key: 1e-2 * 0.1 * value for key, value in before.items()}
+        moved[name] = {k: before[k] - decay[k] - p.detach() for k, p in model.named_parameters()}
+        matrices = set(contender.matrices)
+    for key, whole in moved["adamw"].items():
+        share = 0.25 if key in matrices else 1.0
+        torch.testing.assert_close(moved["adamw_quarter"][key], share * whole, atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +300,7 @@ def test_an_unknown_variant_is_refused_with_the_table() -> None:
         ("hmt", {"rnak": 16}, "unknown option rnak; legal for hmt: method, projection, rank"),
         ("hmt", {"residual": "some"}, "hmt.optimizer.residual is 'some'"),
         ("galore", {"rank": 4, "gap": 200}, "unknown option gap; legal for galore: rank"),
-        ("adamw", {"rank": 4}, "legal for adamw: none"),
+        ("adamw", {"rank": 4}, "legal for adamw: scale"),
     ],
 )
 def test_a_wrong_option_stops_the_command(

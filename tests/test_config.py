@@ -663,7 +663,7 @@ def test_a_bad_choice_does_not_also_make_a_conflict(section):
 
 PLANNER = ("gpu_memory", "host_memory", "lossy", "profile", "plan", "save_plan")
 FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
-BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases")
+BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases", "old_moments")
 SNAPSHOT = ("path", "interval", "keep")
 
 
@@ -894,6 +894,7 @@ def test_planner_problems(block, key, words):
         {"basis_cache": {"max_bytes": 2**20 - 1}},
         {"basis_cache": {"prefetch": -1}},
         {"basis_cache": {"old_bases": 1}},
+        {"basis_cache": {"old_moments": -1}},
         {"basis_cache": {"enabled": True}},
         {"snapshot": {"keep": 0, "path": "/ssd", "interval": 1}},
         {"snapshot": {"interval": -1, "path": "/ssd"}},

@@ -28,8 +28,9 @@ if __name__ == "__main__":
         loss = engine(torch.ones(4, 16)).square().mean()
         engine.backward(loss)
         engine.step()
-    print("RESULT", type(engine).__name__, type(engine.optimizer).__name__, sibling.WORD, args.name,
-          args.local_rank, flush=True)
+    words = [type(engine).__name__, type(engine.optimizer).__name__, sibling.WORD, args.name]
+    # one write: the launcher runs python unbuffered, and the ranks share one stdout
+    print(" ".join(["RESULT", *words, str(args.local_rank)]), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """

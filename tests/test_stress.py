@@ -149,7 +149,16 @@ def test_small_numbers_are_kept_from_the_results() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["random_configs", "dead_rank", "bad_batch", "corrupt_checkpoint", "kills"]
+    "case",
+    [
+        "random_configs",
+        "dead_rank",
+        "bad_batch",
+        "full_disk",
+        "corrupt_checkpoint",
+        "kills",
+        "long_run_fpdt",
+    ],
 )
 def test_a_small_version_of_every_case(case: str, tmp_path: Path) -> None:
     done = stress(case, "--small", "--seed", "1", "--output", str(tmp_path))

@@ -220,7 +220,7 @@ class FpdtConfig(StrictModel):
     enabled: bool = Field(
         default=False,
         description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
-        "a layer keeps its input only.",
+        "a layer keeps its input, and attention's output where hmt.activations says so.",
     )
     chunk_size: Auto | PositiveInt = Field(
         default=65536,
@@ -301,6 +301,11 @@ class BasisCacheConfig(StrictModel):
         default=False,
         description="Keep a basis that a narrower one replaces; where the rank rises again, the range finder "
         "starts from it. They make room for current ones.",
+    )
+    old_moments: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Bases of each matrix, the last it has left, whose moments are kept; where the basis turns "
+        "back to one, its second moments come back. 0: none. They make room for current bases.",
     )
 
 

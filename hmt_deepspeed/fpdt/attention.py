@@ -97,11 +97,10 @@ class OnlineAttention:
         """
         query, key, value = project()
         ops = attention_ops(query)
-        if for_backward or chunk in self._seen_later:
-            self.chunks.put("k", chunk, key)
-            self.chunks.put("v", chunk, value)
         if for_backward:
-            self.chunks.put("q", chunk, query)
+            self._store(chunk, query, key, value)
+        elif chunk in self._seen_later:
+            self._store(chunk, None, key, value)
         out = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
         log_sum_exp = out.new_full(out.shape[:-1], float("-inf"))
         for step in forward_steps(chunk, self._keys[chunk]):
@@ -119,7 +118,19 @@ class OnlineAttention:
             del key, value  # released before the next pair's are waited for
         return out.to(query.dtype), log_sum_exp
 
+    def _store(self, chunk: int, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        self.chunks.put("k", chunk, key)
+        self.chunks.put("v", chunk, value)
+        if query is not None:
+            self.chunks.put("q", chunk, query)
+
     # -- backward -------------------------------------------------------------------------------------
+
+    def skip_forward(
+        self, chunk: int, project: Callable[[], tuple[Tensor, Tensor, Tensor]]
+    ) -> None:
+        """In place of :meth:`forward` for :meth:`backward`, when the output is known; see there."""
+        self._store(chunk, *project())
 
     def keep_gradient(self, chunk: int, out: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
         """Stores O, its log-sum-exp and dO of a chunk, for :meth:`backward`."""

@@ -1,7 +1,7 @@
 """A decoder layer in chunks: forward and backward of everything between its input and its output.
 
-Only the layer's input survives forward, as it is or in pieces of another form. Backward runs forward again
-chunk by chunk, takes each chunk's output gradient through MLP and output projection as it goes, then runs
+Only the layer's input survives forward, as it is or in pieces of another form, and attention's output where a
+holder of it is given. Backward runs forward again chunk by chunk (but attention, if its output is there), takes each chunk's output gradient through MLP and output projection as it goes, then runs
 attention backward with chunks of keys outside, and takes dQ, dK, dV of each chunk through the projections as
 they become final.
 """
@@ -9,7 +9,6 @@ they become final.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +26,15 @@ from hmt_deepspeed.fpdt.gradients import (
     trained_parameters,
 )
 from hmt_deepspeed.fpdt.inputs import (
+    AttentionHolder,
     HeldInput,
+    HeldOutputs,
     Holder,
     Input,
     Passage,
     WholeInput,
+    backward_follows,
     in_turn,
-    passage_of,
     tokens,
 )
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
@@ -54,6 +55,7 @@ class ChunkedLayer:
         sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
         around_backward: entered for the time of a backward.
         holder: of the input between forward and backward; None: autograd saves it.
+        attention_holder: of attention's output; None: backward attends again.
     """
 
     layer: nn.Module
@@ -64,6 +66,7 @@ class ChunkedLayer:
     sequence: SequenceParallel
     around_backward: Around
     holder: Holder | None = None
+    attention_holder: AttentionHolder | None = None
 
     def __call__(self, x: Tensor, visibility: Visibility, rotary: Rotary | None) -> Tensor:
         """The layer's output.
@@ -75,9 +78,14 @@ class ChunkedLayer:
         """
         cos, sin = rotary or (None, None)
         parameters = trained_parameters(self.layer)
-        passage = passage_of(x, self.holder, parameters)
-        with nullcontext() if passage is None else passage.hooks():
-            return _Layer.apply(x, cos, sin, self, visibility, passage, *parameters)
+        follows, held, outputs = backward_follows(x, parameters), None, None
+        if follows and self.holder is not None:
+            held = HeldInput(x, self.holder())
+        if follows and self.attention_holder is not None:
+            outputs = HeldOutputs(self.attention_holder())
+        passage = Passage(held, outputs)
+        with passage.hooks():
+            return _Layer.apply(x, cos, sin, self, visibility, held, outputs, passage, *parameters)
 
     def forward(
         self,
@@ -85,8 +93,10 @@ class ChunkedLayer:
         visibility: Visibility,
         rotary: Rotary | None,
         held: HeldInput | None = None,
+        outputs: HeldOutputs | None = None,
     ) -> Tensor:
-        """Without grad. Each piece of ``x`` goes to ``held`` once it has been used."""
+        """Without grad. Each piece of ``x`` goes to ``held`` once it has been used, and each chunk's attention
+        to ``outputs``."""
         out = torch.empty_like(x)
         whole = WholeInput(x)
         deal = self._deal(whole, visibility)
@@ -94,7 +104,11 @@ class ChunkedLayer:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(deal.local_spans(self.sequence.rank)):
                 parts = deal.parts[index]
-                shard, _ = attention.forward(index, self._projector(whole, rotary, span, parts))
+                shard, log_sum_exp = attention.forward(
+                    index, self._projector(whole, rotary, span, parts)
+                )
+                if outputs is not None:
+                    outputs.hold(shard, log_sum_exp)
                 attended = self._own_tokens(shard, parts)
                 for part, piece in in_turn(whole, self._pieces(span)):
                     out[:, part[0] : part[1]] = families.finish(
@@ -112,6 +126,7 @@ class ChunkedLayer:
         rotary: Rotary | None,
         wants_x: bool,
         sums: ParameterGradients,
+        outputs: HeldOutputs | None = None,
     ) -> Tensor | None:
         """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
         dx = x.new_gradient() if wants_x else None
@@ -123,9 +138,12 @@ class ChunkedLayer:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(spans):
                 parts = deal.parts[index]
-                shard, log_sum_exp = attention.forward(
-                    index, self._projector(x, rotary, span, parts), for_backward=True
-                )
+                project = self._projector(x, rotary, span, parts)
+                if outputs is None:
+                    shard, log_sum_exp = attention.forward(index, project, for_backward=True)
+                else:
+                    attention.skip_forward(index, project)
+                    shard, log_sum_exp = outputs.read(index)
                 attended = self._own_tokens(shard, parts)
                 turn = in_turn(x, pieces[index], next_pieces[index])
                 d_attended = self._finish_backward(turn, attended, grad, dx, span, sums)
@@ -293,26 +311,30 @@ class _Layer(torch.autograd.Function):
         sin: Tensor | None,
         layer: ChunkedLayer,
         visibility: Visibility,
-        passage: Passage | None,
+        held: HeldInput | None,
+        outputs: HeldOutputs | None,
+        passage: Passage,
         *parameters: Tensor,
     ) -> Tensor:
-        held = None if passage is None else passage.held
-        first = x if passage is None else passage.ticket()
-        ctx.save_for_backward(first, cos, sin)  # type: ignore[arg-type]
+        # in the places of the first two tensors goes what is held, see `Passage`
+        first = x if held is None else torch.empty(0)
+        second = [] if outputs is None else [torch.empty(0)]
+        ctx.save_for_backward(first, *second, cos, sin)  # type: ignore[arg-type]
         ctx.passage = passage  # type: ignore[attr-defined]
         ctx.layer, ctx.visibility = layer, visibility  # type: ignore[attr-defined]
         ctx.parameters = parameters  # type: ignore[attr-defined]
         ctx.autocast = autocast_of(x.device)  # type: ignore[attr-defined]
         with autocast_of(x.device):
             rotary = None if cos is None or sin is None else (cos, sin)
-            return layer.forward(x, visibility, rotary, held)
+            return layer.forward(x, visibility, rotary, held, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
-        passage: Passage | None = ctx.passage  # type: ignore[attr-defined]
-        x = WholeInput(first) if passage is None else passage.arrived()
+        first, *_, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        passage: Passage = ctx.passage  # type: ignore[attr-defined]
+        x = passage.arrived(HeldInput) or WholeInput(first)
+        outputs = passage.arrived(HeldOutputs)
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
         with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]
@@ -322,5 +344,6 @@ class _Layer(torch.autograd.Function):
                 None if cos is None else (cos, sin),
                 ctx.needs_input_grad[0],  # type: ignore[attr-defined]
                 sums,
+                outputs,
             )
-        return dx, None, None, None, None, None, *sums.take()
+        return dx, None, None, None, None, None, None, None, *sums.take()

@@ -1,4 +1,5 @@
-"""What is there of an input between forward and backward: the tensor itself, or its pieces in another form.
+"""What is there of a layer between forward and backward: its input as it is, or its pieces in another form;
+and, where attention shall not run again, attention's output.
 
 An input that is held in another form is encoded and decoded a piece at a time: there is never a second whole
 copy of it, and in backward not even a first.
@@ -7,7 +8,8 @@ copy of it, and in backward not even a first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +18,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from hmt_deepspeed.fpdt.visibility import Span
 
 __all__ = [
+    "AttentionHolder",
+    "HeldAttention",
     "HeldInput",
+    "HeldOutputs",
     "HeldPiece",
     "Holder",
     "Input",
     "Passage",
     "WholeInput",
+    "backward_follows",
     "in_turn",
-    "passage_of",
     "tokens",
 ]
+
+T = TypeVar("T")
 
 
 class HeldPiece(Protocol):
@@ -41,6 +48,20 @@ class HeldPiece(Protocol):
 # Called where a forward begins that backward will follow. What it returns is given the pieces [..., T, n] in
 # order; it may read each as long as its copy takes, and the caller does not write to them.
 Holder = Callable[[], Callable[[Tensor], HeldPiece]]
+
+
+class HeldAttention(Protocol):
+    """One chunk's output and log-sum-exp between forward and backward."""
+
+    def prefetch(self) -> None:
+        """Starts bringing them back to the device, where that takes time."""
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        """They, of the shapes and dtypes that they had."""
+
+
+# The same for attention: given output [B, T, n] and log-sum-exp [B, H, T] of one chunk after the other.
+AttentionHolder = Callable[[], Callable[[Tensor, Tensor], HeldAttention]]
 
 
 class Input:
@@ -108,43 +129,62 @@ def in_turn(
         del piece
 
 
+class HeldOutputs:
+    """Attention's output and log-sum-exp of each chunk, in another form or another place."""
+
+    def __init__(self, hold: Callable[[Tensor, Tensor], HeldAttention]) -> None:
+        self._hold = hold
+        self._chunks: list[HeldAttention] = []
+
+    def hold(self, out: Tensor, log_sum_exp: Tensor) -> None:
+        """Of the chunk after the last one: [B, H, T, D] and fp32 [B, H, T]."""
+        self._chunks.append(self._hold(out.transpose(1, 2).flatten(2), log_sum_exp))
+
+    def read(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """As they were held; the chunk after it is on its way when this returns."""
+        out, log_sum_exp = self._chunks[chunk].decode()
+        if chunk + 1 < len(self._chunks):
+            self._chunks[chunk + 1].prefetch()
+        return out.unflatten(-1, (log_sum_exp.shape[1], -1)).transpose(1, 2), log_sum_exp
+
+
 class Passage:
-    """Takes a held input from a Function's forward to its backward as autograd takes saved tensors.
+    """Takes what is held from a Function's forward to its backward as autograd takes saved tensors.
 
     It is then freed where they are: after a backward that does not retain the graph, although the graph's
-    nodes live on as long as somebody has the loss. In forward the first tensor saved stands for it.
+    nodes live on as long as somebody has the loss.
+
+    Args:
+        held: in place of the first, second, ... tensor that forward saves; None leaves that one to autograd.
     """
 
-    def __init__(self, held: HeldInput) -> None:
-        self.held = held
-        self._departing: list[HeldInput] = [held]
-        self._arrived: list[HeldInput] = []
+    def __init__(self, *held: object) -> None:
+        self._departing = list(held)
+        self._arrived: list[Any] = []
 
-    def hooks(self) -> saved_tensors_hooks:
+    def hooks(self) -> AbstractContextManager[Any]:
         """Around ``Function.apply``."""
+        if all(held is None for held in self._departing):
+            return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def ticket(self) -> Tensor:
-        """What forward saves first, in place of the input."""
-        del self.held
-        return torch.empty(0)
+    def arrived(self, kind: type[T]) -> T | None:
+        """What was held of this type, in backward, once the saved tensors have been looked up."""
+        found = next((held for held in self._arrived if isinstance(held, kind)), None)
+        self._arrived = [held for held in self._arrived if held is not found]
+        return found
 
-    def arrived(self) -> HeldInput:
-        """The input, in backward, once the saved tensors have been looked up."""
-        return self._arrived.pop()
+    def _pack(self, tensor: Tensor) -> object:
+        held = self._departing.pop(0) if self._departing else None
+        return tensor if held is None else held
 
-    def _pack(self, tensor: Tensor) -> Tensor | HeldInput:
-        return self._departing.pop() if self._departing else tensor
-
-    def _unpack(self, packed: Tensor | HeldInput) -> Tensor:
+    def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self._arrived.append(packed)
         return torch.empty(0)
 
 
-def passage_of(x: Tensor, holder: Holder | None, parameters: Sequence[Tensor]) -> Passage | None:
-    """For a function of ``x`` and ``parameters``; None where nothing but autograd holds ``x``, or no backward
-    will follow."""
-    follows = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-    return Passage(HeldInput(x, holder())) if holder is not None and follows else None
+def backward_follows(x: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether a function of ``x`` and ``parameters`` that is called now may be differentiated."""
+    return torch.is_grad_enabled() and (x.requires_grad or bool(parameters))

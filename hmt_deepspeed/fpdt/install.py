@@ -17,7 +17,7 @@ from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
 from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, heads_of, resolve
 from hmt_deepspeed.fpdt.gradients import Around
-from hmt_deepspeed.fpdt.inputs import Holder
+from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
@@ -91,6 +91,7 @@ def install(
     group: Group | None = None,
     around_backward: Around = nullcontext,
     holders: Mapping[nn.Module, Holder] | None = None,
+    attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
 ) -> Installation:
     """Replaces the forward of a causal language model's decoder layers, last norm and loss.
 
@@ -100,8 +101,8 @@ def install(
     Args:
         model: of transformers, one of ``FAMILIES``.
         chunk_size: tokens of a chunk in attention.
-        piece_size: tokens that projections and MLP take at once; default a quarter of a chunk, since the
-            MLP is several times as wide as the rest.
+        piece_size: tokens that projections, MLP and loss take at once; default a quarter of a chunk, since
+            MLP and vocabulary are several times as wide as the rest.
         offload_kv: keep chunks in pinned host memory between their uses.
         group: ranks that share each sequence. They call the model with the same whole rows, with labels;
             each computes its part, returns the loss of all, and has gradients whose mean over the ranks is
@@ -109,6 +110,7 @@ def install(
         around_backward: entered for the time of each layer's backward, and of the head's.
         holders: of the inputs of layers, and of the head, between forward and backward, piece by piece;
             autograd saves those of other modules as they are.
+        attention_holders: of layers' attention, whose backward then does not attend again.
 
     Raises:
         ValueError: another family, or a setting that would change the result.
@@ -129,7 +131,7 @@ def install(
 
     if ATTENTION not in AttentionInterface():
         register_attention()
-    holders = holders or {}
+    holders, attention_holders = holders or {}, attention_holders or {}
     installation = Installation(ChunkMemory(offload_kv), sequence)
     piece_size = piece_size or max(1, chunk_size // 4)
     for layer in layers:
@@ -142,6 +144,7 @@ def install(
             sequence,
             around_backward,
             holders.get(layer),
+            attention_holders.get(layer),
         )
         forward = _layer_forward(type(layer).forward, chunked)
         installation.replace_method(layer, "forward", forward)
@@ -152,7 +155,7 @@ def install(
         forward = _tokenwise_forward(norm.forward, piece_size)
         installation.replace_method(norm, "forward", forward)
     head = model.get_output_embeddings()
-    size = loss_chunk_size(model.config.vocab_size, chunk_size)
+    size = loss_chunk_size(model.config.vocab_size, piece_size)
     part = SequencePart(family, sequence, chunk_size)
     forward = _head_forward(head.forward, size, around_backward, holders.get(head))
     installation.replace_method(head, "forward", forward)

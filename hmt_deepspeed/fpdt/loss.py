@@ -20,7 +20,14 @@ from hmt_deepspeed.fpdt.gradients import (
     autocast_of,
     trained_parameters,
 )
-from hmt_deepspeed.fpdt.inputs import Holder, Passage, WholeInput, in_turn, passage_of
+from hmt_deepspeed.fpdt.inputs import (
+    HeldInput,
+    Holder,
+    Passage,
+    WholeInput,
+    backward_follows,
+    in_turn,
+)
 from hmt_deepspeed.fpdt.visibility import spans_of
 
 __all__ = ["IGNORED", "chunked_cross_entropy", "count_of", "loss_chunk_size", "shifted"]
@@ -29,9 +36,9 @@ IGNORED = -100  # the label that does not count
 LOGITS = 2**27  # of one chunk: 512 MiB in fp32
 
 
-def loss_chunk_size(vocabulary: int, chunk_size: int) -> int:
-    """Tokens whose logits are there at once: a chunk's, or fewer where the vocabulary is large."""
-    return max(1, min(chunk_size, LOGITS // vocabulary))
+def loss_chunk_size(vocabulary: int, piece_size: int) -> int:
+    """Tokens whose logits are there at once: a piece's, or fewer where the vocabulary is large."""
+    return max(1, min(piece_size, LOGITS // vocabulary))
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -49,11 +56,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         project: Callable[[Tensor], Tensor],
         chunk_size: int,
         around_backward: Around,
-        passage: Passage | None,
+        held: HeldInput | None,
+        passage: Passage,
         *parameters: Tensor,
     ) -> Tensor:
-        held = None if passage is None else passage.held
-        first = hidden if passage is None else passage.ticket()
+        first = hidden if held is None else torch.empty(0)
         ctx.around_backward, ctx.passage = around_backward, passage  # type: ignore[attr-defined]
         ctx.save_for_backward(first, targets, count)
         ctx.project, ctx.parameters = project, parameters  # type: ignore[attr-defined]
@@ -72,8 +79,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
-        passage: Passage | None = ctx.passage  # type: ignore[attr-defined]
-        hidden = WholeInput(first) if passage is None else passage.arrived()
+        passage: Passage = ctx.passage  # type: ignore[attr-defined]
+        hidden = passage.arrived(HeldInput) or WholeInput(first)
         wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
         d_hidden = hidden.new_gradient() if wants_hidden else None
@@ -89,7 +96,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 (d_part,) = sums.differentiate([loss], [each], [part])
                 if d_hidden is not None and d_part is not None:
                     d_hidden[begin:end] = d_part
-        return d_hidden, None, None, None, None, None, None, *sums.take()
+        return d_hidden, None, None, None, None, None, None, None, *sums.take()
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -130,8 +137,11 @@ def chunked_cross_entropy(
         A scalar.
     """
     flat, parameters = hidden.reshape(-1, hidden.shape[-1]), trained_parameters(head)
-    passage = passage_of(flat, holder, parameters)
-    with nullcontext() if passage is None else passage.hooks():
+    held = None
+    if holder is not None and backward_follows(flat, parameters):
+        held = HeldInput(flat, holder())
+    passage = Passage(held)
+    with passage.hooks():
         return _ChunkedCrossEntropy.apply(
             flat,
             targets.reshape(-1),
@@ -139,6 +149,7 @@ def chunked_cross_entropy(
             project,
             chunk_size,
             around_backward,
+            held,
             passage,
             *parameters,
         )

@@ -16,7 +16,7 @@ from .checksum import as_memoryview, checksum
 from .errors import StoreError
 from .slots import Slot, SlotFolder
 
-__all__ = ["AlternateSlots", "Piece", "Record", "read_kept"]
+__all__ = ["AlternateSlots", "Held", "Piece", "Record", "read_kept"]
 
 # What says that a file cannot be linked there, though it could be copied.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -30,9 +30,14 @@ class Record(NamedTuple):
     digest: str
 
 
-class _Version(NamedTuple):
-    slot: Slot
-    digest: str
+class _Version:
+    """One content of a piece, in a file that is written again once the content is retired and nobody holds it."""
+
+    def __init__(self, slot: Slot, digest: str) -> None:
+        self.slot, self.digest = slot, digest
+        self.num_holders = 0
+        self.retired = False  # another version counts
+        self.kept = False  # the file is somebody else's too, and never written again
 
 
 class Piece:
@@ -42,7 +47,43 @@ class Piece:
         self.name, self.nbytes = name, nbytes
         self._committed: _Version | None = None
         self._written: _Version | None = None  # since the last commit
-        self._kept = False  # the committed file is somebody else's too, and never written again
+
+
+class Held:
+    """What a piece held when :meth:`AlternateSlots.hold` was called, whatever is committed after it.
+
+    For any thread, by one at a time.
+    """
+
+    def __init__(self, slots: AlternateSlots, piece: Piece, version: _Version) -> None:
+        self._slots, self._piece, self._version = slots, piece, version
+
+    def keep(self, path: str) -> Record:
+        """Gives the file a second name, which no later write touches; or copies it there.
+
+        Its content survives a power cut when this returns; the name does once its folder is synced.
+
+        Raises:
+            StoreError: neither works.
+        """
+        slot = self._version.slot
+        self._slots.folder.sync(slot)
+        try:
+            os.link(slot.path, path)
+            self._version.kept = True
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise StoreError(f"{self._piece.name}: cannot link {path}: {error}") from error
+            _copy(slot.path, path)
+        return Record(slot.capacity, self._piece.nbytes, self._version.digest)
+
+    def release(self) -> None:
+        """The file may be written again, as far as this holder is concerned; to be called once.
+
+        Raises:
+            StoreError: it was kept, and cannot be given up in the folder of the slots.
+        """
+        self._slots._release(self._version)
 
 
 class AlternateSlots:
@@ -56,7 +97,8 @@ class AlternateSlots:
     the pieces concerned is being written.
 
     Args:
-        folder: the files; twice the bytes of the pieces, once all were written twice.
+        folder: the files; twice the bytes of the pieces, once all were written twice, and as much again as is
+            held or kept of older contents.
     """
 
     def __init__(self, folder: SlotFolder) -> None:
@@ -109,12 +151,12 @@ class AlternateSlots:
         retired = []
         for piece in self._open:
             if piece._written is not None:
-                retired.append((piece._committed, piece._kept))
-                piece._committed, piece._written, piece._kept = piece._written, None, False
+                retired.append(piece._committed)
+                piece._committed, piece._written = piece._written, None
         self._open.clear()
-        for version, kept in retired:
+        for version in retired:
             if version is not None:
-                self._retire(version.slot, kept)
+                self._retire(version)
 
     def roll_back(self, pieces: Iterable[Piece]) -> None:
         """What was written of these pieces since the last commit never was."""
@@ -124,34 +166,49 @@ class AlternateSlots:
             if version is not None:
                 self.folder.give_back(version.slot)
 
-    def keep(self, piece: Piece, path: str) -> Record:
-        """Gives the committed file a second name, which no later write touches; or copies it there.
-
-        Its content survives a power cut when this returns; the name does once its folder is synced.
+    def hold(self, piece: Piece) -> Held:
+        """The committed file, which is not written until it is released; for the thread that commits.
 
         Raises:
-            StoreError: neither works, or nothing was ever committed.
+            StoreError: nothing was ever committed.
         """
         version = piece._committed
         if version is None:
             raise StoreError(f"{piece.name} cannot be kept: it was never written")
-        self.folder.sync(version.slot)
-        try:
-            os.link(version.slot.path, path)
-            piece._kept = True
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise StoreError(f"{piece.name}: cannot link {path}: {error}") from error
-            _copy(version.slot.path, path)
-        return Record(version.slot.capacity, piece.nbytes, version.digest)
+        with self._lock:
+            version.num_holders += 1
+        return Held(self, piece, version)
 
-    def _retire(self, slot: Slot, kept: bool) -> None:
-        if kept:
-            try:
-                self.folder.discard(slot)
-            except OSError as error:
-                raise StoreError(f"{slot.path}: cannot be removed: {error}") from error
-        self.folder.give_back(slot)
+    def keep(self, piece: Piece, path: str) -> Record:
+        """Holds the committed file, gives it a second name (see :meth:`Held.keep`), and releases it."""
+        held = self.hold(piece)
+        try:
+            return held.keep(path)
+        finally:
+            held.release()
+
+    def _release(self, version: _Version) -> None:
+        with self._lock:
+            version.num_holders -= 1
+            unused = version.retired and not version.num_holders
+        if unused:
+            self._give_up(version)
+
+    def _retire(self, version: _Version) -> None:
+        with self._lock:
+            version.retired = True
+            unused = not version.num_holders
+        if unused:
+            self._give_up(version)
+
+    def _give_up(self, version: _Version) -> None:
+        if not version.kept:
+            self.folder.give_back(version.slot)
+            return
+        try:
+            self.folder.discard(version.slot)
+        except OSError as error:
+            raise StoreError(f"{version.slot.path}: cannot be removed: {error}") from error
 
 
 def _copy(source: str, path: str) -> None:

@@ -1,7 +1,7 @@
 """Projection bases in pinned host memory, of which the device holds those that the step needs next.
 
 HMT paper, stage 4: host memory as a cache of bases instead of a place to offload weights to, since bases are
-so much smaller.
+so much smaller. Old bases, and low-rank moments that belong to some, are kept in what room the current ones leave.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .errors import PoolFull
 from .growing import GrowingHostStore
+from .pool import whole_pages
 from .transfer import TransferEngine
 
 __all__ = ["BasisCache"]
@@ -30,17 +31,26 @@ class _Home(NamedTuple):
     nbytes: int
 
 
+class _Kept(NamedTuple):
+    """What there is of something old: the bytes of its tensors and, of an old basis, its name and columns."""
+
+    nbytes: tuple[int, ...]
+    basis_of: str | None = None
+    columns: int = 0
+
+
 class BasisCache:
-    """Current bases, which have no other home, and old ones, which make room for those.
+    """Current bases, which have no other home, and what is old, which makes room for those.
 
     A current basis is fetched by :meth:`get` and dropped from the device by the next one; while it is used, the
-    ``prefetch`` bases that come next are on their way, see :meth:`begin_round`. Old bases are kept until
-    ``max_entries`` or ``max_bytes`` are reached, and the least recently used one goes first.
+    ``prefetch`` bases that come next are on their way, see :meth:`begin_round`. What is old, bases by
+    :meth:`remember` and tensors that belong together by :meth:`keep`, stays until ``max_entries`` or ``max_bytes``
+    are reached, and the least recently used goes first.
 
     Args:
         engine: what moves them.
-        max_entries: of bases, current and old together.
-        max_bytes: of pinned host memory; each basis occupies whole pages of 4096 bytes.
+        max_entries: of bases, current and old, and of what else is kept, together.
+        max_bytes: of pinned host memory; each tensor occupies whole pages of 4096 bytes.
         prefetch: bases on their way to the device beside the one in use; 0: each is waited for.
 
     Attributes:
@@ -48,7 +58,8 @@ class BasisCache:
             often it had to ask for it. old_hits, old_misses: of :meth:`recall`, of all names together.
         device_bytes, peak_device_bytes: of bases on the device or on their way there, now and at most; of
             what the cache holds, not of what its caller still does.
-        num_evicted: old bases that had to make room.
+        num_evicted: old ones that had to make room, bases or what else was kept.
+        held: keys that do not make room, see :meth:`keep`; the caller's.
     """
 
     def __init__(
@@ -59,8 +70,8 @@ class BasisCache:
             engine, max_bytes, "hmt.basis_cache.max_bytes", min(_SLAB_BYTES, max_bytes)
         )
         self._current: dict[str, _Home] = {}
-        # bytes and columns, least recently used first
-        self._old: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
+        self.held: set[str] = set()
         self._in_use: tuple[str, Tensor] | None = None
         self._coming: OrderedDict[str, None] = OrderedDict()
         self._expected: list[str] = []  # what the round will ask for, as far as is known
@@ -121,11 +132,12 @@ class BasisCache:
         self._count_device_bytes()
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all other bases, current and old."""
+        """Forget all other bases, current and old, and whatever else is old."""
         for name in [name for name in self._current if name not in names]:
             self.drop(name)
-        for name in [name for name in self._old if name not in names]:
-            self.forget(name)
+        for key, kept in list(self._old.items()):
+            if kept.basis_of not in names:
+                self.discard(key)
 
     def begin_round(self, order: Sequence[str] | None = None) -> None:
         """Say what will be asked for, in order; None: what the last round of unknown order asked for."""
@@ -142,35 +154,68 @@ class BasisCache:
 
     def remember(self, name: str, basis: Tensor) -> None:
         """Keep an old basis (n x r), in place of the one of that name, as long as there is room for it."""
-        self.forget(name)
-        if self._make_room(_old(name), basis):
-            self._old[name] = basis.nbytes, basis.shape[1]
+        self._keep(_old(name), [basis], _Kept((basis.nbytes,), name, basis.shape[1]))
 
     def recall(self, name: str) -> Tensor | None:
         """The old basis of a name on the device, or None where none was kept or it had to make room."""
-        if name not in self._old:
+        if not self.has_kept(_old(name)):
             self.old_misses += 1
             return None
         self.old_hits += 1
-        self._old.move_to_end(name)
+        self.touch(_old(name))
         return self.old(name)
 
     def old(self, name: str) -> Tensor:
         """The same, not counted as a use. KeyError: there is none."""
-        return self._store.get(_old(name))
+        return self._store.get(_part(_old(name), 0))
 
     def old_names(self) -> list[str]:
         """Names with an old basis, least recently used first."""
-        return list(self._old)
+        return [kept.basis_of for kept in self._old.values() if kept.basis_of is not None]
 
     def old_width(self, name: str) -> int:
         """Columns of the old basis of a name, 0 if there is none."""
-        return self._old[name][1] if name in self._old else 0
+        return self._old[_old(name)].columns if self.has_kept(_old(name)) else 0
 
     def forget(self, name: str) -> None:
         """Drop the old basis of a name, if there is one."""
-        if self._old.pop(name, None) is not None:
-            self._store.drop(_old(name))
+        self.discard(_old(name))
+
+    # -- whatever else is old -------------------------------------------------------------------
+
+    def keep(self, key: str, tensors: Sequence[Tensor]) -> bool:
+        """Keep tensors under a key, all or none of them, as long as there is room; one entry. They may be freed
+        at once, not written to. False: there is no room."""
+        return self._keep(key, tensors, _Kept(tuple(tensor.nbytes for tensor in tensors)))
+
+    def has_kept(self, key: str) -> bool:
+        return key in self._old
+
+    def kept_bytes(self, key: str) -> int:
+        return sum(self._old[key].nbytes)
+
+    def expect(self, key: str) -> None:
+        """Start the copies to the device of what is kept under a key; :meth:`kept` then finds them there."""
+        for part in range(len(self._old[key].nbytes)):
+            self._store.prefetch(_part(key, part))
+
+    def kept(self, key: str) -> list[Tensor]:
+        """What is kept under a key, on the device. KeyError: nothing is."""
+        return [self._store.get(_part(key, part)) for part in range(len(self._old[key].nbytes))]
+
+    def touch(self, key: str) -> None:
+        """Count what is kept under a key as used now. KeyError: nothing is."""
+        self._old.move_to_end(key)
+
+    def discard(self, key: str) -> None:
+        """Drop what is kept under a key, if anything is."""
+        kept = self._old.pop(key, None)
+        for part in range(0 if kept is None else len(kept.nbytes)):
+            self._store.drop(_part(key, part))
+
+    def kept_keys(self) -> list[str]:
+        """Of all that is old, least recently used first."""
+        return list(self._old)
 
     # -- numbers --------------------------------------------------------------------------------
 
@@ -180,10 +225,9 @@ class BasisCache:
 
     @property
     def host_bytes(self) -> int:
-        """Of the bases in host memory."""
-        return sum(home.nbytes for home in self._current.values()) + sum(
-            size for size, _ in self._old.values()
-        )
+        """Of all that is in host memory, current and old."""
+        current = sum(home.nbytes for home in self._current.values())
+        return current + sum(sum(kept.nbytes) for kept in self._old.values())
 
     @property
     def pinned_bytes(self) -> int:
@@ -201,18 +245,32 @@ class BasisCache:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _make_room(self, key: str, basis: Tensor) -> bool:
-        """Put it into the store, at the expense of old bases if need be."""
-        while self.num_entries >= self.max_entries or not self._put(key, basis):
-            if not self._old:
+    def _keep(self, key: str, tensors: Sequence[Tensor], kept: _Kept) -> bool:
+        self.discard(key)
+        current = sum(whole_pages(home.nbytes) for home in self._current.values())
+        if sum(map(whole_pages, kept.nbytes)) > self._store.max_bytes - current:
+            return False  # not even if all that is old made room
+        for part, tensor in enumerate(tensors):
+            if not self._make_room(_part(key, part), tensor):
+                for done in range(part):
+                    self._store.drop(_part(key, done))
                 return False
-            self.forget(next(iter(self._old)))
+        self._old[key] = kept
+        return True
+
+    def _make_room(self, key: str, tensor: Tensor) -> bool:
+        """Put it into the store, at the expense of what is old if need be."""
+        while self.num_entries >= self.max_entries or not self._put(key, tensor):
+            oldest = next((old for old in self._old if old not in self.held), None)
+            if oldest is None:
+                return False
+            self.discard(oldest)
             self.num_evicted += 1
         return True
 
-    def _put(self, key: str, basis: Tensor) -> bool:
+    def _put(self, key: str, tensor: Tensor) -> bool:
         try:
-            self._store.put(key, basis)
+            self._store.put(key, tensor)
         except PoolFull:
             return False
         return True
@@ -258,3 +316,7 @@ class BasisCache:
 
 def _old(name: str) -> str:
     return f"old basis of {name}"
+
+
+def _part(key: str, part: int) -> str:
+    return f"{key}, part {part}"

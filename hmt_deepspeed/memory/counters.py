@@ -6,8 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 __all__ = ["Counters", "run_in_background"]
+
+Way = Literal["out", "in"]
 
 _background = threading.local()
 
@@ -23,6 +26,8 @@ class Counters:
     Attributes:
         bytes_out, bytes_in: moved away from the device (to host, to SSD), and towards it.
         num_out, num_in: transfers each way.
+        seconds_out, seconds_in: during which something moved that way, overlapping transfers once; of a copy
+            between device and host once it is done.
         seconds_waited: time callers stood still for a transfer (host side: what a device stream waits for is
             not seen here).
     """
@@ -31,7 +36,9 @@ class Counters:
         self._lock = threading.Lock()
         self.bytes_out = self.bytes_in = 0
         self.num_out = self.num_in = 0
-        self.seconds_waited = 0.0
+        self.seconds_waited = self.seconds_out = self.seconds_in = 0.0
+        self._num_moving = {"out": 0, "in": 0}
+        self._moving_since = {"out": 0.0, "in": 0.0}
 
     def count_out(self, nbytes: int) -> None:
         with self._lock:
@@ -42,6 +49,34 @@ class Counters:
         with self._lock:
             self.bytes_in += nbytes
             self.num_in += 1
+
+    def count_seconds(self, way: Way, seconds: float) -> None:
+        """What a transfer took whose clock is not the host's."""
+        with self._lock:
+            self._add_seconds(way, seconds)
+
+    @contextmanager
+    def moving(self, way: Way) -> Iterator[None]:
+        """Counts the duration of a block that moves bytes; of blocks at once in several threads, their union."""
+        self._change_moving(way, 1)
+        try:
+            yield
+        finally:
+            self._change_moving(way, -1)
+
+    def _change_moving(self, way: Way, change: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._num_moving[way]:
+                self._add_seconds(way, now - self._moving_since[way])
+            self._moving_since[way] = now
+            self._num_moving[way] += change
+
+    def _add_seconds(self, way: Way, seconds: float) -> None:
+        if way == "out":
+            self.seconds_out += seconds
+        else:
+            self.seconds_in += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -81,7 +82,10 @@ class AsyncIO:
                     f"async_io aligns transfers to {handle.get_alignment()} bytes, which must divide "
                     f"{GRANULE}: set aio.intra_op_parallelism to 1, 2, 4 or 8"
                 )
-        self._reader, self._writer = reader, writer
+        self._handles = {"read": reader, "write": writer}
+        # A handle's threads let go of the last tensor with the GIL, which they would not get once Python
+        # goes down (the process would abort), so they are joined before.
+        weakref.finalize(self, self._handles.clear)
 
     def write(self, path: str, memory: Tensor) -> None:
         _size(path, os.O_WRONLY)  # a missing file the handle would create
@@ -89,16 +93,16 @@ class AsyncIO:
         # for that with the GIL held, and the process hangs (DeepSpeed 0.19.8).
         if not _written.is_set():
             with _first_write:
-                _expect_one(self._writer.sync_pwrite(memory, path, 0))
+                _expect_one(self._handles["write"].sync_pwrite(memory, path, 0))
                 _written.set()
         else:
-            _expect_one(self._writer.sync_pwrite(memory, path, 0))
+            _expect_one(self._handles["write"].sync_pwrite(memory, path, 0))
 
     def read(self, path: str, memory: Tensor) -> None:
         found = _size(path, os.O_RDONLY)
         if found < memory.numel():  # the handle would abort the process
             raise OSError(errno.EIO, f"the file has {found} bytes, expected {memory.numel()}")
-        _expect_one(self._reader.sync_pread(memory, path, 0))
+        _expect_one(self._handles["read"].sync_pread(memory, path, 0))
 
 
 def _size(path: str, flags: int) -> int:

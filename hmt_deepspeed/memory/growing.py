@@ -25,6 +25,7 @@ class GrowingHostStore(TieredStore):
         max_bytes: of all host stores together.
         limit_name: what sets ``max_bytes``, for messages.
         slab_bytes: of each, except for larger tensors and what is left of ``max_bytes``.
+        first_bytes: of the first, which is taken at once; by default ``slab_bytes``.
 
     Attributes:
         pinned_bytes: taken so far. peak_bytes: occupied by tensors at most, summed over the host stores.
@@ -36,10 +37,11 @@ class GrowingHostStore(TieredStore):
         max_bytes: int,
         limit_name: str,
         slab_bytes: int = SLAB_BYTES,
+        first_bytes: int | None = None,
     ) -> None:
         self.engine, self.max_bytes = engine, max_bytes
         self._limit_name, self._slab_bytes = limit_name, slab_bytes
-        first = HostStore(engine, min(slab_bytes, max_bytes))
+        first = HostStore(engine, min(first_bytes or slab_bytes, max_bytes))
         super().__init__([first])
         self._hosts = [first]
 

@@ -79,7 +79,8 @@ class FileStore:
         num_threads: of writers, and as many of readers.
 
     Attributes:
-        counters: bytes (whole pages) and files written (out) and read (in), and seconds callers waited.
+        counters: bytes (whole pages) and files written (out) and read (in), seconds of either with their
+            checksums, and seconds callers waited.
         piece_bytes: of a file at most, whole pages.
         slots: the files, with ``path`` and ``file_bytes``.
 
@@ -235,7 +236,8 @@ class FileStore:
         """Writer thread: from pinned memory to the file, then pinned memory is released."""
         try:
             self.engine.host_bytes(piece.transfer)
-            digest = self.slots.write(piece.slot, piece.transfer.buffer.memory, piece.nbytes)
+            with self.counters.moving("out"):
+                digest = self.slots.write(piece.slot, piece.transfer.buffer.memory, piece.nbytes)
             self.counters.count_out(whole_pages(piece.nbytes))
             return digest
         except StoreError as error:
@@ -251,7 +253,8 @@ class FileStore:
         pool = self.engine.pool
         buffer = pool.take(piece.nbytes, entry.name, lent=True)
         try:
-            self.slots.read(piece.slot, buffer.memory, piece.nbytes, digest)
+            with self.counters.moving("in"):
+                self.slots.read(piece.slot, buffer.memory, piece.nbytes, digest)
         except BaseException as error:
             pool.release(buffer)
             if isinstance(error, StoreError):

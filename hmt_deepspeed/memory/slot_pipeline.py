@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -100,7 +101,8 @@ class SlotPipeline:
         failed: told the name of a piece that could not be written behind, and why.
 
     Attributes:
-        counters: bytes (whole pages) and pieces written (out) and read (in), since construction.
+        counters: bytes (whole pages) and pieces written (out) and read (in), and seconds of either with their
+            checksums, since construction.
         events: what was done when, in order of its end, where somebody has put a list there.
     """
 
@@ -118,6 +120,15 @@ class SlotPipeline:
         self._reader = _thread("hmt-states-read") if read_ahead else None
         self._writer = _thread("hmt-states-write") if write_behind else None
         self._last: dict[Piece, Lease] = {}  # of each piece, unless it is known to be over
+        self._expected: deque[Lease] = deque()
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """These will be leased next, in this order, if all goes as usual: their reads may begin now.
+
+        When another is leased, whatever is still expected is forgotten.
+        """
+        if self._reader is not None:
+            self._expected.extend(self._begin(piece, writes=True) for piece in pieces)
 
     def lease(self, piece: Piece, writes: bool = True) -> Lease:
         """The piece for one block of work, whose read may begin now.
@@ -125,10 +136,13 @@ class SlotPipeline:
         Args:
             writes: False for a block that only reads.
         """
-        lease = Lease(self, piece, self._last.get(piece), writes)
+        if self._expected and self._expected[0].piece is piece:
+            lease = self._expected.popleft()
+            lease._writes = writes
+        else:
+            self._forget()
+            lease = self._begin(piece, writes)
         self._last[piece] = lease
-        if self._reader is not None:
-            lease._arriving = self._reader.submit(self._read, lease)
         return lease
 
     def drain(self) -> None:
@@ -142,16 +156,29 @@ class SlotPipeline:
     def roll_back(self, pieces: Iterable[Piece]) -> None:
         """Waits for these pieces' blocks and forgets what was written of them since the commit."""
         pieces = list(pieces)
+        self._forget()
         self._wait(pieces)
         self.slots.roll_back(pieces)
 
     def close(self) -> None:
         """Waits for the threads. Idempotent."""
+        self._forget()
         for thread in (self._reader, self._writer):
             if thread is not None:
                 thread.shutdown()
 
     # -- steps --------------------------------------------------------------------------------------
+
+    def _begin(self, piece: Piece, writes: bool) -> Lease:
+        lease = Lease(self, piece, self._last.get(piece), writes)
+        if self._reader is not None:
+            lease._arriving = self._reader.submit(self._read, lease)
+        return lease
+
+    def _forget(self) -> None:
+        """Gives back what was read for leases that did not come."""
+        while self._expected:
+            self._expected.popleft().cancel()
 
     def _wait(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -167,7 +194,8 @@ class SlotPipeline:
         buffer = self._pool.take(piece.nbytes, piece.name, lent=True)
         begin = time.perf_counter()
         try:
-            nbytes = self.slots.read(piece, buffer.memory)
+            with self.counters.moving("in"):
+                nbytes = self.slots.read(piece, buffer.memory)
         except BaseException:
             self._pool.release(buffer)
             raise
@@ -191,7 +219,8 @@ class SlotPipeline:
     def _write(self, lease: Lease) -> None:
         piece, begin = lease.piece, time.perf_counter()
         try:
-            self.slots.write(piece, lease._buffer.memory)
+            with self.counters.moving("out"):
+                self.slots.write(piece, lease._buffer.memory)
             self.counters.count_out(whole_pages(piece.nbytes))
             self._log("write", piece, begin)
         finally:

@@ -7,6 +7,7 @@ on both.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Blocks the calling thread until it has; raises what the copy before it raised."""
+
+    def seconds(self) -> float:
+        """What the copy that it ends took, without what it waited for; once it is done."""
 
 
 class Streams(Protocol):
@@ -74,8 +78,12 @@ class Streams(Protocol):
 
 
 class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
+    """``begin``: recorded before the copy that this event ends; None where it ends none."""
+
+    def __init__(self, stream: torch.cuda.Stream, begin: torch.cuda.Event | None = None) -> None:
+        self._begin = begin
+        # a waiting thread sleeps
+        self.event = torch.cuda.Event(blocking=True, enable_timing=begin is not None)
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -83,6 +91,9 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self.event.synchronize()
+
+    def seconds(self) -> float:
+        return 0.0 if self._begin is None else self._begin.elapsed_time(self.event) / 1e3
 
 
 class CudaStreams:
@@ -104,9 +115,11 @@ class CudaStreams:
         stream = self._side[direction]
         for event in after:
             stream.wait_event(event.event)
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
-        return _CudaEvent(stream)
+        return _CudaEvent(stream, begin)
 
     def keep(self, tensor: Tensor, direction: Direction) -> None:
         tensor.record_stream(self._side[direction])
@@ -143,6 +156,7 @@ class _TwinEvent:
         self._streams, self._direction = streams, direction
         self.passed = streams is None
         self.error: Exception | None = None
+        self.took = 0.0
 
     def done(self) -> bool:
         return self.passed
@@ -152,6 +166,9 @@ class _TwinEvent:
             self._streams.run_until(self, self._direction)
         if self.error is not None:
             raise self.error
+
+    def seconds(self) -> float:
+        return self.took
 
 
 class _TwinCopy:
@@ -177,10 +194,12 @@ class _TwinCopy:
         device = self.device()
         if device is None:
             raise RuntimeError("device memory was freed before its copy ran: keep() was forgotten")
+        begin = time.perf_counter()
         if self.direction is Direction.TO_HOST:
             self.host.copy_(device)
         else:
             device.copy_(self.host)
+        self.event.took = time.perf_counter() - begin
 
 
 class TwinStreams:

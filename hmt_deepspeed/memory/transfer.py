@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .counters import Counters
+from .counters import Counters, Way
 from .errors import TransferError
 from .layout import Layout, flatten, new_like
 from .pool import Buffer, PinnedPool
@@ -74,7 +74,6 @@ class TransferEngine:
             tensors live on, so that none waits to be freed.
 
     Attributes:
-        counters: bytes and copies each way, as submitted, and seconds the host waited.
         pool: see ``pool_bytes``.
 
     Raises:
@@ -94,7 +93,9 @@ class TransferEngine:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.streams = streams or _default_streams(device)
-        self.counters = Counters()
+        self._counters = Counters()
+        self._copying: dict[Way, deque[Event]] = {"out": deque(), "in": deque()}
+        self._counting = threading.Lock()
         self._lock = threading.RLock()
         self._pools: list[PinnedPool] = []
         self.pool = self.new_pool(pool_bytes, "transfer pool")
@@ -102,9 +103,15 @@ class TransferEngine:
         self._outgoing_bytes = 0
         self._most_outgoing = self.pool.nbytes if outgoing_bytes is None else outgoing_bytes
 
+    @property
+    def counters(self) -> Counters:
+        """Bytes and copies each way, as submitted; seconds the host waited, and those of the copies done."""
+        self._count_seconds()
+        return self._counters
+
     def new_pool(self, nbytes: int, purpose: str) -> PinnedPool:
         """A further pinned pool of constant size, for a store that keeps what is put there."""
-        pool = PinnedPool(nbytes, purpose, self.streams, self.counters)
+        pool = PinnedPool(nbytes, purpose, self.streams, self._counters)
         self._pools.append(pool)
         return pool
 
@@ -141,7 +148,8 @@ class TransferEngine:
         except BaseException:
             pool.release(buffer)
             raise
-        self.counters.count_out(layout.nbytes)
+        self._counters.count_out(layout.nbytes)
+        self._count_seconds("out", stored)
         return Transfer(name, layout, pool, buffer, stored)
 
     def prefetch(self, transfer: Transfer) -> None:
@@ -180,7 +188,7 @@ class TransferEngine:
             RuntimeError: the handle was dropped.
         """
         self._check(transfer)
-        with self.counters.waiting(), _named(transfer.name, transfer.layout.nbytes):
+        with self._counters.waiting(), _named(transfer.name, transfer.layout.nbytes):
             transfer.stored.wait()
         return transfer.buffer.memory[: transfer.layout.nbytes]
 
@@ -269,7 +277,7 @@ class TransferEngine:
         if not arrival.copies:
             raise RuntimeError(f"{arrival.name!r} is received before its bytes were sent")
         try:
-            with self.counters.waiting(), _named(arrival.name, arrival.flat.numel()):
+            with self._counters.waiting(), _named(arrival.name, arrival.flat.numel()):
                 for target, event in arrival.copies:
                     self.streams.use(target, event, arrival.home)
         except BaseException:
@@ -302,8 +310,18 @@ class TransferEngine:
         with _named(arrival.name, nbytes):
             event = self.streams.copy(Direction.TO_DEVICE, target, source, before)
         arrival.copies.append((target, event))
-        self.counters.count_in(nbytes)
+        self._counters.count_in(nbytes)
+        self._count_seconds("in", event)
         return event
+
+    def _count_seconds(self, way: Way | None = None, begun: Event | None = None) -> None:
+        """Counts copies that are done; ``begun``: a new one. Waits for nothing."""
+        with self._counting:
+            if way is not None and begun is not None:
+                self._copying[way].append(begun)
+            for each, copies in self._copying.items():
+                while copies and copies[0].done():  # in order of submission, as they run
+                    self._counters.count_seconds(each, copies.popleft().seconds())
 
     def _make_room(self, nbytes: int) -> None:
         """Waits for the oldest copies to the host while there is no room for ``nbytes`` beside them."""
@@ -312,7 +330,7 @@ class TransferEngine:
             if not event.done():
                 if self._outgoing_bytes + nbytes <= self._most_outgoing:
                     return
-                with self.counters.waiting(), suppress(Exception):  # raised where it is used
+                with self._counters.waiting(), suppress(Exception):  # raised where it is used
                     event.wait()
             self._outgoing.popleft()
             self._outgoing_bytes -= size

@@ -23,7 +23,7 @@ from hmt_deepspeed.optim.basis import (
     widened,
 )
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.moments import Moments
+from hmt_deepspeed.optim.moments import Moments, Recalled
 from hmt_deepspeed.optim.rank import legal_candidates
 from hmt_deepspeed.optim.rules import (
     estimated_square_norm,
@@ -32,7 +32,7 @@ from hmt_deepspeed.optim.rules import (
     probe_residual,
 )
 
-__all__ = ["Columns", "LowRankMatrix", "adopt_together"]
+__all__ = ["Columns", "LowRankMatrix", "adopt_together", "overlap_of"]
 
 MAX_RESIDUAL_SCALE = 8.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -237,6 +237,11 @@ class LowRankMatrix(MatrixRule):
         return [captured[r - 1] for r in self.candidates if r <= len(captured)]
 
     @property
+    def recalls_moments(self) -> bool:
+        """Whether the moments of a basis that was left can be carried into a later one."""
+        return self.settings.moment_transfer == "rotate" and not self.redraws
+
+    @property
     def basis_rows(self) -> int:
         """Rows of what :meth:`basis_of` gives."""
         return self.shape[1]
@@ -260,10 +265,12 @@ class LowRankMatrix(MatrixRule):
         self.measured, self.columns = leader.measured, leader.columns
         self.candidates = leader.candidates
 
-    def _transfer_moments(self, basis: Tensor | None, overlap_sum: Tensor | None) -> None:
+    def _transfer_moments(
+        self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
+    ) -> None:
         rank = self.shape[1] if basis is None else basis.shape[1]
         if self.settings.moment_transfer == "rotate":
-            self.moments.rotate(self._overlap(basis))
+            self.moments.rotate(self._overlap(basis), recalled=recalled)
         elif self.settings.moment_transfer == "keep":
             self.moments.keep(rank)
         else:
@@ -275,7 +282,7 @@ class LowRankMatrix(MatrixRule):
         if old is None:
             new = basis
             return torch.eye(self.shape[1], device=self.device) if new is None else new.float()
-        return old.float().t() if basis is None else old.float().t() @ basis.float()
+        return overlap_of(old, basis)
 
     def _install(self, basis: Tensor | None) -> None:
         n = self.shape[1]
@@ -405,14 +412,26 @@ class LowRankMatrix(MatrixRule):
         return torch.as_tensor(state["basis"])
 
 
+def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:
+    """``Q_old^T Q_new`` in fp32; None is the identity, the basis of a full-rank matrix."""
+    return old.float().t() if new is None else old.float().t() @ new.float()
+
+
 def adopt_together(
-    members: Sequence[LowRankMatrix], basis: Tensor | None, overlap_sums: Sequence[Tensor | None]
+    members: Sequence[LowRankMatrix],
+    basis: Tensor | None,
+    overlap_sums: Sequence[Tensor | None],
+    recalled: Sequence[Sequence[Recalled]] | None = None,
 ) -> None:
-    """:meth:`LowRankMatrix.adopt` of matrices that share a basis: all leave the old one at once."""
-    for matrix, overlap_sum in zip(members, overlap_sums, strict=True):
+    """:meth:`LowRankMatrix.adopt` of matrices that share a basis: all leave the old one at once.
+
+    ``recalled``: what each of them remembers of bases before, see :meth:`Moments.rotate`.
+    """
+    known = [()] * len(members) if recalled is None else recalled
+    for matrix, overlap_sum, older in zip(members, overlap_sums, known, strict=True):
         stays_full = matrix.full_rank and basis is None
         if matrix.steps and not stays_full:
-            matrix._transfer_moments(basis, overlap_sum)
+            matrix._transfer_moments(basis, overlap_sum, older)
     for matrix in members:
         matrix._install(basis)
         if not matrix.steps:

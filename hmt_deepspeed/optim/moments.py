@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,89 @@ from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.basis import keyed_seed, transfer_second_moment
 from hmt_deepspeed.optim.state import StateTensor
 
-__all__ = ["Moments"]
+__all__ = ["LeftMoments", "Moments", "Recalled"]
 
 _LEAST_EVIDENCE = 1e-8
+
+
+@dataclass(frozen=True)
+class LeftMoments:
+    """Moments as they are when their basis is left; nothing writes to them any more.
+
+    Attributes:
+        exp_avg, exp_avg_sq, evidence, first_evidence, steps: as of :class:`Moments`.
+    """
+
+    exp_avg: StateTensor
+    exp_avg_sq: StateTensor
+    evidence: Tensor
+    first_evidence: float
+    steps: int
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], dtype: str, device: torch.device) -> LeftMoments:
+        """From values of :meth:`state_dict`; those that were 8- or 16-bit come back exactly."""
+
+        def stored(key: str, signed: bool) -> StateTensor:
+            value = torch.as_tensor(state[key]).to(device=device, dtype=torch.float32)
+            made = StateTensor(tuple(value.shape), dtype, signed, device)
+            made.write(value, None)
+            return made
+
+        evidence = torch.as_tensor(state["evidence"])
+        evidence = evidence.to(device=device, dtype=torch.float32, copy=True)
+        first, second = stored("exp_avg", True), stored("exp_avg_sq", False)
+        return cls(first, second, evidence, float(state["first_evidence"]), int(state["steps"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain fp32 tensors and numbers."""
+        return {
+            "exp_avg": self.exp_avg.read(),
+            "exp_avg_sq": self.exp_avg_sq.read(),
+            "evidence": self.evidence,
+            "steps": self.steps,
+            "first_evidence": self.first_evidence,
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """All that it consists of, as stored."""
+        return [self.evidence, *self.exp_avg.tensors(), *self.exp_avg_sq.tensors()]
+
+    def holding(self, tensors: Sequence[Tensor]) -> LeftMoments:
+        """The same with others in the place of :meth:`tensors`, in their order."""
+        evidence, *stored = tensors
+        half = len(stored) // 2
+        first, second = self.exp_avg.holding(stored[:half]), self.exp_avg_sq.holding(stored[half:])
+        return replace(self, exp_avg=first, exp_avg_sq=second, evidence=evidence)
+
+    def second_in(
+        self, overlap: Tensor, left_overlap: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``(v^, w)``: the bias-corrected second moment in another basis, and its evidence there.
+
+        A new direction has the evidence of the old ones it came from: rho w when all had weight w.
+
+        Args:
+            overlap: r_old x r_new, ``Q_old^T Q_new``. left_overlap: of a two-sided core, ``P_old^T P_new``.
+        """
+        mean = self.exp_avg.read() / self.first_evidence
+        second = self.exp_avg_sq.read() / self.evidence
+        moved = transfer_second_moment(mean, second, overlap, left_overlap)
+        weight = self.evidence @ overlap.square()
+        if left_overlap is not None:
+            weight = left_overlap.square().t() @ weight
+        return moved, weight
+
+
+class Recalled(NamedTuple):
+    """Moments of a basis that was left before, for the basis that comes now.
+
+    overlap: r_old x r_new, ``Q_old^T Q_new``. decay: of their evidence, ``beta_2^(steps since)``.
+    """
+
+    moments: LeftMoments
+    overlap: Tensor
+    decay: float
 
 
 class Moments:
@@ -84,18 +165,31 @@ class Moments:
 
     # -- change of basis ------------------------------------------------------------------------
 
-    def rotate(self, overlap: Tensor, left_overlap: Tensor | None = None) -> None:
-        """Carry the moments to a new basis: ``R = Q_old^T Q_new`` and, two-sided, ``R_P``."""
-        mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
-        moved = transfer_second_moment(
-            mean / self.first_evidence, second / self.evidence, overlap, left_overlap
-        )
-        # A new direction has the evidence of the old ones it came from: rho w when all had weight w.
-        weight = self.evidence @ overlap.square()
-        mean = mean @ overlap
+    def left(self) -> LeftMoments:
+        """What another basis starts from: a change of basis makes new tensors, so these stay as they are."""
+        states = self.exp_avg, self.exp_avg_sq
+        return LeftMoments(*states, self.evidence, self.first_evidence, self.steps)
+
+    def rotate(
+        self,
+        overlap: Tensor,
+        left_overlap: Tensor | None = None,
+        recalled: Sequence[Recalled] = (),
+    ) -> None:
+        """Carry the moments to a new basis: ``R = Q_old^T Q_new`` and, two-sided, ``R_P``.
+
+        A new direction of which a ``recalled`` basis had more evidence than the one in force, though it is old,
+        takes its second moment from there. The first has forgotten what it knew since.
+        """
+        moved, weight = self.left().second_in(overlap, left_overlap)
+        mean = self.exp_avg.read() @ overlap
         if left_overlap is not None:
-            weight = left_overlap.square().t() @ weight
             mean = left_overlap.t() @ mean
+        for older in recalled:
+            second, evidence = older.moments.second_in(older.overlap)
+            evidence *= older.decay
+            moved = torch.where(evidence > weight, second, moved)
+            weight = torch.maximum(weight, evidence)
         self._replace(mean, moved, weight)
 
     def keep(self, columns: int, rows: int | None = None) -> None:
@@ -127,24 +221,17 @@ class Moments:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain fp32 tensors and numbers."""
-        return {
-            "exp_avg": self.exp_avg.read(),
-            "exp_avg_sq": self.exp_avg_sq.read(),
-            "evidence": self.evidence,
-            "steps": self.steps,
-            "first_evidence": self.first_evidence,
-        }
+        return self.left().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore values of :meth:`state_dict`; values that were 8- or 16-bit come back exactly."""
-        mean = torch.as_tensor(state["exp_avg"])
-        self._allocate((mean.shape[0], mean.shape[1]))
-        for key, target in self.states().items():
-            value = torch.as_tensor(state[key]).to(device=self.device, dtype=torch.float32)
-            target.write(value, None)
-        evidence = torch.as_tensor(state["evidence"])
-        self.evidence = evidence.to(device=self.device, dtype=torch.float32, copy=True)
-        self.steps, self.first_evidence = int(state["steps"]), float(state["first_evidence"])
+        found = LeftMoments.restored(state, self.dtype, self.device)
+        self.exp_avg, self.exp_avg_sq = found.exp_avg, found.exp_avg_sq
+        self.evidence, self.first_evidence, self.steps = (
+            found.evidence,
+            found.first_evidence,
+            found.steps,
+        )
 
 
 def _resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

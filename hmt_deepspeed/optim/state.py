@@ -7,6 +7,8 @@ to nearest would freeze it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from math import prod
 
 import torch
@@ -61,6 +63,17 @@ class StateTensor:
             stochastic_round(value.contiguous(), self.data, key)
         else:
             self.data.copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """What is stored: ``data``, and ``scales`` where there are."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
+    def holding(self, tensors: Sequence[Tensor]) -> StateTensor:
+        """A state of the same shape and dtype that stores other :meth:`tensors`."""
+        other = copy(self)
+        other.data, *scales = tensors
+        other.scales = scales[0] if scales else None
+        return other
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Move the storage."""

@@ -8,7 +8,7 @@ and the probes ``S`` outside it, both without states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.basis import Subspace, keyed_generator, orthonormal, random_basis
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.moments import Moments
+from hmt_deepspeed.optim.moments import Moments, Recalled
 
 __all__ = ["TwoSidedMatrix"]
 
@@ -77,8 +77,15 @@ class TwoSidedMatrix(LowRankMatrix):
         new = basis[self.shape[1] :][self.rows[0] : self.rows[1]]
         return self.left_basis[counted].float().t() @ new[counted].float()
 
-    def _transfer_moments(self, basis: Tensor | None, overlap_sum: Tensor | None) -> None:
+    @property
+    def recalls_moments(self) -> bool:
+        return False  # a core's evidence is of pairs of directions, and the left ones are dealt over ranks
+
+    def _transfer_moments(
+        self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
+    ) -> None:
         assert basis is not None
+        assert not recalled
         rank = basis.shape[1]
         if self.settings.moment_transfer == "rotate":
             self.moments.rotate(self._overlap(basis[: self.shape[1]]), overlap_sum)

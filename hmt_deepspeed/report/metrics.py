@@ -70,16 +70,29 @@ def device_memory(accelerator: Accelerator | None = None) -> DeviceMemory:
     )
 
 
-def model_flops_utilization(
-    num_parameters: int, tokens_per_second: float, peak_flops: float
+def model_flops_per_token(
+    num_parameters: int, num_layers: int, attention_width: int, seq_length: int
 ) -> float:
-    """MFU with 6 FLOPs per parameter and token (forward 2, backward 4), attention left out.
+    """FLOPs of ordinary training per token: 6 N + 12 L H Q T (PaLM, 2204.02311, appendix B).
 
-    `tokens_per_second` and `peak_flops` (FLOP/s) count the same devices.
+    Attention counts all pairs of tokens, masked or not; nothing counts twice for being computed again.
+
+    Args:
+        num_parameters: N, without tables that tokens are only looked up in.
+        attention_width: H Q, heads times the channels of one.
+    """
+    return 6.0 * num_parameters + 12.0 * num_layers * attention_width * seq_length
+
+
+def flops_utilization(flops: float, seconds: float, peak_flops: float) -> float:
+    """Part of a device's peak (FLOP/s) that `flops` in `seconds` are.
+
+    MFU for the FLOPs of ordinary training, which may be more than were computed: a projected backward and a
+    causal kernel leave some out. HFU for those computed, never above 1 on a device with that peak.
     """
     if not peak_flops > 0:
         raise ValueError(f"peak_flops is {peak_flops}; give the device's peak FLOP/s, above 0")
-    return 6.0 * num_parameters * tokens_per_second / peak_flops
+    return flops / seconds / peak_flops
 
 
 def machine_info() -> dict[str, Any]:

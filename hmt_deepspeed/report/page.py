@@ -120,14 +120,19 @@ def _predictions(runs: Sequence[Run]) -> _Table | None:
     for run in runs:
         for name, row in run.planned().items():
             predicted, measured = row["predicted"], row["measured"]
-            cells = [
-                format_bytes(value) if row["unit"] == "bytes" else f"{value:.4g} {row['unit']}"
-                for value in (predicted, measured)
-            ]
-            ratio = f"{measured / predicted:.2f}" if predicted else "–"
+            cells = [_quantity(value, row["unit"]) for value in (predicted, measured)]
+            ratio = row.get("note", "–")
+            if predicted and measured is not None:
+                ratio = f"{measured / predicted:.2f}"
             rows.append([name.replace("_", " "), run.name, *cells, ratio])
     headers = ["", "run", "predicted", "measured", "measured / predicted"]
     return _Table(headers, rows) if rows else None
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
+    return format_bytes(value) if unit == "bytes" else f"{value:.4g} {unit}"
 
 
 def _differences(runs: Sequence[Run]) -> _Table | None:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hmt_deepspeed.report.drawing import (
+    COLOURS,
+    by_part,
+    bytes_unit,
+    colour_of,
+    coloured,
+    label_runs,
+    label_steps,
+    legend_once,
+    median_of,
+    new_figure,
+    unit_of,
+)
 from hmt_deepspeed.report.phases import PHASES
 from hmt_deepspeed.report.runs import Run
 from hmt_deepspeed.report.timeline import KINDS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["PLOTS", "Plot", "check_matplotlib", "draw"]
 
-# Okabe and Ito's colours, which colour-blind readers tell apart too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -46,7 +55,6 @@ _PATHS = {
     "bytes_from_ssd": "SSD to host",
     "communication_bytes_per_step": "sent to other ranks",
 }
-_WIDTH = 10.0  # inches
 
 
 class Plot(NamedTuple):
@@ -84,24 +92,25 @@ def draw(plot: Plot, runs: Sequence[Run]) -> str | None:
 
 def _planned(runs: Sequence[Run]) -> Figure | None:
     """Measured over predicted, a bar a quantity; the line is a plan that was right."""
-    having = [run for run in runs if any(row["predicted"] for row in run.planned().values())]
+    ratios = [
+        {
+            name: row["measured"] / row["predicted"]
+            for name, row in run.planned().items()
+            if row["predicted"] and row["measured"] is not None
+        }
+        for run in runs
+    ]
+    having = [(run, found) for run, found in zip(runs, ratios, strict=True) if found]
     if not having:
         return None
-    names = list(
-        dict.fromkeys(
-            name for run in having for name, row in run.planned().items() if row["predicted"]
-        )
-    )
-    figure, (axis,) = _figure(1, 1, 1.2 + 0.25 * len(names) * len(having))
+    names = list(dict.fromkeys(name for _, found in having for name in found))
+    figure, (axis,) = new_figure(1, 1, 1.2 + 0.25 * len(names) * len(having))
     thickness = 0.8 / len(having)
-    for number, run in enumerate(having):
-        found = {
-            n: r["measured"] / r["predicted"] for n, r in run.planned().items() if r["predicted"]
-        }
+    for number, (run, found) in enumerate(having):
         own = [(i, found[name]) for i, name in enumerate(names) if name in found]
         places = [i + (number - (len(having) - 1) / 2) * thickness for i, _ in own]
         drawn = axis.barh(
-            places, [v for _, v in own], thickness * 0.9, color=_COLOURS[number], label=run.name
+            places, [v for _, v in own], thickness * 0.9, color=COLOURS[number], label=run.name
         )
         axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
     axis.axvline(1.0, color="#222222", linewidth=1)
@@ -124,13 +133,13 @@ def _learning(runs: Sequence[Run]) -> Figure | None:
         ("lr", "learning rate"),
         ("grad_norm", "gradient norm"),
     )
-    figure, axes = _figure(1, 3, 2.9)
+    figure, axes = new_figure(1, 3, 2.9)
     for axis, (name, label) in zip(axes, panels, strict=True):
-        for run, colour in _coloured(runs):
+        for run, colour in coloured(runs):
             axis.plot(*run.series(name), color=colour, linewidth=1, label=run.name)
             if name == "loss":
                 axis.plot(*run.series("eval_loss"), "o", color=colour, markersize=5)
-        _by_step(axis, ylabel=label)
+        label_steps(axis, ylabel=label)
         axis.margins(y=0.08)
     axes[0].plot([], [], "o", color="#666666", label="held out")
     axes[0].legend()
@@ -138,15 +147,15 @@ def _learning(runs: Sequence[Run]) -> Figure | None:
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
-    unit, scale = _bytes_unit(runs, ["peak_device_bytes", "peak_host_bytes"])
-    figure, axes = _figure(1, 2, 2.9, sharey=True)
+    unit, scale = bytes_unit(runs, ["peak_device_bytes", "peak_host_bytes"])
+    figure, axes = new_figure(1, 2, 2.9, sharey=True)
     for axis, place in zip(axes, ("device", "host"), strict=True):
-        for run, colour in _coloured(runs):
+        for run, colour in coloured(runs):
             for name, style in ((f"{place}_bytes", "-"), (f"peak_{place}_bytes", ":")):
                 steps, values = run.series(name)
                 label = run.name if style == "-" else None
                 axis.plot(steps, [v / scale for v in values], style, color=colour, label=label)
-        _by_step(axis, ylabel=unit, ylim=(0, None))
+        label_steps(axis, ylabel=unit, ylim=(0, None))
     named = {str(run.records[-1].get("device")) for run in runs}
     axes[0].set_title(f"device: {', '.join(sorted(named))}")
     axes[1].set_title("this process's host memory")
@@ -159,16 +168,16 @@ def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
     having = [run for run in runs if run.last("weight_bytes")]
     if not having:
         return None
-    unit, scale = _bytes_unit(having, list(_MEMORY), together=True)
-    figure, axes = _figure(1, len(having), 3.0, sharey=True)
+    unit, scale = bytes_unit(having, list(_MEMORY), together=True)
+    figure, axes = new_figure(1, len(having), 3.0, sharey=True)
     for axis, run in zip(axes, having, strict=True):
         steps = run.series("weight_bytes")[0]
         layers = {text: run.series(name) for name, text in _MEMORY.items()}
         layers = {text: found for text, found in layers.items() if found[0] == steps}
         values = [[v / scale for v in found[1]] for found in layers.values()]
-        colours = [_COLOURS[list(_MEMORY.values()).index(text)] for text in layers]
+        colours = [COLOURS[list(_MEMORY.values()).index(text)] for text in layers]
         axis.stackplot(steps, values, labels=list(layers), colors=colours, alpha=0.85)
-        _by_step(axis, title=run.name, ylabel=unit, ylim=(0, None))
+        label_steps(axis, title=run.name, ylabel=unit, ylim=(0, None))
         axis.margins(x=0)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
@@ -176,28 +185,28 @@ def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
 
 
 def _activations(runs: Sequence[Run]) -> Figure | None:
-    errors = {run.name: _by_part(run, "activation_error_per_component") for run in runs}
-    held = {run.name: _by_part(run, "activation_bytes_per_component") for run in runs}
+    errors = {run.name: by_part(run, "activation_error_per_component") for run in runs}
+    held = {run.name: by_part(run, "activation_bytes_per_component") for run in runs}
     having = [run for run in runs if held[run.name]]
     if not having:
         return None
     any_error = any(errors[run.name] for run in having)
-    figure, axes = _figure(1, 2 if any_error else 1, 2.9)
-    unit, scale = _unit_of(max(v[-1] for run in having for _, v in held[run.name].values()))
+    figure, axes = new_figure(1, 2 if any_error else 1, 2.9)
+    unit, scale = unit_of(max(v[-1] for run in having for _, v in held[run.name].values()))
     parts = list(dict.fromkeys(part for run in having for part in held[run.name]))
     for number, run in enumerate(having):
         left = 0.0
         for part in parts:
             size = held[run.name].get(part, ([], [0.0]))[1][-1] / scale
-            axes[0].barh(number, size, left=left, color=_colour(parts, part), label=part)
+            axes[0].barh(number, size, left=left, color=colour_of(parts, part), label=part)
             left += size
     axes[0].set(xlabel=f"{unit} held between forward and backward, last step")
-    _rows(axes[0], having)
-    _legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
+    label_runs(axes[0], having)
+    legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
     for number, run in enumerate(having if any_error else []):
         for part, (steps, values) in errors[run.name].items():
             style: dict[str, Any] = {
-                "color": _colour(parts, part),
+                "color": colour_of(parts, part),
                 "marker": "os^Dv"[number % 5],
                 "markersize": 4,
             }
@@ -205,7 +214,7 @@ def _activations(runs: Sequence[Run]) -> Figure | None:
             axes[1].plot(steps, [100 * v for v in values], label=label, **style)
     if any_error:
         largest = max(max(v) for run in having for _, v in errors[run.name].values())
-        _by_step(axes[1], ylabel="error of encoding, %", ylim=(0, 115 * largest))
+        label_steps(axes[1], ylabel="error of encoding, %", ylim=(0, 115 * largest))
         axes[1].legend()
     return figure
 
@@ -235,7 +244,7 @@ def _heat_maps(
     if not found:
         return None
     rows = max(len(matrices) for _, matrices, _ in found.values())
-    figure, axes = _figure(1, len(found), min(max(0.14 * rows, 2.8), 9.0))
+    figure, axes = new_figure(1, len(found), min(max(0.14 * rows, 2.8), 9.0))
     if limits is None:
         numbers = [v for *_, rows_ in found.values() for row in rows_ for v in row if v is not None]
         limits = (0, max(numbers))
@@ -266,7 +275,7 @@ def _heat_maps(
         axis.hlines(starts[1:], edges[0], edges[-1], colors="white", linewidth=1.5)
         axis.tick_params(axis="y", length=0)
         axis.grid(visible=False)
-        _by_step(axis, title=run_name)
+        label_steps(axis, title=run_name)
         axis.invert_yaxis()
     figure.colorbar(mesh, ax=axes, label=label, pad=0.01)
     return figure
@@ -285,33 +294,33 @@ def _phases(runs: Sequence[Run]) -> Figure | None:
     having = [run for run in runs if run.last("forward_seconds") is not None]
     if not having:
         return None
-    figure, (bars, lines) = _figure(1, 2, 1.9 + 0.35 * max(len(having), 2), width_ratios=[3, 2])
+    figure, (bars, lines) = new_figure(1, 2, 1.9 + 0.35 * max(len(having), 2), width_ratios=[3, 2])
     parts = [*PHASES, "other"]
     for number, run in enumerate(having):
-        seconds = {phase: _median(run, f"{phase}_seconds") for phase in PHASES}
-        seconds["other"] = max(_median(run, "step_seconds") - sum(seconds.values()), 0.0)
+        seconds = {phase: median_of(run, f"{phase}_seconds") for phase in PHASES}
+        seconds["other"] = max(median_of(run, "step_seconds") - sum(seconds.values()), 0.0)
         left = 0.0
         for part in parts:
-            bars.barh(number, seconds[part], left=left, color=_colour(parts, part), label=part)
+            bars.barh(number, seconds[part], left=left, color=colour_of(parts, part), label=part)
             left += seconds[part]
-    _rows(bars, having)
+    label_runs(bars, having)
     bars.set(xlabel="seconds of the median step")
-    _legend_once(bars, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5)
-    for run, colour in _coloured(runs):
+    legend_once(bars, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5)
+    for run, colour in coloured(runs):
         lines.plot(*run.series("step_seconds"), color=colour, linewidth=1, label=run.name)
-    _by_step(lines, ylabel="seconds", ylim=(0, None))
+    label_steps(lines, ylabel="seconds", ylim=(0, None))
     return figure
 
 
 def _bytes_moved(runs: Sequence[Run]) -> Figure | None:
-    moved = {run.name: {path: _median(run, path) for path in _PATHS} for run in runs}
+    moved = {run.name: {path: median_of(run, path) for path in _PATHS} for run in runs}
     paths = [path for path in _PATHS if any(sizes[path] for sizes in moved.values())]
     if not paths:
         return None
-    unit, scale = _unit_of(max(max(sizes.values()) for sizes in moved.values()))
-    figure, (axis,) = _figure(1, 1, 1.3 + 0.3 * len(paths) * len(runs))
+    unit, scale = unit_of(max(max(sizes.values()) for sizes in moved.values()))
+    figure, (axis,) = new_figure(1, 1, 1.3 + 0.3 * len(paths) * len(runs))
     thickness = 0.8 / len(runs)
-    for number, (run, colour) in enumerate(_coloured(runs)):
+    for number, (run, colour) in enumerate(coloured(runs)):
         places = [i + (number - (len(runs) - 1) / 2) * thickness for i in range(len(paths))]
         sizes = [moved[run.name][path] / scale for path in paths]
         drawn = axis.barh(places, sizes, thickness * 0.9, color=colour, label=run.name)
@@ -332,10 +341,10 @@ def _timeline(runs: Sequence[Run]) -> Figure | None:
     if not traced:
         return None
     heights = [len(trace.rows) + 1.0 for _, trace in traced]
-    figure, axes = _figure(len(traced), 1, 0.35 * sum(heights) + 1.0, height_ratios=heights)
+    figure, axes = new_figure(len(traced), 1, 0.35 * sum(heights) + 1.0, height_ratios=heights)
     kinds = ["forward", "backward", "optimizer", *KINDS]
     palette = dict(
-        zip(kinds, ("#bcd9ea", "#f3cbb0", "#b5dccf", *_COLOURS[:4], "#999999"), strict=True)
+        zip(kinds, ("#bcd9ea", "#f3cbb0", "#b5dccf", *COLOURS[:4], "#999999"), strict=True)
     )
     used: set[str] = set()
     for axis, (run, trace) in zip(axes, traced, strict=True):
@@ -353,80 +362,6 @@ def _timeline(runs: Sequence[Run]) -> Figure | None:
     shown = [Patch(color=palette[kind], label=kind) for kind in kinds if kind in used]
     figure.legend(handles=shown, loc="outside right center")
     return figure
-
-
-# -- parts ------------------------------------------------------------------------------------------
-
-
-def _figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height))
-    sharey = grid.pop("sharey", False)
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey, gridspec_kw=grid)
-    return figure, list(axes.flat)
-
-
-def _by_step(axis: Axes, **labels: Any) -> None:
-    """Steps along x, at whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set(xlabel="step", **labels)
-    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-
-
-def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
-    return ((run, _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs))
-
-
-def _colour(parts: Sequence[str], part: str) -> str:
-    return _COLOURS[parts.index(part) % len(_COLOURS)]
-
-
-def _rows(axis: Axes, runs: Sequence[Run]) -> None:
-    """A bar a run, first on top, none of them thick."""
-    axis.set_yticks(range(len(runs)), [run.name for run in runs])
-    axis.set_ylim(max(len(runs), 2) - 0.5, -0.5)
-    axis.grid(axis="y", visible=False)
-
-
-def _legend_once(axis: Axes, **where: Any) -> None:
-    """A legend that names each colour once."""
-    handles, labels = axis.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))
-    axis.legend(named.values(), named.keys(), **where)
-
-
-def _by_part(run: Run, name: str) -> dict[str, tuple[list[int], list[float]]]:
-    """(steps, values) by part of a mapping that records hold."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for record in run.records:
-        for part, value in (record.get(name) or {}).items():
-            steps, values = found.setdefault(part, ([], []))
-            steps.append(record["step"])
-            values.append(float(value))
-    return found
-
-
-def _median(run: Run, name: str) -> float:
-    """Over all steps but the first, which also compiles and allocates; 0 without the number."""
-    values = run.series(name)[1]
-    return median(values[1:] or values) if values else 0.0
-
-
-def _bytes_unit(
-    runs: Sequence[Run], names: Sequence[str], together: bool = False
-) -> tuple[str, float]:
-    sizes: list[Mapping[str, float]] = [{n: run.last(n) or 0.0 for n in names} for run in runs]
-    return _unit_of(max((sum if together else max)(size.values()) for size in sizes))
-
-
-def _unit_of(largest: float) -> tuple[str, float]:
-    """(unit, bytes in it) for an axis up to ``largest`` bytes."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if largest >= scale:
-            return unit, float(scale)
-    return "bytes", 1.0
 
 
 PLOTS = (

@@ -40,7 +40,8 @@ class Run:
         return values[-1] if values else None
 
     def planned(self) -> Mapping[str, Mapping[str, Any]]:
-        """By quantity: unit ("s" or "bytes"), predicted, measured; empty where nothing was planned."""
+        """By quantity: unit ("s" or "bytes"), predicted, measured, and why where that is None; empty where
+        nothing was planned."""
         return self.summary.get("plan") or {}
 
     def per_matrix(self, name: str) -> tuple[list[int], list[str], list[list[float | None]]]:

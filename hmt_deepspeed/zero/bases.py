@@ -19,6 +19,7 @@ from hmt_deepspeed.optim.low_rank import Columns, LowRankMatrix
 from hmt_deepspeed.optim.sharing import held_projection
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry
+from hmt_deepspeed.zero.moment_history import MomentHistory
 
 __all__ = ["ParkedBases"]
 
@@ -33,7 +34,8 @@ class ParkedBases:
 
     Attributes:
         deals: whether rows are dealt over ranks. cache: of host memory, or None. keeps_old: whether a basis
-            that a narrower one replaces is kept there.
+            that a narrower one replaces is kept there. history: moments of bases that were left, see
+            :class:`MomentHistory`.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class ParkedBases:
         stage: int,
         cache: BasisCache | None = None,
         keeps_old: bool = False,
+        num_left: int = 0,
     ) -> None:
         self.collectives, self.cache, self.keeps_old = collectives, cache, keeps_old
+        self.history = MomentHistory(collectives, cache, num_left)
         self.deals = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
         self._fetched: dict[str, tuple[Tensor, int]] = {}  # whole, and its version when it came
@@ -174,6 +178,7 @@ class ParkedBases:
     def keep_only(self, entries: Iterable[Entry]) -> None:
         """Drop what host memory holds for columns that nobody has any more, since matrices share others."""
         if self.cache is not None:
+            self.history.forget()
             matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
             self.cache.keep_only({matrix.columns.owner for matrix in matrices})
 

@@ -32,14 +32,14 @@ def build_bases(
     device = entries[0].weight.device
     engine = TransferEngine(device, min(_STAGING, settings.max_bytes))
     cache = BasisCache(engine, settings.max_entries, settings.max_bytes, settings.prefetch)
-    return ParkedBases(collectives, stage, cache, settings.old_bases)
+    return ParkedBases(collectives, stage, cache, settings.old_bases, settings.old_moments)
 
 
 def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
     """Refuse a cache that would do nothing.
 
     Raises:
-        ValueError: nothing could wait in host memory, or no old basis would ever be used.
+        ValueError: nothing could wait in host memory, or no old basis or moments would ever be used.
     """
     matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
     stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
@@ -53,6 +53,12 @@ def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
         raise ValueError(
             "hmt.basis_cache.old_bases is true, but no range finder would start from one: legal is true with "
             'several rank_candidates below the matrices\' sides and a "range_finder" other than "svd". Remove it.'
+        )
+    if settings.old_moments and not any(matrix.recalls_moments for matrix in matrices):
+        raise ValueError(
+            f"hmt.basis_cache.old_moments is {settings.old_moments}, but no matrix could carry moments of an older "
+            'basis into a later one: legal with "moment_transfer": "rotate", a one-sided projection (right, left or '
+            'auto) and a "range_finder" other than "random". Remove it.'
         )
 
 
@@ -97,6 +103,9 @@ def basis_metrics(bases: ParkedBases, entries: Sequence[Entry]) -> dict[str, obj
         "old_basis_hits": cache.old_hits,
         "old_basis_misses": cache.old_misses,
         "old_bases_evicted": cache.num_evicted,
+        "old_moment_hits": bases.history.hits,
+        "old_moment_misses": bases.history.misses,
+        "old_moment_host_bytes": bases.history.nbytes,
     }
 
 
@@ -108,4 +117,13 @@ def describe_bases(bases: ParkedBases, entries: Sequence[Entry]) -> str:
     waiting = sum(name in cache for name in names)
     line = f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
     left = len(names) - waiting
-    return line + (f"; {left} have no room and stay on the device" if left else "")
+    if left:
+        line += f"; {left} have no room and stay on the device"
+    if bases.history.most:
+        recalling = sum(
+            isinstance(e.matrix, LowRankMatrix) and e.matrix.recalls_moments for e in entries
+        )
+        line += (
+            f"; moments of {bases.history.most} old bases of {recalling} of {len(entries)} matrices"
+        )
+    return line

@@ -3,9 +3,6 @@
 A checkpoint is DeepSpeed's folder with DeepSpeed's file names, plus ``manifest.json`` with the size and
 checksum of every file. It is written as ``TAG.saving`` and renamed when it is complete, so a tag that
 exists is whole; ``latest`` is replaced atomically afterwards.
-
-``optimizer_state_dict`` of a rank's file holds the fp32 weights where ``zero_to_fp32.py`` looks for them
-(and nowhere else: loading reads them from there too) and everything of ours under ``"hmt"``.
 """
 
 from __future__ import annotations
@@ -13,17 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from torch import Tensor
 
 from hmt_deepspeed.memory.errors import StoreError
+from hmt_deepspeed.zero.checkpoint_state import FORMAT
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
@@ -31,33 +26,25 @@ from hmt_deepspeed.zero.files import (
     AtomicCheckpointEngine,
     candidate_tags,
     damage,
+    make_folder,
     replace_text,
     sync_folder,
 )
-from hmt_deepspeed.zero.fp32_groups import stage3_groups, stage12_groups
-from hmt_deepspeed.zero.host_states import MOMENTS
-from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.residency import resident
 from hmt_deepspeed.zero.saved import SavedState
-from hmt_deepspeed.zero.ssd_checkpoint import describe_files, keep_files
+from hmt_deepspeed.zero.ssd_checkpoint import save_files
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
-    from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
 __all__ = [
-    "SavedState",
     "atomic_engine",
     "commit",
-    "hmt_state",
     "load",
-    "optimizer_state",
     "prepare",
-    "restore_optimizer",
     "saving_tag",
 ]
 
-FORMAT = 1
 _MODULE_KEYS = {"module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps"}
 _MODULE_KEYS |= {"dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
 
@@ -89,6 +76,8 @@ def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
     engine.checkpoint_engine.begin()
     if _is_writer(engine):
         shutil.rmtree(os.path.join(save_dir, saving_tag(tag)), ignore_errors=True)
+        with engine.checkpoint_engine.remembering(save_dir):
+            make_folder(save_dir)
     dist.barrier()
 
 
@@ -107,7 +96,7 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int
     mine, problem = dict(engine.checkpoint_engine.checksums), engine.checkpoint_engine.failure
     try:
         if problem is None:
-            mine |= keep_files(engine.optimizer, folder)
+            mine |= save_files(engine.optimizer, folder)
     except (StoreError, OSError) as error:
         problem = str(error)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -157,125 +146,6 @@ def _publish(
 def _is_writer(engine: HMTEngine) -> bool:
     """One process per file system does the renaming."""
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
-
-
-def optimizer_state(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
-    """What goes into this rank's ``*_optim_states.pt``; plain tensors, numbers and strings only."""
-    stage, world = max(optimizer.settings.stage, 1), optimizer.collectives.world
-    state: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
-    if stage == 3:
-        state["fp32_flat_groups"] = stage3_groups(optimizer)
-    else:
-        state["single_partition_of_fp32_groups"] = stage12_groups(optimizer)
-    state["hmt"] = hmt_state(optimizer, _to_cpu)
-    return state
-
-
-def hmt_state(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
-    """Everything of ours but the weights; ``take`` is given each value that may be a tensor of the device."""
-    return {
-        "format": FORMAT,
-        "stage": optimizer.settings.stage,
-        "world": optimizer.collectives.world,
-        "groups": [
-            [optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups
-        ],
-        "shapes": {e.name: list(whole_shape(e.gradient.param)) for e in optimizer.entries},
-        "step_count": optimizer.step_count,
-        "schedule": _schedule_state(optimizer),
-        "shared_inputs": optimizer.shared.groups(),
-        "settled": optimizer.shared.settled,
-        "rules": {e.name: e.assignment.layout for e in optimizer.entries},
-        "policy": optimizer.policy.state_dict(),
-        "matrices": _matrix_states(optimizer, take),
-        "old_bases": optimizer.bases.old_bases(),
-        "dense": _dense_states(optimizer, take),
-        "int8_weights": _int8_weights(optimizer, take),
-        "param_groups": [
-            {k: v for k, v in g.items() if k not in ("params", "param_names")}
-            for g in optimizer.param_groups
-        ],
-        "loss_scaler": _scaler_state(optimizer.loss_scaler),
-        "rng": _rng_state(),
-    }
-
-
-def _group_names(optimizer: HMTZeroOptimizer) -> list[list[str]]:
-    return [[optimizer.param_names[p] for p in g] for g in optimizer.round_robin_bit16_groups]
-
-
-def _holds_states(optimizer: HMTZeroOptimizer) -> bool:
-    """Stage 0 keeps the same states everywhere; its first rank saves them."""
-    return optimizer.settings.stage > 0 or optimizer.collectives.rank == 0
-
-
-def _matrix_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
-    if not _holds_states(optimizer):
-        return {}
-    states = {}
-    optimizer.bases.will_use(optimizer.low_rank)
-    for entry in optimizer.low_rank:
-        assert entry.matrix is not None
-        with optimizer.bases.whole(entry):
-            state = entry.matrix.state_dict()
-        by_rows = [k for k in entry.matrix.ROW_STATES if k in state]
-        if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
-            state = {k: state[k] for k in by_rows}
-        state = {k: take(v) for k, v in state.items()}
-        layout = {"rows": list(entry.matrix.rows), "row_states": by_rows}
-        states[entry.name] = {**layout, "height": entry.matrix.shape[0], **state}
-    optimizer.bases.will_use(None)
-    return states
-
-
-def _dense_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> dict[str, Any]:
-    if not _holds_states(optimizer):
-        return {}
-    states, on_ssd = {}, describe_files(optimizer)
-    for entry in optimizer.entries:
-        if entry.dense_state is None:
-            continue
-        first, second, step = entry.dense_state
-        if entry.name in on_ssd:
-            moments = on_ssd[entry.name]
-        else:
-            moments = {"exp_avg": take(first.read()), "exp_avg_sq": take(second.read())}
-        flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-        states[entry.name] = {"flat": flat, "step": take(step), **moments}
-    return states
-
-
-def _int8_weights(
-    optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]
-) -> dict[str, dict[str, Any]]:
-    """Codes of the INT8 weights, the same on every rank: the first one saves them."""
-    if optimizer.collectives.rank > 0:
-        return {}
-    weights = {e.name: e.weight for e in optimizer.entries}
-    encoded = {n: w.state_dict() for n, w in weights.items() if isinstance(w, EncodedWeight)}
-    return {n: {k: take(v) for k, v in state.items()} for n, state in encoded.items()}
-
-
-def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
-    schedule = optimizer.schedule
-    times = zip(schedule.next_refresh, schedule.num_refreshes, strict=True)
-    return {e.name: list(t) for e, t in zip(optimizer.low_rank, times, strict=True)}
-
-
-def _scaler_state(scaler: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        state["device"] = accelerator.get_rng_state().cpu()
-    return state
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -407,46 +277,3 @@ def _load_stock_weights(
             optimizer.state_access.set_full_hp_param(weights[entry.name], entry.gradient.param)
     optimizer.checkpoint_event_epilogue()
     return os.path.join(load_dir, tag), {}
-
-
-def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
-    """States, schedule, hyperparameters, loss scale and random numbers.
-
-    Raises:
-        ValueError: when a parameter had another rule, or the groups were others.
-    """
-    hmt = saved.hmt
-    saved.check_same_rules({e.name: e.assignment.layout for e in optimizer.entries})
-    saved.check_same_groups(_group_names(optimizer))
-    optimizer.step_count = hmt["step_count"]
-    optimizer.shared.restore(hmt["shared_inputs"], hmt["settled"])
-    optimizer.restore_groups()  # takes bases that are whole or parked: only then are they forgotten
-    for entry in optimizer.entries:
-        optimizer.bases.forget(entry)
-    optimizer.policy.load_state_dict(hmt["policy"])
-    for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
-        group.update(values)
-    for place, entry in enumerate(optimizer.low_rank):
-        assert entry.matrix is not None
-        entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
-        times = hmt["schedule"][entry.name]
-        optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
-    optimizer.load_old_bases(saved.old_bases())
-    for entry in optimizer.entries:
-        if entry.dense_state is not None:
-            flat = entry.gradient.shards.flat(optimizer.shard_rank)
-            first, second, step = saved.dense(entry.name, flat)
-            if isinstance(entry.weight, HostWeight):
-                entry.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))
-            else:
-                for state, value in zip(entry.dense_state[:2], (first, second), strict=True):
-                    state.write(value.to(state.data.device, copy=True), None)
-            entry.dense_state[2].copy_(step)
-    if optimizer.dynamic_loss_scale and hmt["loss_scaler"]["dynamic"]:
-        # A static scale is the config's; so is the start of a dynamic one after bf16 or fp32.
-        vars(optimizer.loss_scaler).update(hmt["loss_scaler"])
-    if hmt["world"] == optimizer.collectives.world:
-        rng = saved.rng(optimizer.collectives.rank)
-        torch.set_rng_state(rng["cpu"])
-        if "device" in rng:
-            get_accelerator().set_rng_state(rng["device"])

@@ -1,7 +1,8 @@
 """``hmt.activations`` beside ``hmt.fpdt``: what holds the inputs of layers in chunks, and of the head.
 
-A layer in chunks computes everything but its input again, so of the policy's components there are three:
-``embedding`` (what enters the first layer), ``residual`` (what enters each further one) and ``lm_head``.
+A layer in chunks computes everything but its input again, so of the policy's components there are four:
+``embedding`` (what enters the first layer), ``residual`` (what enters each further one), ``lm_head``, and
+``attention_output``, which is held where the policy says so, for the time that attending again would take.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from hmt_deepspeed.activations.codecs import Codec, Held, Keep
 from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.planner.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activations import (
@@ -31,9 +33,9 @@ from hmt_deepspeed.zero.activations import (
 )
 from hmt_deepspeed.zero.swap import SwapMemory
 
-__all__ = ["CHUNKED", "ChunkedActivations", "refused_beside_chunks"]
+__all__ = ["CHUNKED", "ChunkedActivations", "HeldAttention", "refused_beside_chunks"]
 
-CHUNKED: tuple[Component, ...] = ("embedding", "residual", "lm_head")
+CHUNKED: tuple[Component, ...] = ("embedding", "residual", "attention_output", "lm_head")
 _RECOMPUTED: dict[Component, Choice] = {c: "recompute" for c in COMPONENTS if c not in CHUNKED}
 _RECOMPUTED["layernorm"] = "keep"  # the same thing: of a norm only the input is ever held
 
@@ -49,7 +51,8 @@ class ChunkedActivations:
         current_step: the engine's count of optimizer steps.
 
     Attributes:
-        holders: for :func:`hmt_deepspeed.fpdt.install.install`.
+        holders, attention_holders: for :func:`hmt_deepspeed.fpdt.install.install`.
+        held: the choices, for the planner.
 
     Raises:
         ValueError: a pattern matches neither a layer nor the head.
@@ -66,6 +69,8 @@ class ChunkedActivations:
     ) -> None:
         attribution = attribute(model)
         self.policy = _of_chunks(choices_of(config.policy))
+        if "attention_output" not in config.policy.model_fields_set:
+            self.policy["attention_output"] = "recompute"
         self.overrides = {p: _of_chunks(choices_of(over)) for p, over in config.overrides.items()}
         inputs = _inputs(attribution.layers, attribution.head)
         _check_patterns(self.overrides, [name for name, _ in inputs])
@@ -80,11 +85,26 @@ class ChunkedActivations:
             self._codecs = build_codecs(self.policy, self.overrides, config, self.memory)
             policy = Policy(_RECOMPUTED | self.policy, self.overrides, self._codecs)
             self.holders: dict[nn.Module, Callable[[], Callable[[Tensor], Held]]] = {}
+            self.attention_holders: dict[
+                nn.Module, Callable[[], Callable[[Tensor, Tensor], HeldAttention]]
+            ] = {}
+            chosen: dict[Component, list[Choice]] = {component: [] for component in CHUNKED}
             for name, component in inputs:
                 choice = policy.choice(component, name)
-                # `recompute` of residual is of what attention adds: what enters a layer is kept.
-                codec = self._codecs["keep" if choice == "recompute" else choice]
+                chosen[component].append(choice)
+                if component == "attention_output":
+                    if choice != "recompute":
+                        layer = model.get_submodule(name)
+                        self._hold_attention(layer, name, self._codecs[choice])
+                    continue
+                codec = self._codecs[_held(choice)]
                 undo.callback(self._hold(model.get_submodule(name), name, component, codec))
+            self.held = HeldInChunks(
+                inputs=tuple(_held(c) for c in chosen["embedding"] + chosen["residual"]),
+                attention=tuple(chosen["attention_output"]),
+                head=_held(next(iter(chosen["lm_head"]), "keep")),
+                block_size=config.block_size,
+            )
             first = model.register_forward_pre_hook(self._begin_step, prepend=True)
             undo.callback(first.remove)
             self._undo = undo.pop_all()
@@ -106,6 +126,18 @@ class ChunkedActivations:
 
         self.holders[module] = begin
         return self.holders.clear
+
+    def _hold_attention(self, layer: nn.Module, name: str, codec: Codec) -> None:
+        # probabilities are exponentials of their distance to the log-sum-exp: it is never rounded
+        exact = self._codecs["keep"] if codec.lossy else codec
+
+        def begin() -> Callable[[Tensor, Tensor], HeldAttention]:
+            return lambda out, log_sum_exp: HeldAttention(
+                self._encode(out, codec, name, "attention_output"),
+                self._encode(log_sum_exp, exact, name, "attention_output"),
+            )
+
+        self.attention_holders[layer] = begin
 
     def _encode(self, piece: Tensor, codec: Codec, name: str, component: Component) -> Held:
         key = (self._step + 1) << 32 | next(self._count)  # a resumed run rounds as before
@@ -158,7 +190,7 @@ class ChunkedActivations:
             for part in CHUNKED
         ]
         table = format_table(rows, ["component", "choice", "inputs", "but"])
-        lines = ["hmt: activations of layers in chunks, which compute all but their input again"]
+        lines = ["hmt: activations of layers in chunks, which compute what is not held again"]
         return "\n".join([*lines, table, *describe_swap(self._codecs, self.memory)])
 
     def close(self) -> None:
@@ -187,14 +219,34 @@ class _Charged:
         return self._held.decode()
 
 
+class HeldAttention(NamedTuple):
+    """One chunk's attention, see :data:`hmt_deepspeed.fpdt.inputs.AttentionHolder`."""
+
+    out: Held
+    log_sum_exp: Held
+
+    def prefetch(self) -> None:
+        for held in self:
+            held.prefetch()
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        return self.out.decode(), self.log_sum_exp.decode()
+
+
 def _of_chunks(choices: Mapping[Component, Choice]) -> dict[Component, Choice]:
     return {component: choices[component] for component in CHUNKED if component in choices}
 
 
+def _held(choice: Choice) -> Choice:
+    """`recompute` of residual is of what attention adds: what enters a layer is kept."""
+    return "keep" if choice == "recompute" else choice
+
+
 def _inputs(layers: Any, head: str | None) -> list[tuple[str, Component]]:
-    """Names of modules and the component that enters them."""
+    """Names of modules and the component that enters them, or that their attention makes."""
     first, *rest = (layer.name for layer in layers)
     found: list[tuple[str, Component]] = [(first, "embedding"), *((n, "residual") for n in rest)]
+    found += [(n, "attention_output") for n in (first, *rest)]
     return found if head is None else [*found, (head, "lm_head")]
 
 

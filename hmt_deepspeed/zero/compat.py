@@ -44,7 +44,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper": ("PartitionedParamStatus",),
     "deepspeed.runtime.utils": ("count_used_parameters_in_backward", "is_optimized_parameter"),
     "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum", "OffloadStateTypeEnum"),
-    "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload",),
+    "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload", "FWD_MODULE_STACK"),
     "deepspeed.runtime.zero.partition_parameters": (
         "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
         "ZeroParamStatus",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from math import sqrt
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,11 +25,15 @@ class CpuAdam:
     The kernel holds Python's interpreter lock while it runs: whoever calls it beside other work hands it
     pieces of a few milliseconds.
 
+    Attributes:
+        seconds: spent in the kernel since construction.
+
     Raises:
         RuntimeError: the kernel, which is compiled at first use, cannot be built here.
     """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         try:
             self._kernel: Any = CPUAdamBuilder().load()
         except Exception as error:
@@ -66,6 +71,7 @@ class CpuAdam:
         #   lr/c1 m / (sqrt(v)/c2 + eps) = (lr c2/c1) m / (sqrt(v) + eps c2),  c1 = 1 - b1^t, c2^2 = 1 - b2^t.
         first = 1 - _single(betas[0]) ** step
         second = sqrt(1 - _single(betas[1]) ** step)
+        begin = perf_counter()
         self._kernel.adam_update(
             self._number,
             step,
@@ -79,6 +85,7 @@ class CpuAdam:
             exp_avg,
             exp_avg_sq,
         )
+        self.seconds += perf_counter() - begin
 
 
 def _single(beta: float) -> float:

@@ -32,18 +32,18 @@ from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.basis_cache import check_cache
 from hmt_deepspeed.zero.encoded import EncodedWeight
-from hmt_deepspeed.zero.engine import HMTEngine, cache_settings, hmt_options
-from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.engine import HMTEngine
+from hmt_deepspeed.zero.engine_settings import Resolved, zero_settings
+from hmt_deepspeed.zero.entries import HostSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.registration import registered
+from hmt_deepspeed.zero.selection import hmt_options
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
-    check_snapshot,
     check_supported,
-    resolved_overlap,
 )
 
 __all__ = ["DryRun", "dry_run"]
@@ -87,30 +87,22 @@ def dry_run(
     hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
     parsed = _Config(config, ranks)
     options = hmt_options(config, None)
-    offload = hmt.offload.model_dump(exclude_unset=True)
+    resolved = None
     if options is not None:
-        check_supported(config, parsed, options, offload)
-        check_snapshot(hmt.snapshot, parsed)
+        check_supported(config, parsed, options, hmt.offload.model_dump(exclude_unset=True))
+        resolved = Resolved.of(hmt, options, parsed)
     if hmt.gives("activations"):
         check_activations(config, hmt, options)
     with registered(), warnings.catch_warnings(), FakeTensorMode():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        engine = _Engine(
-            parsed,
-            options,
-            resolved_overlap(parsed, offload),
-            hmt.offload.schedule,
-            cache_settings(hmt),
-            build,
-            ranks,
-        )
+        engine = _Engine(parsed, resolved, build, ranks)
         engine._do_sanity_check()
         check_engine(engine)
         tables: list[str] = []
         notes: list[str] = []
         held: dict[str, int] = {}
-        if options is not None:
-            planned = _optimizer(engine, options, ranks)
+        if resolved is not None:
+            planned = _optimizer(engine, resolved, ranks)
             tables.append(statistics.describe(planned))
             held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
@@ -151,17 +143,12 @@ class _Engine(HMTEngine):
     def __init__(
         self,
         parsed: DeepSpeedConfig,
-        options: dict[str, Any] | None,
-        overlap: str,
-        schedule: Any,
-        cache: CacheSettings | None,
+        resolved: Resolved | None,
         build: Callable[[torch.dtype], nn.Module],
         ranks: int,
     ) -> None:
         nn.Module.__init__(self)
-        self._config, self._hmt_options, self._hmt_overlap = parsed, options, overlap
-        self._hmt_schedule, self._hmt_cache = schedule, cache
-        self._hmt_stage = int(parsed.zero_optimization_stage)
+        self._config, self._hmt = parsed, resolved
         self.client_optimizer = self.client_lr_scheduler = None
         self.pipeline_parallelism = self.has_moe_layers = False
         self.mp_world_size = self.sequence_parallel_size = 1
@@ -198,14 +185,17 @@ class _Host(HostWorker):
     def commit(self) -> None:
         """There is nothing to wait for."""
 
+    def drain(self) -> None:
+        """Nor here."""
+
     def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
         self.nbytes += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype)
 
 
-def _optimizer(engine: Any, options: dict[str, Any], ranks: int) -> Any:
+def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
     """What :func:`statistics.describe` reads of an optimizer."""
-    settings, model = engine._zero_settings(), engine.module
+    settings, model, options = zero_settings(engine, resolved), engine.module, resolved.options
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = HMT(trainable, **(engine._config.optimizer_params or {})).param_groups
     if settings.stage == 3:

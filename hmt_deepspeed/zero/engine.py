@@ -10,98 +10,45 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils.timer import NoopTimer
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
-from hmt_deepspeed.optim.hmt import HMT, MARK
+from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
-from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, ZeroSettings
+from hmt_deepspeed.zero.engine_settings import (
+    Resolved,
+    aio_section,
+    host_settings,
+    loss_scaler,
+    parameter_offload,
+    zero_settings,
+)
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
-from hmt_deepspeed.zero.gradients import ReductionScale
-from hmt_deepspeed.zero.metrics import StepMetrics
+from hmt_deepspeed.zero.metrics import StepMetrics, busy_resources
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
-from hmt_deepspeed.zero.plan_inputs import RunFacts, counted_bytes, run_facts
+from hmt_deepspeed.zero.plan_inputs import (
+    RunFacts,
+    counted_bytes,
+    refreshing_columns,
+    run_facts,
+)
+from hmt_deepspeed.zero.plan_ranks import RankWatch
 from hmt_deepspeed.zero.planning import RunPlanner
-from hmt_deepspeed.zero.residency import prepare_for_ssd, resident
+from hmt_deepspeed.zero.residency import resident
+from hmt_deepspeed.zero.selection import hmt_options
 from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
-from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
-    check_snapshot,
     check_supported,
-    resolved_overlap,
 )
-from hmt_deepspeed.zero.swap import host_memory_share
 
-__all__ = ["HMTEngine", "cache_settings", "hmt_options", "refusing"]
-
-OPTIMIZER_NAME = "HMT"
-
-
-def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
-    """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
-
-    A block that holds only ``activations`` goes with any optimizer.
-
-    Raises:
-        ValueError: another block beside another optimizer, the HMT optimizer without a block, fields
-            given both in the block and to a client's HMT object, or an HMT object that was replaced.
-    """
-    _check_not_replaced(client_optimizer)
-    block = config.get("hmt")
-    named = (config.get("optimizer") or {}).get("type")
-    client_is_hmt = isinstance(client_optimizer, HMT)
-    if block is None:
-        if client_is_hmt:
-            return dict(client_optimizer.options)
-        if named == OPTIMIZER_NAME and client_optimizer is None:
-            raise ValueError(
-                'optimizer.type is "HMT", but the config has no "hmt" block. Add "hmt": {} for the '
-                "defaults."
-            )
-        return None
-    hmt = HMTConfig.from_block(block)
-    fields = hmt.optimizer
-    if client_is_hmt:
-        if fields.model_fields_set:
-            raise ValueError(
-                f"hmt.optimizer gives {sorted(fields.model_fields_set)}, and the HMT object passed to "
-                "initialize has options of its own. Give them in one place: empty the block, or let "
-                'the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
-            )
-        return dict(client_optimizer.options)
-    if client_optimizer is not None or named != OPTIMIZER_NAME:
-        ours = [name for name in ("optimizer", "basis_cache", "snapshot") if hmt.gives(name)]
-        if hmt.gives("activations") and not ours and not hmt.fpdt.enabled:
-            return None
-        other = type(client_optimizer).__name__ if client_optimizer is not None else named
-        raise ValueError(
-            f'the config has an "hmt" block, but the optimizer is {other!r}. '
-            f'Legal is "optimizer": {{"type": "HMT", ...}} or an HMT object. '
-            'Change the optimizer, remove the "hmt" block, or leave only "activations" in it.'
-        )
-    return fields.model_dump()
-
-
-def _check_not_replaced(client_optimizer: Any) -> None:
-    """Accelerate builds ``DeepSpeedCPUAdam`` of an optimizer's groups where the JSON offloads states."""
-    groups = getattr(client_optimizer, "param_groups", ())
-    if type(client_optimizer).__name__ == "DeepSpeedCPUAdam" and any(MARK in g for g in groups):
-        raise ValueError(
-            "zero_force_ds_cpu_optimizer is true, its default, so the HMT object was replaced by "
-            "DeepSpeedCPUAdam, because the config has offload_optimizer. Legal with an HMT object is "
-            '"zero_force_ds_cpu_optimizer": false; HMT takes DeepSpeed\'s CPU Adam kernel itself. Add '
-            'the key, or let the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
-        )
+__all__ = ["HMTEngine"]
 
 
 class HMTEngine(DeepSpeedEngine):
@@ -116,35 +63,36 @@ class HMTEngine(DeepSpeedEngine):
         config_class: Any = keyword.get("config_class")
         block = config.get("hmt") if isinstance(config, dict) else None
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
-        self._hmt_options: dict[str, Any] | None = None
+        self._hmt: Resolved | None = None
         self.hmt_activations: Activations | ChunkedActivations | None = None
         self.hmt_planner: RunPlanner | None = None
         self.hmt_snapshots: Snapshots | None = None
         self.snapshot_client_state: Callable[[], Mapping[str, Any]] = dict
+        options = None
         if isinstance(config, dict) and config_class is not None:
-            self._hmt_options = hmt_options(config, keyword.get("optimizer"))
-        if self._hmt_options is not None:
+            options = hmt_options(config, keyword.get("optimizer"))
+        if options is not None:
             offload = hmt.offload.model_dump(exclude_unset=True)
-            check_supported(config, config_class, self._hmt_options, offload)
-            check_snapshot(hmt.snapshot, config_class)
-            self._hmt_cache = cache_settings(hmt)
-            self._hmt_overlap = resolved_overlap(config_class, offload)
-            self._hmt_schedule = hmt.offload.schedule
-            self._hmt_stage = int(config_class.zero_optimization_stage)
-            if self._hmt_stage == 0:
+            check_supported(config, config_class, options, offload)
+            self._hmt = Resolved.of(hmt, options, config_class)
+            if self._hmt.stage == 0:
                 # The engine routes only ZeRO stages to a ZeRO optimizer; ours knows that it is 0.
                 config_class.zero_config.stage = 1
                 config_class.zero_optimization_stage = 1
                 config_class.zero_enabled = True
         if isinstance(keyword.get("optimizer"), HMT):
-            keyword[
-                "optimizer"
-            ].close()  # the engine's optimizer patches and encodes the linears itself
+            # the engine's optimizer patches and encodes the linears itself
+            keyword["optimizer"].close()
         release(model)
         if hmt.gives("activations"):
-            check_activations(config, hmt, self._hmt_options)
+            check_activations(config, hmt, options)
         prepare_for_fpdt(model, hmt.fpdt)
         super().__init__(args, model, *positional, **keyword)
+        if self.hmt_enabled and hmt.snapshot.path is not None:
+            # before activations and the plan share out what is left of host memory
+            settings = SnapshotSettings(**hmt.snapshot.model_dump())
+            self.hmt_snapshots = Snapshots(weakref.ref(self), settings)
+        self._num_open_modules = len(FWD_MODULE_STACK)
         if hmt.gives("activations"):
             self.hmt_activations = self._activations(
                 config, hmt.activations, in_chunks=hmt.fpdt.enabled
@@ -153,17 +101,17 @@ class HMTEngine(DeepSpeedEngine):
             self.hmt_planner = self._run_planner(config, hmt)
         fpdt = hmt.fpdt
         if fpdt.enabled and fpdt.chunk_size == "auto":
-            fpdt = with_chunk_size(fpdt, self._run_facts(hmt), self)
-        holders = getattr(self.hmt_activations, "holders", None)
-        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, holders)
+            fpdt = with_chunk_size(fpdt, self.run_facts(hmt), self)
+        held = self.hmt_activations
+        holders = (
+            (held.holders, held.attention_holders) if isinstance(held, ChunkedActivations) else ()
+        )
+        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, *holders)
         self.hmt_metrics = StepMetrics(self)
-        if self._hmt_options is not None and hmt.snapshot.path is not None:
-            this = weakref.ref(self)
-            settings = SnapshotSettings(**hmt.snapshot.model_dump())
-            self.hmt_snapshots = Snapshots(this, settings)
         if self.global_rank == 0:
-            parts = [self.optimizer] if self._hmt_options is not None else []
+            parts = [self.optimizer] if self.hmt_enabled else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
+            parts += [self.hmt_snapshots] if self.hmt_snapshots is not None else []
             for part in parts:
                 print(part.describe(), flush=True)
 
@@ -174,7 +122,7 @@ class HMTEngine(DeepSpeedEngine):
         this = weakref.ref(self)  # the model must not keep its engine alive
         given: dict[str, Any] = {
             "device": self.device,
-            "aio": self._aio_section(),
+            "aio": aio_section(self),
             "current_step": lambda: -1 if (engine := this()) is None else int(engine.global_steps),
         }
         if in_chunks:
@@ -182,11 +130,13 @@ class HMTEngine(DeepSpeedEngine):
         keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
         return Activations(self.module, settings, keys, mpu=self.mpu, **given)
 
-    def _run_facts(self, hmt: HMTConfig) -> RunFacts:
-        ours = self._hmt_options is not None
-        stage = self._hmt_stage if ours else int(self.zero_optimization_stage())
-        overlap: Any = self._hmt_overlap if ours and self._host_settings() is not None else "none"
-        return run_facts(self, hmt, self._hmt_options, stage, overlap)
+    def run_facts(self, hmt: HMTConfig) -> RunFacts:
+        """This run in the planner's words; see :func:`run_facts`."""
+        resolved = self._hmt
+        if resolved is None:
+            return run_facts(self, hmt, None, int(self.zero_optimization_stage()), None)
+        host = host_settings(self, resolved)
+        return run_facts(self, hmt, resolved.options, resolved.stage, host)
 
     def _run_planner(self, config: dict[str, Any], hmt: HMTConfig) -> RunPlanner:
         def adopt(settings: ActivationsConfig) -> None:
@@ -196,14 +146,22 @@ class HMTEngine(DeepSpeedEngine):
             if self.global_rank == 0:
                 print(self.hmt_activations.describe(), flush=True)
 
+        facts = self.run_facts(hmt)
+        given: dict[str, Any] = {}
+        if self.hmt_enabled:
+            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer)
+        if facts.rank_is_chosen:
+            given["found_ranks"] = RankWatch(self.optimizer, facts.shape.names.layer).news
         return RunPlanner(
-            self._run_facts(hmt),
+            facts,
             hmt,
             get_accelerator(),
             self.device,
             adopt,
             lambda: self.hmt_activations,
-            lambda: {} if self._hmt_options is None else counted_bytes(self.optimizer),
+            lambda: {} if not self.hmt_enabled else counted_bytes(self.optimizer),
+            lambda: busy_resources(self),
+            **given,
         )
 
     def destroy(self) -> None:
@@ -225,124 +183,35 @@ class HMTEngine(DeepSpeedEngine):
     @property
     def hmt_enabled(self) -> bool:
         """Whether this engine runs HMT's optimizer."""
-        return self._hmt_options is not None
+        return self._hmt is not None
 
     # -- optimizer --------------------------------------------------------------------------------
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        if self._hmt_options is None:
+        if not self.hmt_enabled:
             return super()._do_optimizer_sanity_check(basic_optimizer)
         # Stock would send stage 1 with bf16 weights and fp32 accumulation to BF16_Optimizer.
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        if self._hmt_options is None:
+        resolved = self._hmt
+        if resolved is None:
             return super()._configure_zero_optimizer(optimizer)
         check_engine(self)
         return HMTZeroOptimizer(
             optimizer,
-            self._hmt_options,
+            resolved.options,
             self.module,
             self.param_names,
             self.seq_data_parallel_group,
-            self._zero_settings(),
-            self._loss_scaler(),
-            self._parameter_offload() if self._hmt_stage == 3 else None,
+            zero_settings(self, resolved),
+            loss_scaler(self),
+            parameter_offload(self) if resolved.stage == 3 else None,
         )
-
-    def _zero_settings(self) -> ZeroSettings:
-        model_dtype, accumulate_dtype = self.get_data_types()
-        overflow = self.fp16_enabled() or (
-            self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow
-        )
-        return ZeroSettings(
-            stage=self._hmt_stage,
-            model_dtype=model_dtype,
-            accumulate_dtype=accumulate_dtype,
-            comm_dtype=self.communication_data_type,
-            clip=float(self.gradient_clipping()),
-            micro_batches=self.gradient_accumulation_steps(),
-            check_overflow=bool(overflow),
-            overlap=bool(self.zero_overlap_comm()),
-            reduce_elements=int(self.zero_reduce_bucket_size()),
-            gather_elements=int(self.zero_allgather_bucket_size()),
-            scale=self._reduction_scale(),
-            host=self._host_settings(),
-            cache=self._hmt_cache,
-        )
-
-    def _host_settings(self) -> HostSettings | None:
-        config = self.zero_offload_optimizer()
-        if config is None or config.device == OffloadDeviceEnum.none:
-            return None
-        pinned, overlap = bool(config.pin_memory), self._hmt_overlap
-        if config.device == OffloadDeviceEnum.cpu:
-            return HostSettings(pinned, overlap)
-        pipelined = self._hmt_schedule == "optimised"
-        return HostSettings(
-            pinned,
-            overlap,
-            SsdSettings(
-                path=str(config.nvme_path),
-                num_buffers=config.buffer_count,
-                read_ahead=pipelined and _unless_off(config, "pipeline_read"),
-                write_behind=pipelined and _unless_off(config, "pipeline_write"),
-                aio=self._aio_section(),
-            ),
-        )
-
-    def _aio_section(self) -> dict[str, Any] | None:
-        """DeepSpeed's ``aio`` where the JSON has it, with its defaults."""
-        return self._config.aio_config if "aio" in self.config else None
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""
-        return self._hmt_options is None and bool(super().zero_force_ds_cpu_optimizer())
-
-    def _reduction_scale(self) -> ReductionScale:
-        """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""
-        if self.seq_dp_world_size == 1:
-            return ReductionScale(1.0, 1.0)  # nothing is reduced, so nothing is divided
-        world = self.seq_dp_world_size if self.gradient_average else 1
-        if not self.postscale_gradients():
-            return ReductionScale(1.0 / world, 1.0)
-        before = float(self.gradient_predivide_factor())
-        return ReductionScale(1.0 / before, before / world)
-
-    def _loss_scaler(self) -> Any:
-        return CreateLossScaler(
-            dtype=self.get_data_types()[0],
-            static_loss_scale=self.loss_scale(),
-            dynamic_scaling=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )
-
-    def _parameter_offload(self) -> Any:
-        """DeepSpeed's own coordinator gathers and partitions the parameters of stage 3."""
-        config, zero = self.zero_offload_param(), self._config.zero_config
-        on_nvme = config is not None and config.device == OffloadDeviceEnum.nvme
-        reuse_distance = self.zero_max_reuse_distance()
-        if on_nvme and "max_reuse_distance" not in zero.model_fields_set:
-            reuse_distance = 0  # what waits for reuse keeps its swap buffer, and there are five
-        offload = DeepSpeedZeRoOffload(
-            self.module,
-            timers=self.timers if self.wall_clock_breakdown() else NoopTimer(),
-            ds_config=self.config,
-            overlap_comm=self.zero_overlap_comm(),
-            prefetch_bucket_size=self.zero_prefetch_bucket_size(),
-            max_reuse_distance=reuse_distance,
-            max_live_parameters=self.zero_max_live_parameters(),
-            param_persistence_threshold=self.zero_param_persistence_threshold(),
-            model_persistence_threshold=self.zero_model_persistence_threshold(),
-            dp_process_group=self.seq_data_parallel_group,
-            offload_param_config=config,
-            mpu=self.mpu,
-            zero_module_granularity_threshold=self.zero_module_granularity_threshold(),
-            log_trace_cache_warnings=self.zero_log_trace_cache_warnings(),
-        )
-        if on_nvme:
-            prepare_for_ssd(offload, config.max_in_cpu, config.pin_memory)
-        return offload
+        return not self.hmt_enabled and bool(super().zero_force_ds_cpu_optimizer())
 
     # -- training loop ----------------------------------------------------------------------------
 
@@ -358,14 +227,14 @@ class HMTEngine(DeepSpeedEngine):
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""
         super().zero_grad()
-        if self._hmt_options is not None:
+        if self.hmt_enabled:
             self.optimizer.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing; stages 0 and 1, as in DeepSpeed."""
         with super().no_sync():
-            if self._hmt_options is None:
+            if not self.hmt_enabled:
                 yield
                 return
             self.optimizer.reduction_enabled = False
@@ -401,6 +270,9 @@ class HMTEngine(DeepSpeedEngine):
             self.hmt_planner.begin_step()
         self.hmt_metrics.phases.start("optimizer")
         super().step(lr_kwargs)
+        # Stage 3 notes here which forwards have begun. One that computes again until backward has what it needs
+        # is broken off there, and would stay.
+        del FWD_MODULE_STACK[self._num_open_modules :]
         self.hmt_metrics.end_phase("optimizer")
         has_stepped = self.global_steps > before
         if self.hmt_planner is not None:
@@ -414,7 +286,7 @@ class HMTEngine(DeepSpeedEngine):
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        if self._hmt_options is not None:
+        if self.hmt_enabled:
             self.checkpoint_engine: Any = checkpoint.atomic_engine(
                 self.checkpoint_engine, self._config
             )
@@ -429,7 +301,7 @@ class HMTEngine(DeepSpeedEngine):
     ) -> bool:
         """As in DeepSpeed; every file whole or absent, and the tag committed by its manifest."""
         client_state = {} if client_state is None else client_state
-        if self._hmt_options is None:
+        if not self.hmt_enabled:
             return super().save_checkpoint(
                 save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
@@ -444,7 +316,7 @@ class HMTEngine(DeepSpeedEngine):
         return True
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        if self._hmt_options is None:
+        if not self.hmt_enabled:
             super()._copy_recovery_script(save_path)
             return
         with self.checkpoint_engine.remembering(save_path):
@@ -453,7 +325,7 @@ class HMTEngine(DeepSpeedEngine):
     def _common_checkpoint_state(
         self, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: bool
     ) -> dict[str, Any]:
-        if self._hmt_options is not None:
+        if self.hmt_enabled:
             # Stock leaves them out at stages 0 and 1, and zero_to_fp32.py then loses them.
             save_frozen_param = not self._exclude_frozen
         state: dict[str, Any] = super()._common_checkpoint_state(
@@ -462,7 +334,7 @@ class HMTEngine(DeepSpeedEngine):
         return state
 
     def _get_param_fragment_func(self, param: Any) -> Any:
-        if self._hmt_options is None or not hasattr(param, "ds_tensor"):
+        if not self.hmt_enabled or not hasattr(param, "ds_tensor"):
             return super()._get_param_fragment_func(param)
         # Stock would save the one element that a frozen weight on an SSD leaves in memory.
         with resident(param) as part:
@@ -479,7 +351,7 @@ class HMTEngine(DeepSpeedEngine):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """As in DeepSpeed, from any world size and ZeRO stage, verified against the manifest."""
-        if self._hmt_options is None:
+        if not self.hmt_enabled:
             return super().load_checkpoint(
                 load_dir,
                 tag,
@@ -503,36 +375,3 @@ class HMTEngine(DeepSpeedEngine):
             module_only=load_module_only,
             strict=load_module_strict,
         )
-
-
-def _unless_off(config: Any, key: str) -> bool:
-    """A key of ``offload_optimizer`` that is true where the JSON does not say otherwise."""
-    return key not in config.model_fields_set or bool(getattr(config, key))
-
-
-def cache_settings(hmt: HMTConfig) -> CacheSettings | None:
-    """What ``hmt.basis_cache`` asks for, None without the section."""
-    if not hmt.gives("basis_cache"):
-        return None
-    values = hmt.basis_cache.model_dump()
-    if values["max_bytes"] == "auto":
-        values["max_bytes"] = host_memory_share()
-    return CacheSettings(**values)
-
-
-def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:
-    """A subclass of one of DeepSpeed's other engines that refuses configs which ask for HMT."""
-
-    class RefusingEngine(engine_class):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            config = kwargs.get("config")
-            if isinstance(config, dict) and (
-                config.get("hmt") is not None or hmt_options(config, kwargs.get("optimizer"))
-            ):
-                raise ValueError(
-                    f'the "hmt" block does not work with {engine_class.__name__}. {remedy}'
-                )
-            super().__init__(*args, **kwargs)
-
-    RefusingEngine.__name__ = RefusingEngine.__qualname__ = engine_class.__name__
-    return RefusingEngine

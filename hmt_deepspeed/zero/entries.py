@@ -63,6 +63,7 @@ class CacheSettings:
     max_bytes: int
     prefetch: int
     old_bases: bool
+    old_moments: int
 
 
 @dataclass(frozen=True)

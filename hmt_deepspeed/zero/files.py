@@ -21,6 +21,7 @@ __all__ = [
     "candidate_tags",
     "damage",
     "fingerprint",
+    "make_folder",
     "newest_steps",
     "replace_text",
     "sync_folder",
@@ -124,6 +125,16 @@ def sync_folder(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: str) -> None:
+    """Make a folder and those above it, durably; nothing where it is there."""
+    above = os.path.dirname(os.path.abspath(path))
+    if not os.path.exists(above):
+        make_folder(above)
+    if not os.path.isdir(path):
+        os.makedirs(path, exist_ok=True)  # another rank may have made it meanwhile
+        sync_folder(above)
 
 
 def damage(folder: str) -> str | None:

@@ -11,7 +11,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 
 from hmt_deepspeed.config import FpdtConfig
-from hmt_deepspeed.fpdt.inputs import Holder
+from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
@@ -36,6 +36,7 @@ def install_fpdt(
     config: FpdtConfig,
     optimizer: HMTZeroOptimizer | None,
     holders: Mapping[nn.Module, Holder] | None = None,
+    attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
 ) -> Installation | None:
     """After the engine and its optimizer have placed and patched the model, with a number as chunk size.
 
@@ -43,7 +44,8 @@ def install_fpdt(
     whatever linear is called: once per layer, then, not once per chunk.
 
     Args:
-        holders: of inputs between forward and backward, see :class:`ChunkedActivations`.
+        holders, attention_holders: of inputs and of attention between forward and backward, see
+            :class:`ChunkedActivations`.
     """
     if not config.enabled:
         return None
@@ -55,6 +57,7 @@ def install_fpdt(
         group=_sequence_group(config.sequence_parallel_size),
         around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
         holders=holders,
+        attention_holders=attention_holders,
     )
 
 

@@ -27,10 +27,12 @@ def with_chunk_size(config: FpdtConfig, facts: RunFacts, engine: Any) -> FpdtCon
     shape, length = facts.shape, int(engine.module.config.max_position_embeddings)
     taken, capacity = device_capacity(get_accelerator())
     budget = int((1 - KEPT_FREE) * capacity) - max(taken, bytes_at_rest(facts))
-    sizes: dict[str, int] = {
+    held = engine.hmt_activations
+    sizes: dict[str, Any] = {
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
         "itemsize": facts.itemsize,
         "sequence_parallel": config.sequence_parallel_size,
+        "held": None if held is None else held.held,
     }
     least = torch.tensor(budget, device=engine.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

@@ -4,13 +4,15 @@ Every trainable parameter has one :class:`Gradient`. Backward leaves a contribut
 (m x (r + k)) for a low-rank matrix, the flat gradient for a dense parameter, the full gradient for a
 matrix that refreshes its basis. Contributions travel in buckets of constant size whose contents are
 fixed before backward starts, so all ranks reduce the same things in the same order whatever a rank's
-own graph touched; a bucket leaves as soon as its last member has arrived, while backward goes on.
+own graph touched; a bucket leaves as soon as its last member has arrived, while backward goes on. With one rank
+a bucket is one gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -101,13 +103,17 @@ class ReductionScale:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Members reduced by one collective; ``offsets`` count elements of one rank's chunk."""
+    """Members reduced by one collective; ``offsets`` count elements of one rank's chunk.
+
+    waiting: members that have not arrived in this round. left: it has been reduced in this round.
+    """
 
     index: int
     members: list[Gradient]
     offsets: list[int] = field(default_factory=list)
     chunk: int = 0
     waiting: set[int] = field(default_factory=set)
+    left: bool = False
 
 
 @dataclass(eq=False)
@@ -183,8 +189,10 @@ class GradientReducer:
                 continue
             rows = gradient.shards.max_rows if self.sharded else gradient.shards.m
             size = rows * gradient.width
-            full = open_bucket is not None and (
-                (open_bucket.chunk + size) * parts > self.bucket_elements
+            # one rank sends nothing: every gradient goes on to its shard, or its update, by itself
+            full = self.collectives.world == 1 or (
+                open_bucket is not None
+                and (open_bucket.chunk + size) * parts > self.bucket_elements
             )
             if open_bucket is None or full:
                 open_bucket = _Bucket(len(buckets), [])
@@ -196,9 +204,8 @@ class GradientReducer:
 
     def _begin_round(self) -> None:
         """A round reduces every bucket once."""
-        self._next = 0
         for bucket in self._buckets:
-            bucket.waiting = {g.index for g in bucket.members}
+            bucket.waiting, bucket.left = {g.index for g in bucket.members}, False
 
     # -- during backward ------------------------------------------------------------------------
 
@@ -210,7 +217,7 @@ class GradientReducer:
         if self.events is not None:
             self.events.append(("arrive", gradient.name))
         bucket = self._home[gradient.index]
-        if not reduce_now or bucket.index < self._next:
+        if not reduce_now or bucket.left:
             # A parameter that fires again after its bucket left waits for the end of the backward.
             gradient.local = self._accumulated(gradient.local, contribution)
             return
@@ -218,8 +225,12 @@ class GradientReducer:
             contribution if gradient.arrived is None else gradient.arrived + contribution
         )
         bucket.waiting.discard(gradient.index)
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
+        if self.collectives.world == 1:
+            candidates = iter([bucket])
+        else:  # in an order that all ranks share
+            candidates = (other for other in self._buckets if not other.left)
+        for ready in takewhile(lambda other: not other.waiting, candidates):
+            self._launch(ready)
 
     def flush(self) -> None:
         """End of a backward: reduce what has not left yet, then wait for everything.
@@ -227,8 +238,9 @@ class GradientReducer:
         Members that no backward reached count as zero. A second round carries what arrived late.
         """
         while True:
-            while self._next < len(self._buckets):
-                self._launch(self._buckets[self._next])
+            for bucket in self._buckets:
+                if not bucket.left:
+                    self._launch(bucket)
             while self._in_flight:
                 self._land()
             self._begin_round()
@@ -247,7 +259,7 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         if self.events is not None:
             self.events.append(("launch", bucket.index))
-        self._next += 1
+        bucket.left = True
         self._watch()
         for gradient in bucket.members:
             if gradient.local is not None:

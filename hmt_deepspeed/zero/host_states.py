@@ -69,6 +69,10 @@ class HostStates(ABC):
         """
 
     @abstractmethod
+    def expect(self) -> None:
+        """All chunks will be lent next, in order, if all goes as usual."""
+
+    @abstractmethod
     def take_back(self) -> None:
         """Undo the early changes; no job runs or is to come."""
 
@@ -93,6 +97,7 @@ class RamStates(HostStates):
         self, worker: HostWorker, name: str, num_elements: int, columns: Sequence[str], undo: bool
     ) -> None:
         super().__init__(num_elements, columns)
+        self._worker = worker
         self._values = {c: worker.zeros(num_elements, f"the {c} of {name}") for c in columns}
         self._log: list[Tensor] | None = None
         if undo:
@@ -108,6 +113,9 @@ class RamStates(HostStates):
         log = [kept[begin:end] for kept in self._log] if early and self._log is not None else []
         return _Slices(states, log)
 
+    def expect(self) -> None:
+        """They are there."""
+
     def take_back(self) -> None:
         assert self._log is not None
         for values, kept in zip(self._values.values(), self._log, strict=True):
@@ -117,6 +125,7 @@ class RamStates(HostStates):
         return self._values[column]
 
     def write(self, values: Mapping[str, Tensor]) -> None:
+        self._worker.drain()  # jobs that read them come before
         for column, given in values.items():
             self._values[column].copy_(given)
 
@@ -161,6 +170,10 @@ class SsdStates(HostStates):
     def lend(self, begin: int, end: int, early: bool = False) -> Loan:
         assert self._worker.ssd is not None
         return _Rows(self._worker.ssd.lease(self._by_begin[begin]), len(self.columns))
+
+    def expect(self) -> None:
+        assert self._worker.ssd is not None
+        self._worker.ssd.expect(self.pieces)
 
     def take_back(self) -> None:
         assert self._worker.ssd is not None

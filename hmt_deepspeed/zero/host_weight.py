@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ class HostWeight(Weight):
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """Begin ``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` of its rows x n."""
         flat = self.shards.rows_to_shard(update, self.rank)
-        self._begin(_addition(lr, weight_decay), lambda begin, end: flat[begin:end], key)
+        self._begin(self._addition(lr, weight_decay), lambda begin, end: flat[begin:end], key)
 
     def step_rows(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
@@ -147,7 +148,7 @@ class HostWeight(Weight):
             rows = low_rank_product(update[first:last], projection).reshape(-1)
             return rows[offset + begin - first * n :][: end - begin]
 
-        self._begin(_addition(lr, weight_decay), product, key)
+        self._begin(self._addition(lr, weight_decay), product, key)
 
     def finish(self) -> None:
         """Returns when the update is done; what the caller's stream does next sees the new weights.
@@ -177,6 +178,14 @@ class HostWeight(Weight):
                 place, loan = self._place(target), self.states.lend(begin, end)
                 job = partial(self._update, step, begin, end, loan, target, place, key)
                 self._jobs.append(self.worker.submit(self.name, job, piece, loan))
+
+    def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
+        def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
+            start = perf_counter()
+            apply_whole_(states[0], update, lr, weight_decay)
+            self.worker.addition_seconds += perf_counter() - start
+
+        return step
 
     def _place(self, target: Tensor) -> Tensor | Arrival:
         """Where new weights go: on their way to the device, or at once where the shard is on the host too
@@ -221,10 +230,3 @@ class HostWeight(Weight):
             out.copy_(values)
         else:
             stochastic_round(values, out, key, self.shards.flat(self.rank)[0] + begin)
-
-
-def _addition(lr: float, weight_decay: float) -> ArrivalStep:
-    def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
-        apply_whole_(states[0], update, lr, weight_decay)
-
-    return step

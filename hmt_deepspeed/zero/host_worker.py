@@ -56,7 +56,7 @@ class HostWorker:
     Attributes:
         engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs.
         ssd: the states' files, None when there are none.
-        nbytes: host bytes of states and gradients.
+        nbytes: host bytes of states and gradients. addition_seconds: spent adding updates to masters.
 
     Raises:
         StoreError: the folder for the files cannot be made.
@@ -71,6 +71,7 @@ class HostWorker:
         self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
         self._failure: RuntimeError | None = None
         self.nbytes = 0
+        self.addition_seconds = 0.0
         self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
 
     def describe(self) -> str:
@@ -226,6 +227,11 @@ class HostGradient:
         target = self._values[index * CHUNK :][: piece.numel()]
         target = target.add_(piece) if filled else target.copy_(piece)
         self._norms[index] = torch.linalg.vector_norm(target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sum."""
+        return self._values.nbytes
 
     def square_norm(self) -> Tensor:
         """Squared norm of the sum, 0-dim fp32 on the host; not finite if an element is not."""

@@ -10,6 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from hmt_deepspeed.memory.counters import Counters
+from hmt_deepspeed.planner.compare import Busy
+from hmt_deepspeed.planner.cost import Resource
 from hmt_deepspeed.report.metrics import (
     MATRIX_INTERVAL,
     device_memory,
@@ -18,11 +20,13 @@ from hmt_deepspeed.report.metrics import (
     peak_host_bytes,
 )
 from hmt_deepspeed.report.phases import PhaseTimer
+from hmt_deepspeed.zero.computed_flops import computed_flops
+from hmt_deepspeed.zero.plan_inputs import place_of
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
 
-__all__ = ["StepMetrics"]
+__all__ = ["StepMetrics", "busy_resources"]
 
 
 class StepMetrics:
@@ -84,6 +88,12 @@ class StepMetrics:
             events = monitor_events(self.read(every_matrix), engine.global_samples)
             engine.monitor.write_events(events)
 
+    def computed_flops(self, micro_batch: int, seq_length: int) -> float | None:
+        """Of the last step on this rank; see :func:`hmt_deepspeed.zero.computed_flops.computed_flops`."""
+        engine = self._engine()
+        assert engine is not None
+        return computed_flops(engine, micro_batch, seq_length)
+
     def read(self, every_matrix: bool = True) -> dict[str, Any]:
         """Numbers of the last step on this rank; waits for the device, for norm and captured energy.
 
@@ -133,6 +143,42 @@ def _moved_bytes(engine: HMTEngine) -> dict[str, float]:
         ):
             found[name] = found.get(name, 0) + number
     return found
+
+
+def busy_resources(engine: HMTEngine) -> dict[Resource, Busy]:
+    """Since the start: seconds and bytes of links and SSDs, seconds of updates on the CPU, by the planner's names.
+
+    Links and SSDs are left out where DeepSpeed moves bytes of its own, which nobody counts. Two engines that
+    move at once on one link count as if they took turns.
+    """
+    host = getattr(engine.optimizer, "host", None)
+    params, states = (
+        place_of(config)
+        for config in (engine.zero_offload_param(), engine.zero_offload_optimizer())
+    )
+    if params != "none" or (states != "none" and host is None):
+        return {}
+    sums = dict.fromkeys(_WAYS.values(), (0.0, 0.0))
+    for place, counters in _counters(engine):
+        ways = (
+            ("out", counters.seconds_out, counters.bytes_out),
+            ("in", counters.seconds_in, counters.bytes_in),
+        )
+        for way, seconds, nbytes in ways:
+            before = sums[_WAYS[place, way]]
+            sums[_WAYS[place, way]] = (before[0] + seconds, before[1] + nbytes)
+    found = {resource: Busy(*both) for resource, both in sums.items()}
+    if host is not None:
+        found["cpu"] = Busy(host.adam.seconds + host.addition_seconds, 0.0)
+    return found
+
+
+_WAYS: dict[tuple[str, str], Resource] = {
+    ("host", "out"): "gpu_to_host",
+    ("host", "in"): "host_to_gpu",
+    ("ssd", "out"): "ssd_writing",
+    ("ssd", "in"): "ssd_reading",
+}
 
 
 def _counters(engine: HMTEngine) -> Iterator[tuple[str, Counters]]:

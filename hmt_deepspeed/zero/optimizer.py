@@ -29,7 +29,7 @@ from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linea
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.sharing import share_bases, shareable
-from hmt_deepspeed.zero import checkpoint, state_access, statistics
+from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
@@ -38,6 +38,7 @@ from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.residency import release_buffers
+from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.step import ZeroStep
 
 __all__ = ["HMTZeroOptimizer"]
@@ -221,6 +222,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
         own = (group[0] for number, group in enumerate(self.groups) if self._finds(number))
         self.bases.load_old_bases([self.low_rank[index] for index in own], saved)
 
+    def load_history(self, saved: SavedState) -> None:
+        """Moments of bases that were left."""
+        groups = [[self.low_rank[index] for index in group] for group in self.groups]
+        self.bases.history.load(
+            [(group, self._finds(number)) for number, group in enumerate(groups)], saved
+        )
+
     def _finds(self, group: int) -> bool:
         """Whether this rank finds the basis of a group."""
         return group % self.collectives.world == self.collectives.rank
@@ -295,6 +303,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
         self.overlap.settle_copies()
         self._step.finish()  # what forward did not ask for
+        self._step.commit()
         self._partition_parameters()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         scale = self.loss_scale
@@ -413,12 +422,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; see :mod:`hmt_deepspeed.zero.checkpoint`."""
         self.overlap.settle()
-        return checkpoint.optimizer_state(self)
+        return checkpoint_state.optimizer_state(self)
 
-    def load_saved(self, saved: checkpoint.SavedState) -> None:
+    def load_saved(self, saved: SavedState) -> None:
         """Restore states from a checkpoint of any world size and stage, then open the next window."""
         self.overlap.settle()
-        checkpoint.restore_optimizer(self, saved)
+        checkpoint_state.restore_optimizer(self, saved)
         self.reducer.reset()
         self._begin_window()
 

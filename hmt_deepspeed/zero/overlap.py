@@ -55,6 +55,8 @@ class Overlap:
         self._step, self._loss_scale = step, loss_scale
         self._on_host = {e.gradient.param: e for e in entries if isinstance(e.weight, HostWeight)}
         self._gates: Gates | None = None
+        # entries with early updates in this window, in the order of their gradients
+        self._begun: list[Entry] = []
         self.settle_copies: Callable[[], None] = lambda: None
         if kind == "forward":
             self._gates = Gates(module, self._finish_for, partitioned)
@@ -67,6 +69,10 @@ class Overlap:
         """What the step has begun is finished now, unless the next forward waits for it."""
         if self._gates is None:
             self._step.finish()
+        for entry in self._begun:  # the next backward brings them in this order again
+            assert isinstance(entry.weight, HostWeight)
+            entry.weight.states.expect()
+        self._begun.clear()
 
     def settle(self) -> None:
         """Make weights and states those of the last step; for whatever reads or replaces them.
@@ -75,8 +81,17 @@ class Overlap:
             RuntimeError: an update has begun during backward and cannot be taken back.
         """
         self.settle_copies()
-        self._step.finish()
+        self.finish()
         self.take_back("was read or saved between backward and step")
+
+    def finish(self) -> None:
+        """Finish what a step has begun, on all ranks alike; it counts from now on."""
+        self._step.finish()
+        self._step.commit()
+
+    def when_committed(self, action: Callable[[], None]) -> None:
+        """See :meth:`ZeroStep.when_committed`."""
+        self._step.when_committed(action)
 
     def take_back(self, reason: str) -> None:
         """Undo updates begun during backward; ``reason`` says why, should that not be possible.
@@ -87,18 +102,21 @@ class Overlap:
         for entry in self._on_host.values():
             if entry.host is not None:
                 entry.host.take_back(reason)
+        self._begun.clear()
 
     def close(self) -> None:
         """Finish what is under way and take the gates away."""
-        self._step.finish()
+        self.finish()
         if self._gates is not None:
             self._gates.close()
 
     def _start(self, entry: Entry) -> None:
         """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
         assert entry.host is not None
+        self._step.commit()
         factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the verdict's
         entry.host.step_early(factor, entry.hyper())
+        self._begun.append(entry)
 
     def _finish_for(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:

@@ -47,10 +47,9 @@ def register() -> None:
     if _stock:
         return
     check_deepspeed()
-    from hmt_deepspeed.zero.engine import (
-        HMTEngine,
-        refusing,
-    )  # after the check: it needs the symbols
+    # after the check: they need the symbols
+    from hmt_deepspeed.zero.engine import HMTEngine
+    from hmt_deepspeed.zero.selection import refusing
 
     for name in ("DeepSpeedEngine", *_OTHER_ENGINES):
         _stock[name] = getattr(deepspeed, name)

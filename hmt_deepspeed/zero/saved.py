@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.zero.files import MANIFEST
-from hmt_deepspeed.zero.host_states import MOMENTS
+from hmt_deepspeed.zero.host_states import MASTER, MOMENTS
 from hmt_deepspeed.zero.raw_tensors import read_state
 from hmt_deepspeed.zero.ssd_checkpoint import read_columns
 
@@ -38,6 +38,22 @@ def _by_rank(folder: str, kind: str) -> list[str]:
 def _made(value: Tensor | Callable[[], Tensor]) -> Tensor:
     """A tensor, or one that a snapshot holds as the difference to another's."""
     return value if isinstance(value, Tensor) else value()
+
+
+def _own_last(parts: list[dict[str, Any]], rows: tuple[int, int]) -> list[dict[str, Any]]:
+    return sorted(parts, key=lambda part: tuple(part["rows"]) == rows)
+
+
+def _rows_of(
+    parts: Sequence[Mapping[str, Any]], key: str, height: int, rows: tuple[int, int]
+) -> Tensor:
+    """Some rows of a matrix of ``height``, of what ranks hold of it; later parts replace earlier ones."""
+    like: Tensor = parts[0][key]
+    whole = torch.empty(height, like.shape[1], dtype=like.dtype)
+    for part in parts:
+        begin, end = part["rows"]
+        whole[begin:end] = part[key]
+    return whole[rows[0] : rows[1]]
 
 
 class SavedState:
@@ -125,8 +141,13 @@ class SavedState:
         whole = torch.empty(self._numel(name))
         for state in self._optimizer:
             held = state["masters"].get(name)
-            if held is not None:
-                whole[held["flat"][0] : held["flat"][1]] = _made(held["values"])
+            if held is None:
+                continue
+            if "pieces" in held:
+                values = read_columns(self.folder, self._files, held)[MASTER]
+            else:
+                values = _made(held["values"])
+            whole[held["flat"][0] : held["flat"][1]] = values
         return whole
 
     def _place(self, name: str) -> tuple[int, list[str]]:
@@ -193,15 +214,9 @@ class SavedState:
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")
         parts = [state["hmt"]["matrices"].get(name) for state in self._optimizer]
-        parts = [part for part in parts if part is not None]
-        parts.sort(key=lambda part: tuple(part["rows"]) == rows)  # the own one last
+        parts = _own_last([part for part in parts if part is not None], rows)
         for key in common.pop("row_states"):
-            like: Tensor = common[key]
-            whole = torch.empty(common["height"], like.shape[1], dtype=like.dtype)
-            for part in parts:
-                begin, end = part["rows"]
-                whole[begin:end] = part[key]
-            common[key] = whole[rows[0] : rows[1]]
+            common[key] = _rows_of(parts, key, common["height"], rows)
         return common
 
     def old_bases(self) -> dict[str, Tensor]:
@@ -210,6 +225,45 @@ class SavedState:
         for state in self._optimizer:
             found |= state["hmt"].get("old_bases", {})
         return found
+
+    def left_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+        """Bases that were left, oldest first, with their moments, of the rows given by matrix name; those that
+        every rank had kept."""
+        saved = [
+            state["hmt"].get("left_moments", {}).get("entries", []) for state in self._optimizer
+        ]
+        by_rank = [{(entry["owner"], entry["steps"]): entry for entry in part} for part in saved]
+        found = []
+        for place, entry in by_rank[0].items():
+            parts = [part.get(place) for part in by_rank]
+            known = [part for part in parts if part is not None]
+            basis = next((part["basis"] for part in known if part["basis"] is not None), None)
+            if len(known) < len(parts) or basis is None:
+                continue
+            members = {
+                name: self._left_rows(name, [p["members"] for p in known], rows[name])
+                for name in entry["members"]
+                if name in rows
+            }
+            found.append({**entry, "basis": basis, "members": members})
+        return found
+
+    @staticmethod
+    def _left_rows(
+        name: str, by_rank: Sequence[Mapping[str, Any]], rows: tuple[int, int]
+    ) -> dict[str, Any]:
+        parts = _own_last([part[name] for part in by_rank if name in part], rows)
+        common = dict(parts[0])
+        for key in ("exp_avg", "exp_avg_sq"):
+            common[key] = _rows_of(parts, key, common["height"], rows)
+        return common
+
+    def order_of_use(self, rank: int) -> list[str]:
+        """What a rank's basis cache kept of the past, least recently used first; nothing of further ranks."""
+        if rank >= len(self._optimizer):
+            return []
+        order: list[str] = self._optimizer[rank]["hmt"].get("left_moments", {}).get("order", [])
+        return order
 
     def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Moments of flat elements of a dense parameter, and its step count."""

@@ -2,7 +2,9 @@
 
 A snapshot is taken between two steps. Copies of weights, low-rank states and bases start on a side stream into
 page-locked memory, and a thread writes them from there; the next step's update waits only should the copies not
-be done. Files appear as ``step<N>.saving``, synced and checksummed, and the folder gets its name when it is whole on
+be done. What the optimizer keeps elsewhere is taken there, see :mod:`hmt_deepspeed.zero.snapshot_states`.
+
+Files appear as ``step<N>.saving``, synced and checksummed, and the folder gets its name when it is whole on
 every rank. Weights are stored whole, or as the difference to those of an earlier snapshot that is kept as long
 as it is needed.
 """
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -25,15 +29,19 @@ from torch import Tensor
 from hmt_deepspeed.memory.counters import run_in_background
 from hmt_deepspeed.memory.errors import PoolFull
 from hmt_deepspeed.memory.growing import GrowingHostStore
+from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.transfer import TransferEngine
-from hmt_deepspeed.zero.checkpoint import hmt_state
+from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.checkpoint_state import hmt_state
 from hmt_deepspeed.zero.files import newest_steps
 from hmt_deepspeed.zero.raw_tensors import map_tensors
 from hmt_deepspeed.zero.snapshot_files import Job, SnapshotWriter, Staged, prepare_folder
+from hmt_deepspeed.zero.snapshot_states import OffloadedStates
 from hmt_deepspeed.zero.swap import host_memory_share
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
+    from hmt_deepspeed.zero.entries import Entry
 
 __all__ = ["SnapshotSettings", "Snapshots"]
 
@@ -56,6 +64,9 @@ class Snapshots:
     Attributes:
         num_taken, num_skipped: the latter since the one before was not written yet.
         seconds_taking: that the training thread spent on them.
+
+    Raises:
+        ValueError: files cannot be made in the folder, or host memory has no room for a copy of the states.
     """
 
     def __init__(self, engine: ref[HMTEngine], settings: SnapshotSettings) -> None:
@@ -64,10 +75,12 @@ class Snapshots:
         self._rank = collectives.rank
         limit = host_memory_share()
         self._transfers = TransferEngine(self._engine.device, 1, outgoing_bytes=limit)
-        self._store: GrowingHostStore | None = None
-        self._limit, self._staged = limit, list[str]()
+        self._offloaded = OffloadedStates(self._engine.optimizer)
+        self._staged: list[str] = []
+        self._put: Callable[[str, Tensor], None]
         self._thread = ThreadPoolExecutor(1, "hmt-snapshot", initializer=run_in_background)
         self._writing: Future[None] | None = None
+        self._is_busy = False  # with one that is taken; it is written once its step counts
         self._copied, self._stopping = threading.Event(), threading.Event()
         self._writer = SnapshotWriter(
             settings.path,
@@ -83,6 +96,7 @@ class Snapshots:
         problem = _problem_of(settings.path) if self._rank == 0 else None
         if problem := collectives.broadcast_object(problem):
             raise ValueError(problem)
+        self._store = self._new_store(limit)
         self._engine.optimizer.overlap.settle_copies = self.settle
 
     @property
@@ -116,7 +130,7 @@ class Snapshots:
 
     def settle(self) -> None:
         """Wait for copies that are still under way; before weights or states change."""
-        if self._writing is not None and not self._copied.is_set():
+        if self._is_busy and not self._copied.is_set():
             begin = time.perf_counter()
             self._copied.wait()
             self.seconds_taking += time.perf_counter() - begin
@@ -134,9 +148,11 @@ class Snapshots:
         """Wait until the last snapshot is written.
 
         Raises:
-            RuntimeError: it could not be.
+            RuntimeError: it could not be, or an update beside it failed.
         """
-        if self._writing is not None:
+        if self._is_busy:
+            self._engine.optimizer.overlap.finish()  # on an SSD a step counts only then
+            assert self._writing is not None
             with suppress(Exception):
                 self._writing.result()
         self._raise_failure()
@@ -151,21 +167,32 @@ class Snapshots:
         self._thread.shutdown()
         self._transfers.close()
 
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, from the start on; more only where ranks have risen since."""
+        return self._store.pinned_bytes + self._offloaded.nbytes
+
     def metrics(self) -> dict[str, Any]:
         """Sums since the start of the run."""
         return {
             "snapshots": self.num_taken,
             "snapshots_skipped": self.num_skipped,
             "snapshot_bytes_written": self._writer.bytes_written,
+            "snapshot_bytes_linked": self._writer.bytes_linked,
             "snapshot_seconds_taking": self.seconds_taking,
             "snapshot_seconds_writing": self._seconds_writing,
-            "snapshot_host_bytes": 0 if self._store is None else self._store.pinned_bytes,
+            "snapshot_host_bytes": self.host_bytes,
         }
+
+    def describe(self) -> str:
+        """A line for the start table."""
+        taken, settings = format_bytes(self.host_bytes), self.settings
+        return f"snapshots: every {settings.interval} steps to {settings.path}; {taken} of host memory per rank"
 
     def _raise_failure(self) -> None:
         if self._writing is None or not self._writing.done():
             return
-        done, self._writing = self._writing, None
+        done, self._writing, self._is_busy = self._writing, None, False
         error = done.exception()
         if error is not None:
             raise RuntimeError(
@@ -177,36 +204,69 @@ class Snapshots:
     def _is_anyone_writing(self) -> bool:
         """The same on all ranks: each takes a snapshot or none does."""
         if self._engine.optimizer.collectives.world == 1:
-            return self._writing is not None
-        busy = torch.tensor(float(self._writing is not None), device=self._engine.device)
+            return self._is_busy
+        busy = torch.tensor(float(self._is_busy), device=self._engine.device)
         self._engine.optimizer.collectives.all_reduce(busy, op=dist.ReduceOp.MAX)
         return bool(busy.item())
 
     def _take(self, step: int) -> None:
         optimizer = self._engine.optimizer
-        optimizer.overlap.settle()
-        if self._store is None:
-            self._store = GrowingHostStore(self._transfers, self._limit, "free host memory")
+        if self._offloaded.must_settle:
+            optimizer.overlap.settle()
         try:
-            states = {"optim": self._optimizer_state()}
-            if self._rank == 0 or optimizer.settings.stage == 3:
-                states["model"] = self._model_state()
+            states = self._states(*self._offloaded.take(optimizer))
         except BaseException:
             self._forget_staged()
+            self._offloaded.forget()
             raise
         self._copied.clear()
-        job = Job(f"step{step:08d}", step, states)
+        self._is_busy = True
+        self._thread.submit(self._wait_for_copies)
+        job = Job(f"step{step:08d}", step, states, self._offloaded.keep_files)
+        self._offloaded.when_ready(optimizer, partial(self._begin_writing, job))
+
+    def _begin_writing(self, job: Job) -> None:
         self._writing = self._thread.submit(self._write, job)
+
+    def _new_store(self, limit: int) -> GrowingHostStore:
+        """With room for the states as they are, taken now: what shares out host memory later finds the rest."""
+        sizes: list[int] = []
+        self._put = lambda _, tensor: sizes.append(whole_pages(tensor.nbytes))
+        self._states(*self._offloaded.outline())
+        self._staged.clear()
+        needed = sum(sizes) + self._offloaded.nbytes
+        short = torch.tensor(float(needed > limit), device=self._engine.device)
+        self._engine.optimizer.collectives.all_reduce(short, op=dist.ReduceOp.MAX)
+        if short.item():
+            raise ValueError(
+                f"hmt.snapshot copies {needed} bytes of weights and states to host memory on rank {self._rank}, which "
+                f"may take {limit}: half of what is free, shared by the ranks of a machine; on one rank at least that "
+                "is too little. Save checkpoints instead and leave hmt.snapshot out, spread the states over more "
+                'ranks, or put them on an SSD ("offload_optimizer": {"device": "nvme"}), whose files are linked.'
+            )
+        self._offloaded.allocate()
+        left = limit - self._offloaded.nbytes
+        store = GrowingHostStore(self._transfers, left, "free host memory", first_bytes=sum(sizes))
+        self._put = store.put
+        return store
+
+    def _states(self, masters: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank writes, by kind of file; masters and moments away from the device are given."""
+        states = {"optim": self._optimizer_state(masters, moments)}
+        if self._rank == 0 or self._engine.optimizer.settings.stage == 3:
+            states["model"] = self._model_state()
+        return states
 
     def _stage(self, value: Any, weight: str | None = None) -> Any:
         """Start the copy of a tensor to the host; other values are taken as they are."""
         if not isinstance(value, Tensor):
             return value
-        assert self._store is not None
         name = f"tensor {len(self._staged)}" if weight is None else weight
         value = value.detach().to(self._transfers.device).contiguous()
+        if not value.dim():  # counts of updates in host memory go on during backward
+            value = value.clone()
         try:
-            self._store.put(name, value)
+            self._put(name, value)
         except PoolFull as full:
             raise RuntimeError(
                 f"hmt.snapshot stages everything that it writes in host memory, which is too small: {full}. "
@@ -215,16 +275,23 @@ class Snapshots:
         self._staged.append(name)
         return Staged(name, value.dtype, tuple(value.shape), weight is not None)
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        optimizer = self._engine.optimizer
-        masters = {}
+    def _stage_weight(self, entry: Entry) -> Any:
+        values = entry.weight.master_values()
+        if entry.weight.master is None:  # as exact, and smaller
+            values = values.to(self._engine.optimizer.settings.model_dtype)
+        return self._stage(values, entry.name)
+
+    def _optimizer_state(
+        self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        optimizer, masters = self._engine.optimizer, {}
         for entry in optimizer.entries if optimizer.settings.stage > 0 or self._rank == 0 else ():
-            values = entry.weight.master_values()
-            if entry.weight.master is None:  # as exact, and smaller
-                values = values.to(optimizer.settings.model_dtype)
             flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-            masters[entry.name] = {"flat": flat, "values": self._stage(values, entry.name)}
-        ours = map_tensors(hmt_state(optimizer, self._stage), self._stage)
+            held = offloaded.get(entry.name)
+            if held is None:
+                held = {"values": self._stage_weight(entry)}
+            masters[entry.name] = {"flat": flat, **held}
+        ours = map_tensors(hmt_state(optimizer, self._stage, moments), self._stage)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
     def _model_state(self) -> dict[str, Any]:
@@ -236,7 +303,8 @@ class Snapshots:
         shapes = frozen(engine._get_param_shape_func)
         state = {
             **engine.snapshot_client_state(),
-            "module": dict(engine.module.named_buffers()),
+            # clones: the next forward may change them before the copies are done
+            "module": {name: b.detach().clone() for name, b in engine.module.named_buffers()},
             "frozen_param_fragments": {
                 n: self._stage(t, f"frozen {n}") for n, t in fragments.items()
             },
@@ -252,25 +320,28 @@ class Snapshots:
 
     # -- writing thread -------------------------------------------------------------------------
 
-    def _write(self, job: Job) -> None:
-        begin = time.perf_counter()
-        assert self._store is not None
+    def _wait_for_copies(self) -> None:
         try:
             for name in self._staged:
                 self._store.host_bytes(name)
+        finally:  # what has failed is raised where it is read
             self._copied.set()
+
+    def _write(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            self._offloaded.wait()
             self._writer.write(job)
         finally:
-            self._copied.set()
             self._forget_staged()
+            self._offloaded.forget()
             self._seconds_writing += time.perf_counter() - begin
 
     def _host_bytes(self, name: str) -> Tensor:
-        assert self._store is not None
-        return self._store.host_bytes(name)
+        copy = self._offloaded.host_bytes(name)
+        return self._store.host_bytes(name) if copy is None else copy
 
     def _forget_staged(self) -> None:
-        assert self._store is not None
         for name in self._staged:
             self._store.drop(name)
         self._staged.clear()

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.checksum import as_memoryview
-from hmt_deepspeed.zero.checkpoint import FORMAT, saving_tag
-from hmt_deepspeed.zero.files import MANIFEST, fingerprint, replace_text, sync_folder
+from hmt_deepspeed.zero.checkpoint import saving_tag
+from hmt_deepspeed.zero.checkpoint_state import FORMAT
+from hmt_deepspeed.zero.files import (
+    MANIFEST,
+    fingerprint,
+    make_folder,
+    replace_text,
+    sync_folder,
+)
 from hmt_deepspeed.zero.raw_tensors import RECORD, ByteFile, encode, map_file, map_tensors
 
 __all__ = ["Job", "SnapshotWriter", "Staged", "prepare_folder"]
@@ -62,11 +69,15 @@ class _Saving:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written: the parts of this rank, tensors replaced by :class:`Staged`."""
+    """What is to be written: the parts of this rank, tensors replaced by :class:`Staged`.
+
+    ``link`` puts files that are there already into the folder, and gives the manifest's entries of them.
+    """
 
     tag: str
     step: int
     states: dict[str, Any]
+    link: Callable[[str], Mapping[str, dict[str, Any]]]
 
 
 class SnapshotWriter:
@@ -79,7 +90,7 @@ class SnapshotWriter:
         stopping: set when nothing is to be waited for any more.
 
     Attributes:
-        bytes_written: by this rank, in all.
+        bytes_written, bytes_linked: by this rank, in all; the latter in files that were there already.
     """
 
     def __init__(
@@ -94,7 +105,7 @@ class SnapshotWriter:
         self.path, self.keep, self._rank, self._world = path, keep, rank, world
         self._read, self._stopping = read, stopping
         self._whole: _Weights | None = None  # of the last snapshot that is none of differences
-        self.bytes_written = 0
+        self.bytes_written = self.bytes_linked = 0
 
     def write(self, job: Job) -> None:
         """Write this rank's part; on rank 0 the snapshot is whole when this returns."""
@@ -128,6 +139,7 @@ class SnapshotWriter:
         except BaseException:
             file.abandon()
             raise
+        linked = job.link(folder)
         files: dict[str, dict[str, Any]] = {name: {"bytes": file.size, "sha256": file.sha256}}
         for kind, state in states.items():
             path = os.path.join(folder, f"{stem}_{kind}_states.pt")
@@ -137,6 +149,8 @@ class SnapshotWriter:
                 os.fsync(out.fileno())
             files[os.path.basename(path)] = fingerprint(path)
         self.bytes_written += sum(entry["bytes"] for entry in files.values())
+        self.bytes_linked += sum(entry["bytes"] for entry in linked.values())
+        files |= linked
         if whole is None:
             made.file = files[name]
             self._whole = made
@@ -183,7 +197,7 @@ class SnapshotWriter:
         files: dict[str, Any] = {}
         for rank in range(self._world):
             files |= self._wait_for(os.path.join(folder, _done(rank)), rank)
-        for stray in set(os.listdir(folder)) - files.keys():
+        for stray in _files_in(folder) - files.keys():
             os.remove(os.path.join(folder, stray))
         manifest = {"format": FORMAT, "global_steps": job.step, "files": files}
         manifest |= {"saved_at": time.time()}
@@ -214,6 +228,12 @@ _TAG = re.compile(r"step\d{8}")
 _ASIDE = re.compile(rf"{_TAG.pattern}(\.saving|\.old)?")
 
 
+def _files_in(folder: str) -> set[str]:
+    """Paths within it, those in folders of it too."""
+    found = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
+    return {os.path.relpath(path, folder) for path in found}
+
+
 def _done(rank: int) -> str:
     return f"rank{rank}.json"
 
@@ -225,7 +245,7 @@ def prepare_folder(path: str) -> None:
         ValueError: files cannot be made in it.
     """
     try:
-        os.makedirs(path, exist_ok=True)
+        make_folder(path)
         os.rmdir(tempfile.mkdtemp(dir=path))
     except OSError as error:
         raise ValueError(

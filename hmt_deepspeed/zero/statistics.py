@@ -30,6 +30,19 @@ def state_bytes(entry: Entry) -> int:
     return sum(t.nbytes for t in entry.dense_state)
 
 
+def _offloaded_bytes(entry: Entry) -> int:
+    """Of these, and of the master, what is in host memory or on an SSD."""
+    if not isinstance(entry.weight, HostWeight):
+        return 0
+    moments = 0 if entry.dense_state is None else sum(t.nbytes for t in entry.dense_state[:2])
+    return entry.weight.master_bytes() + moments
+
+
+def _host_gradient_bytes(entry: Entry) -> int:
+    gradient = entry.gradient.host
+    return 0 if gradient is None else gradient.nbytes
+
+
 def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool = False) -> int:
     """Bytes a rank would send per step under stock ZeRO of the same stage for the same parameters.
 
@@ -68,6 +81,8 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
         "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
         "optimizer_host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
+        "offloaded_state_bytes": sum(map(_offloaded_bytes, optimizer.entries)),
+        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, optimizer.entries)),
         **_ssd_numbers(optimizer),
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import Subspace, keyed_seed
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.moments import Recalled
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.slot import write_moments
@@ -65,6 +66,7 @@ class ZeroStep:
         self._measured: dict[int, Tensor] = {}
         # what the verdict has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
+        self._when_committed: list[Callable[[], None]] = []
 
     def found_overflow(self) -> bool:
         """Whether any rank holds a gradient that is not finite, or whose squared norm is not.
@@ -115,10 +117,12 @@ class ZeroStep:
             return
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
+        history = self.bases.history
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         device = self.entries[0].weight.device
-        energies = torch.zeros(len(refreshing), most, dtype=torch.float64, device=device)
+        shape = (len(refreshing), most + history.most)
+        energies = torch.zeros(shape, dtype=torch.float64, device=device)
         for place, (index, group) in enumerate(refreshing):
             leader = self._matrix(group[0])
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
@@ -127,22 +131,32 @@ class ZeroStep:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
                 energies[place, : len(captured)] = torch.tensor(captured, dtype=torch.float64)
+            if history.most:
+                missing = torch.tensor(history.missing(leader), dtype=torch.float64)
+                energies[place, most:] = missing
         self.collectives.all_reduce(energies)
-        for place, captured in enumerate(energies.tolist()):
+        for place, sums in enumerate(energies.tolist()):
             index, group = refreshing[place]
+            captured, missing = sums[:most], sums[most:]
+            for _, near in refreshing[place : place + 2]:
+                history.expect(self._matrix(near[0]))
             rank, known = 0, [energy for energy in captured if energy > 0]
             if known:
                 rank = policy.choose(index, known, step)
             with self.bases.whole(self.low_rank[group[0]]):
                 if rank:
                     basis = self._broadcast_basis(group, rank, found.get(place))
-                    if self._gradient(group[0]).owner == self.collectives.rank:
-                        self.bases.remember(self.low_rank[group[0]], rank)
-                    self.adopt(group, basis)
+                    members = [self.low_rank[i] for i in group]
+                    if members[0].gradient.owner == self.collectives.rank:
+                        self.bases.remember(members[0], rank)
+                    recalled = history.recall(members, basis, missing)
+                    history.remember(members)
+                    self.adopt(group, basis, recalled)
                 self._project_full(group, step)
             if rank:
                 for member in group:
                     self.schedule.refreshed(member, step)
+        history.release()
 
     def _matrix(self, index: int) -> LowRankMatrix:
         matrix = self.low_rank[index].matrix
@@ -178,8 +192,13 @@ class ZeroStep:
         self.collectives.broadcast(basis, self._gradient(group[0]).owner)
         return basis
 
-    def adopt(self, group: Sequence[int], basis: Tensor | None) -> None:
-        """Carry the moments of a group over to a basis that every rank has."""
+    def adopt(
+        self,
+        group: Sequence[int],
+        basis: Tensor | None,
+        recalled: Sequence[Sequence[Recalled]] | None = None,
+    ) -> None:
+        """Carry the moments of a group over to a basis that every rank has, with what its matrices recall."""
         matrices, sums = [self._matrix(i) for i in group], []
         for index, matrix in zip(group, matrices, strict=True):
             counted = self._gradient(index).shards.counted(self.shard_rank)
@@ -187,7 +206,7 @@ class ZeroStep:
             if overlap is not None and self.sharded:
                 self.collectives.all_reduce(overlap)
             sums.append(overlap)
-        adopt_together(matrices, basis, sums)
+        adopt_together(matrices, basis, sums, recalled)
 
     def _project_full(self, group: Sequence[int], step: int) -> None:
         """Turn the owner's full gradients into every rank's rows of what the rules take."""
@@ -301,7 +320,7 @@ class ZeroStep:
         """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
 
         Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
-        at different places still gather in the same order. With the last one the step is committed.
+        at different places still gather in the same order.
         """
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         while self._unfinished:
@@ -312,9 +331,25 @@ class ZeroStep:
             if entry is last:
                 break
         gather.finish()
+
+    def commit(self) -> None:
+        """What a finished step has written to an SSD counts; waits for the last writes of it.
+
+        Called before anything of the next step is written, so that those writes have a forward's time.
+        """
         if self._uncommitted and not self._unfinished and self.host is not None:
             self._uncommitted = False
             self.host.commit()
+            actions, self._when_committed = self._when_committed, []
+            for action in actions:
+                action()
+
+    def when_committed(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once what the last step has written to an SSD counts: now or at its commit."""
+        if self._uncommitted:
+            self._when_committed.append(action)
+        else:
+            action()
 
     # -- weights --------------------------------------------------------------------------------
 

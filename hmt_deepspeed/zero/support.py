@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +12,15 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
-from hmt_deepspeed.config import HMTConfig, OptimizerConfig, SnapshotConfig
+from hmt_deepspeed.config import HMTConfig, OptimizerConfig
 from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
 from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
 __all__ = [
     "check_activations",
     "check_engine",
-    "check_snapshot",
     "check_supported",
+    "checks_overflow",
     "resolved_overlap",
 ]
 
@@ -60,21 +61,35 @@ def check_activations(
         options: fields of ``hmt.optimizer``; None under another optimizer.
 
     Raises:
-        ValueError: DeepCompile, whose graphs bypass the modules; a plan beside states on an SSD; choices that FPDT's layers, which keep
-            nothing but their input, do not have; what becomes of projected inputs, where there are none.
+        ValueError: DeepCompile, whose graphs bypass the modules; a plan beside an SSD whose traffic is not known,
+            or beside rules for single modules; choices that FPDT's layers, which keep nothing but their input, do
+            not have; what becomes of projected inputs, where there are none; what stock ZeRO-3 stops at by an
+            assertion.
     """
     activations = hmt.activations
+    if options is None:
+        _check_stock_stage_3(config)
     if hmt.fpdt.enabled:
         refused = refused_beside_chunks(activations, config.get("activation_checkpointing") or {})
         if messages := list(refused):
             raise ValueError("\n".join(messages))
     zero = config.get("zero_optimization") or {}
-    for key in ("offload_optimizer", "offload_param"):
+    unknown = {"offload_param": "whose swapping DeepSpeed does not count"}
+    if options is None:
+        unknown["offload_optimizer"] = (
+            "where DeepSpeed keeps the states of another optimizer than HMT's, uncounted"
+        )
+    for key, reason in unknown.items():
         if activations.is_planned and (zero.get(key) or {}).get("device") == "nvme":
             raise ValueError(
-                f'hmt.activations.policy is "plan", but zero_optimization.{key}.device is "nvme", an SSD that a run '
-                'does not measure: legal with states on "nvme" is a policy written out. Write it out, or use "cpu".'
+                f'hmt.activations.policy is "plan", but zero_optimization.{key}.device is "nvme", {reason}. Legal: '
+                '"none", "cpu", or with "nvme" a policy written out.'
             )
+    if activations.is_planned and options is not None and options["module_rules"]:
+        raise ValueError(
+            f"hmt.optimizer.module_rules is {options['module_rules']!r}, whose matrices the planner would take for "
+            'all others: legal is {} with hmt.activations.policy "plan". Remove the rules, or write the policy out.'
+        )
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(
             "compile.deepcompile is True, which hmt.activations does not support: legal is false. Compiled "
@@ -89,20 +104,19 @@ def check_activations(
         )
 
 
-def check_snapshot(snapshot: SnapshotConfig, parsed: Any) -> None:
-    """Refuse snapshots of states that are updated while they would be copied.
-
-    Raises:
-        ValueError: beside ``offload_optimizer``.
-    """
-    offload = parsed.zero_config.offload_optimizer
-    if snapshot.path is None or offload is None or offload.device == OffloadDeviceEnum.none:
+def _check_stock_stage_3(config: dict[str, Any]) -> None:
+    """What DeepSpeed's own optimizer does not have at stage 3 with ``reduce_scatter``, its default."""
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") != 3 or not zero.get("reduce_scatter", True):
         return
-    raise ValueError(
-        f"hmt.snapshot.path is {snapshot.path!r}, but with zero_optimization.offload_optimizer states in host "
-        'memory are updated beside training: legal is "device": "none". Remove one of the two, and save '
-        "checkpoints with engine.save_checkpoint."
-    )
+    for key, legal in (("gradient_predivide_factor", 1.0), ("prescale_gradients", False)):
+        value = config.get(key, legal)
+        if value != legal:
+            raise ValueError(
+                f"{key} is {value!r}, legal at stage 3 with DeepSpeed's own optimizer is {json.dumps(legal)}: its "
+                'reduce_scatter divides by the number of ranks itself. Remove the key, set "reduce_scatter": false '
+                'in zero_optimization, or use "optimizer": {"type": "HMT"}.'
+            )
 
 
 def check_engine(engine: Any) -> None:
@@ -245,13 +259,18 @@ def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
         return wanted
     if schedule != "optimised":
         return {"naive": "backward", "serial": "none"}[schedule]
-    if not (parsed.gradient_clipping or parsed.float16_config.enabled or _checks_overflow(parsed)):
+    if not (parsed.gradient_clipping or checks_overflow(parsed)):
         return "backward"
     return "forward" if parsed.zero_optimization_stage == 3 else "none"
 
 
-def _checks_overflow(parsed: Any) -> bool:
-    return bool(parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow)
+def checks_overflow(parsed: Any) -> bool:
+    """Whether a step whose gradients are not finite is skipped: unless bf16's ``check_grad_overflow`` is false.
+
+    In fp32 too, as by DeepSpeed's own ZeRO optimizers, which look at the norm.
+    """
+    bf16 = parsed.bfloat16_config
+    return not bf16.enabled or bool(bf16.check_grad_overflow)
 
 
 def _zero(parsed: Any, options: dict[str, Any], given: dict[str, str]) -> Iterator[Refusal]:

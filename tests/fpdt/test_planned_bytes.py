@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from tiny import fpdt
 
+from benchmarks.counting import Uncomputed, counted
 from benchmarks.fpdt import layer_workspace
+from benchmarks.setting import Batches, Shape, llama
+from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
 from hmt_deepspeed.planner.shapes import plain_shape
+from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
 
 SHAPE = plain_shape(layers=2, hidden=64, heads=4, vocab=100, dropout=0.0)
 
@@ -31,8 +38,55 @@ def test_device_bytes_of_a_layer_are_those_counted(heads: int, kv_heads: int, ch
     parameters = sum(p.numel() for p in model.model.layers[0].parameters())
     found = fpdt_bytes(shape_of_config(config), length, chunk)
     # the benchmark leaves out gradients as large as the weights, and what is as long as the sequence
-    counted = layer_workspace(model, length, chunk, torch.bfloat16) + 2 * parameters
-    assert found.chunks + found.gradients == pytest.approx(counted, rel=0.05)
+    workspace = layer_workspace(model, length, chunk, torch.bfloat16) + 2 * parameters
+    assert found.chunks + found.gradients == pytest.approx(workspace, rel=0.05)
+
+
+def counted_step(shape: Shape, model: torch.nn.Module, chunk: int, **holders: Any) -> int:
+    """Peak of a step whose gradients leave as they come, as ZeRO takes them."""
+    rows = Batches(shape, "cpu").draw()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with fpdt(model, chunk, **holders), Uncomputed():
+        return counted(lambda: model(input_ids=rows, labels=rows).loss.backward())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocabulary", "chunk", "dtype"),
+    [
+        pytest.param(128, 64, 128, torch.bfloat16, id="attention is fullest"),
+        pytest.param(128, 64, 128, torch.float32, id="attention is fullest, fp32"),
+        pytest.param(256, 64, 64, torch.bfloat16, id="the projections' gradients are"),
+        pytest.param(256, 64, 64, torch.float32, id="the MLP's gradients are, fp32"),
+        pytest.param(128, 4096, 128, torch.bfloat16, id="the head's product is"),
+        pytest.param(128, 4096, 256, torch.float32, id="the loss is, fp32"),
+    ],
+)
+def test_device_bytes_of_a_model_are_those_counted(
+    hidden: int, vocabulary: int, chunk: int, dtype: torch.dtype
+) -> None:
+    shape = Shape(hidden, 2, 2, vocabulary=vocabulary, sequence=5 * chunk, micro_batch=1)
+    model = llama(shape).to(dtype)
+    counted_bytes = counted_step(shape, model, chunk)
+    planned = shape_of_config(model.config)
+    found = fpdt_bytes(planned, shape.sequence, chunk, itemsize=dtype.itemsize)
+    assert found.device == pytest.approx(counted_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("choice", ["keep", "int8", "swap_host"])
+def test_what_activations_hold_beside_chunks_is_counted(choice: str) -> None:
+    shape = Shape(128, 2, 2, vocabulary=64, sequence=640, micro_batch=1)
+    model = llama(shape).to(torch.bfloat16)
+    components = ("embedding", "residual", "attention_output", "lm_head")
+    config = ActivationsConfig.model_validate({"policy": dict.fromkeys(components, choice)})
+    activations = ChunkedActivations(
+        model, config, device=torch.device("cpu"), aio=None, current_step=lambda: 0
+    )
+    held = {"holders": activations.holders, "attention_holders": activations.attention_holders}
+    counted_bytes = counted_step(shape, model, 128, **held)
+    activations.close()
+    found = fpdt_bytes(shape_of_config(model.config), 640, 128, held=activations.held)
+    assert found.device == pytest.approx(counted_bytes, rel=0.05)
 
 
 def test_a_chunk_is_the_largest_power_of_two_that_fits() -> None:

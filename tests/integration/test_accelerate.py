@@ -260,8 +260,10 @@ if __name__ == "__main__":
             optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(saved, state_dict=state)
-    print("RESULT", type(model.optimizer).__name__, model.global_steps, partitioned,
-          losses[-1].item() < losses[0].item(), model.bfloat16_enabled(), flush=True)
+    learned = losses[-1].item() < losses[0].item()
+    words = [type(model.optimizer).__name__, model.global_steps, partitioned, learned]
+    # one write: nothing of the launcher's log may fall between two words
+    print(" ".join(map(str, ["RESULT", *words, model.bfloat16_enabled()])), flush=True)
     accelerator.end_training()
 """
 

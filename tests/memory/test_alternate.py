@@ -126,6 +126,35 @@ def test_what_is_kept_stays_as_it_is(
     assert slots.folder.file_bytes == 2 * sum(map(whole_pages, SIZES))
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_held_is_not_written(
+    slots: AlternateSlots, pieces: list[Piece], tmp_path: Path, keeps: bool
+) -> None:
+    """Commits go on; a third file of each piece is there as long as the first is held, and no longer."""
+    write(slots, pieces, seed=1)
+    slots.commit()
+    held = [slots.hold(piece) for piece in pieces]
+    both = [slots.hold(piece) for piece in pieces]
+    for step in range(2, 5):
+        write(slots, pieces, step)
+        slots.commit()
+    assert slots.folder.file_bytes == 3 * sum(map(whole_pages, SIZES))
+    records = [h.keep(str(tmp_path / p.name)) for h, p in zip(held, pieces, strict=True) if keeps]
+    for one, other in zip(held, both, strict=True):
+        one.release()
+        other.release()
+    for step in range(5, 8):
+        write(slots, pieces, step)
+        slots.commit()
+    for piece, record in zip(pieces, records, strict=keeps):
+        found = read_kept(str(tmp_path / piece.name), record)
+        assert torch.equal(found, buffer(piece.nbytes, 1)[: piece.nbytes])
+    assert all(holds(slots, piece, 7) for piece in pieces)
+    write(slots, pieces, seed=8)
+    files = 2 if keeps else 3  # the third is used in turn; a linked one is given up
+    assert slots.folder.file_bytes <= files * sum(map(whole_pages, SIZES))
+
+
 def test_a_link_that_fails_otherwise_is_an_error(
     slots: AlternateSlots, pieces: list[Piece], tmp_path: Path
 ) -> None:

@@ -172,3 +172,55 @@ def test_only_what_is_still_used_is_kept(make):
     cache.keep_only({"a", "c"})
     assert [name for name in NAMES if name in cache] == ["a", "c"]
     assert cache.old_names() == ["a"]
+
+
+def test_what_is_kept_together_comes_back_and_goes_together(make):
+    cache = make()
+    parts = [basis(0), torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4)]
+    assert cache.keep("x", parts)
+    cache.expect("x")
+    assert (
+        len(cache.engine.streams._pending[Direction.TO_DEVICE]) >= 2
+    )  # the empty one moves nothing
+    for found, part in zip(cache.kept("x"), parts, strict=True):
+        assert torch.equal(found, part)
+    assert cache.num_entries == 1
+    assert cache.host_bytes == cache.kept_bytes("x") == PAGE + 3
+    assert cache.keep("x", [basis(1)])  # in its place
+    assert torch.equal(cache.kept("x")[0], basis(1))
+    cache.discard("x")
+    assert not cache.has_kept("x")
+    assert cache.host_bytes == 0
+    assert cache._store.peak_bytes > 0
+    assert sum(host.pool.used_bytes for host in cache._store._hosts) == 0
+
+
+def test_all_of_what_belongs_together_has_room_or_none_of_it(make):
+    cache = make(max_bytes=3 * PAGE)
+    assert cache.put("a", basis(0))
+    cache.keep("old", [basis(4)])
+    assert not cache.keep("x", [basis(1), basis(2), basis(3)])
+    assert cache.kept_keys() == ["old"]  # which would not have helped
+    cache.held.add("old")
+    assert not cache.keep("x", [basis(1), basis(2)])
+    cache.held.clear()
+    assert cache.keep("y", [basis(1), basis(2)])  # nothing of x is left
+    assert cache.kept_keys() == ["y"]
+    assert torch.equal(cache.get("a"), basis(0))
+
+
+def test_what_is_held_does_not_make_room(make):
+    cache = make(max_entries=3)
+    for seed, key in enumerate("xyz"):
+        cache.keep(key, [basis(seed)])
+    cache.touch("x")
+    cache.held |= {"y", "z"}
+    assert cache.keep("w", [basis(5)])
+    assert cache.kept_keys() == ["y", "z", "w"]
+    cache.held.add("w")
+    assert not cache.keep("v", [basis(6)])
+    assert not cache.put("a", basis(7))
+    cache.held.clear()
+    assert cache.put("a", basis(7))
+    assert cache.kept_keys() == ["z", "w"]
+    assert cache.num_evicted == 2

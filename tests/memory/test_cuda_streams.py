@@ -42,8 +42,10 @@ class Stream:
 
 
 class Event:
-    def __init__(self, blocking=False):
-        self.stream = None
+    """Every step of a stream takes a millisecond."""
+
+    def __init__(self, blocking=False, enable_timing=False):
+        self.stream, self.is_timed = None, enable_timing
 
     def record(self, stream):
         self.stream, self.position = stream, len(stream.work)
@@ -53,6 +55,13 @@ class Event:
 
     def synchronize(self):
         self.stream.run(self.position)
+
+    def elapsed_time(self, end):
+        assert self.is_timed
+        assert end.is_timed
+        assert self.query()
+        assert end.query()
+        return float(end.position - self.position)
 
 
 class Cuda:
@@ -124,6 +133,19 @@ def test_the_consumer_waits_for_the_fetch_and_the_host_does_not(cuda, engine):
     assert not handle.stored.done()  # nothing has run: get did not block
     cuda.compute.synchronize()
     assert out.eq(7).all()
+
+
+def test_copies_are_timed_without_what_they_wait_for_and_nobody_waits_to_know(cuda, engine):
+    first, second = engine.put(late(cuda), "x"), engine.put(late(cuda), "y")
+    engine.get(first)
+    assert engine.counters.seconds_out == engine.counters.seconds_in == 0  # nothing has run
+    engine.host_bytes(first)
+    assert engine.counters.seconds_out == pytest.approx(1e-3)
+    engine.host_bytes(second)
+    assert engine.counters.seconds_out == pytest.approx(2e-3)
+    assert engine.counters.seconds_in == 0
+    cuda.compute.synchronize()
+    assert engine.counters.seconds_in == pytest.approx(1e-3)
 
 
 def test_the_fetch_waits_until_its_memory_may_be_written(cuda, engine):

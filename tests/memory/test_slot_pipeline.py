@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 from memory_cases import PAGE
 
 from hmt_deepspeed.memory.alternate import AlternateSlots, Piece
+from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
@@ -160,6 +161,35 @@ def test_bytes_are_counted(case: Case) -> None:
     assert (counters.bytes_in, counters.bytes_out) == (8 * PAGE, 16 * PAGE)
 
 
+def test_seconds_of_reads_and_writes_are_counted(case: Case) -> None:
+    case.fill(1)
+    counters = case.pipeline.counters
+    # a sleep is never shorter than asked for, and each way has one thread
+    assert counters.seconds_out >= 8 * case.io.seconds
+    case.values()
+    assert counters.seconds_in >= 8 * case.io.seconds
+
+
+def test_what_moves_at_once_counts_once() -> None:
+    counters, both = Counters(), threading.Barrier(2)
+
+    def move() -> None:
+        with counters.moving("in"):
+            both.wait()
+            time.sleep(0.02)
+            both.wait()
+
+    begin = time.perf_counter()
+    threads = [threading.Thread(target=move) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = time.perf_counter() - begin
+    assert 0.02 <= counters.seconds_in <= took
+    assert counters.seconds_out == 0
+
+
 def test_reads_and_writes_run_beside_the_blocks(beside: Case) -> None:
     """Each block waits for a read of a later piece, and for the write of the one before."""
     beside.fill(1)
@@ -186,3 +216,52 @@ def test_reads_and_writes_run_beside_the_blocks(beside: Case) -> None:
                 assert written[number - 1].wait(10)
     beside.pipeline.drain()
     assert beside.values() == [2] * 8
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert condition()
+
+
+def test_what_is_expected_is_read_before_it_is_leased(beside: Case) -> None:
+    beside.fill(1)
+    reads = beside.io.reads
+    beside.pipeline.expect(beside.pieces)
+    _until(lambda: beside.io.reads == reads + NUM_BUFFERS)
+    for piece in beside.pieces:
+        with beside.pipeline.lease(piece) as memory:
+            memory.add_(1)
+    beside.pipeline.drain()
+    assert beside.io.reads == reads + len(beside.pieces)  # none of them twice
+    assert beside.values() == [2] * 8
+
+
+@pytest.mark.parametrize("surprise", ["lease", "roll_back", "drain"])
+def test_what_is_expected_in_vain_holds_nothing_up(beside: Case, surprise: str) -> None:
+    """Buffers full of what nobody asks for are given back when somebody asks for something else."""
+    beside.fill(1)
+    beside.pipeline.expect(beside.pieces)
+    _until(lambda: beside.pipeline._pool.used_bytes == NUM_BUFFERS * PAGE)
+    if surprise == "roll_back":
+        with beside.pipeline.lease(beside.pieces[0]) as memory:
+            memory.fill_(9)
+        beside.pipeline.roll_back(beside.pieces[:1])
+    if surprise == "drain":
+        beside.pipeline.drain()
+    for piece in reversed(beside.pieces):
+        with beside.pipeline.lease(piece) as memory:
+            memory.add_(1)
+    beside.pipeline.drain()
+    assert beside.values() == [2] * 8
+    _until(lambda: beside.pipeline._pool.used_bytes == 0)
+
+
+def test_an_expected_read_sees_the_write_before_it(beside: Case) -> None:
+    beside.fill(1)
+    with beside.pipeline.lease(beside.pieces[0]) as memory:
+        memory.fill_(5)
+        beside.pipeline.expect(beside.pieces[:1])
+    with beside.pipeline.lease(beside.pieces[0]) as memory:
+        assert int(memory[0]) == 5

@@ -11,11 +11,12 @@ import torch
 from hmt_deepspeed.report.metrics import (
     MetricsWriter,
     device_memory,
+    flops_utilization,
     format_bytes,
     format_table,
     host_bytes,
     machine_info,
-    model_flops_utilization,
+    model_flops_per_token,
     peak_host_bytes,
     write_summary,
 )
@@ -99,10 +100,16 @@ def test_device_memory_reads_the_accelerator_or_says_it_is_the_host():
     assert 0 < allocated <= peak
 
 
-def test_mfu():
-    assert model_flops_utilization(10**9, 1000, 60e12) == pytest.approx(0.1)
+def test_utilization_of_ordinary_training():
+    # PaLM 540B, table 4: 238.3K tokens/s on 6144 chips of 275 TFLOP/s, 46.2 % (45.7 % without attention)
+    flops = model_flops_per_token(540_350_000_000, 118, 48 * 256, 2048)
+    assert flops_utilization(238.3e3 * flops, 1.0, 6144 * 275e12) == pytest.approx(0.462, abs=5e-4)
+    without = model_flops_per_token(540_350_000_000, 0, 0, 2048)
+    assert flops_utilization(238.3e3 * without, 1.0, 6144 * 275e12) == pytest.approx(
+        0.457, abs=5e-4
+    )
     with pytest.raises(ValueError, match="above 0"):
-        model_flops_utilization(1, 1, 0)
+        flops_utilization(1, 1, 0)
 
 
 def test_machine_info_names_processor_and_versions():

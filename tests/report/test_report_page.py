@@ -93,6 +93,13 @@ def run(tmp_path: Path) -> Path:
                 "measured": 4 << 20,
                 "error": -0.5,
             },
+            "busy: gpu": {
+                "unit": "s",
+                "predicted": 0.5,
+                "measured": None,
+                "error": None,
+                "note": "kernels are not timed one by one",
+            },
             "activations: residual": {
                 "unit": "bytes",
                 "predicted": 0.0,
@@ -138,6 +145,10 @@ def test_the_page_shows_everything_and_needs_no_network(
     predicted = re.search(r"gpu: weights</th><td>a &lt;run&gt;</td>(.*?)</tr>", page)
     assert predicted is not None
     assert re.findall(r"<td>(.*?)</td>", predicted[1]) == ["2.0 MiB", "4.0 MiB", "2.00"]
+    untimed = re.search(r"busy: gpu</th><td>a &lt;run&gt;</td>(.*?)</tr>", page)
+    assert untimed is not None
+    said = ["0.5 s", "–", "kernels are not timed one by one"]
+    assert re.findall(r"<td>(.*?)</td>", untimed[1]) == said
 
 
 def test_a_run_without_hmt_gets_the_sections_that_it_has_numbers_for(other: Path) -> None:

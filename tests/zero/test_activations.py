@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from harness import Ranks
 from torch import nn
 from training import (
@@ -75,7 +76,9 @@ def runs(jobs: list[tuple[int, bool]], sections: dict[str, Any]) -> dict[str, An
         for name, section in sections.items():
             config = (stock_config if stock else ds_config)(stage, gas=2)
             engine = make_engine(with_activations(config, section))
+            entered = len(FWD_MODULE_STACK)
             run = result(engine, train(engine, STEPS)) | {"metrics": engine.hmt_metrics.read()}
+            run["still entered"] = len(FWD_MODULE_STACK) - entered
             found.setdefault(f"{stage}{' stock' * stock}", {})[name] = run
             engine.destroy()
     return found
@@ -113,6 +116,7 @@ def check_training(found: dict[str, Any]) -> None:
     for name in ("lossless", "host"):
         assert found[name]["losses"] == exact["losses"]
         assert furthest(found[name]["weights"], exact["weights"]) == 0
+        assert found[name]["still entered"] == 0  # a list that grew would hold on to the model
     # INT8 with stochastic rounding: the forward of the first step is exact, gradients err by about 1 %.
     assert found["paper"]["losses"][0] == exact["losses"][0]
     assert found["paper"]["losses"] == pytest.approx(exact["losses"], rel=2e-3)
@@ -443,6 +447,11 @@ def refused(names: list[str]) -> dict[str, str]:
     deepcompile = with_activations(stock_config(0, compile={"deepcompile": True}), {})
     with pytest.raises(ValueError, match=r"compile.deepcompile is True.*hmt.activations"):
         make_engine(deepcompile)
+    for key, value in (("gradient_predivide_factor", 2.0), ("prescale_gradients", True)):
+        with pytest.raises(
+            ValueError, match=f"{key} is {value}, legal at stage 3 with DeepSpeed's own"
+        ):
+            make_engine(with_activations(stock_config(3, **{key: value}), {}))
     return found
 
 

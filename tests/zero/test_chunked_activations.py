@@ -84,6 +84,9 @@ SECTIONS = {
     "host": policy("swap_host"),
     "int8": policy("int8", error_interval=1, block_size=16),
     "one layer": {"overrides": {r"layers\.1": {"residual": "fp8"}}},
+    "attention": {"policy": {"attention_output": "keep"}},
+    "attention on host": {"policy": {"attention_output": "swap_host"}},
+    "attention in 8 bits": {"policy": {"attention_output": "int8"}, "block_size": 16},
 }
 
 
@@ -96,10 +99,10 @@ def test_training_is_the_same_however_inputs_are_held(
     """Bit for bit where nothing is lost; in 8 bits gradients err by about 1 %."""
     for found in ranks.run(runs, world, stage, gas, SECTIONS, sharing):
         exact = found["without"]
-        for name in ("keep", "host"):
+        for name in ("keep", "host", "attention", "attention on host"):
             assert found[name]["losses"] == exact["losses"]
             assert furthest(found[name]["weights"], exact["weights"]) == 0
-        for name in ("int8", "one layer"):
+        for name in ("int8", "one layer", "attention in 8 bits"):
             assert found[name]["losses"][0] == exact["losses"][0], "forward reads the original"
             assert found[name]["losses"] == pytest.approx(exact["losses"], rel=2e-3)
             assert found[name]["losses"] != exact["losses"]
@@ -120,7 +123,7 @@ def check_metrics(found: dict[str, Any], gas: int, world: int, sharing: int) -> 
     assert found["host"]["activation_bytes_to_host"] == 3 * gas * each
     assert found["host"]["activation_bytes_from_host"] == (2 * 3 + 1) * gas * each
     # A code for each element, a scale for each channel of a block: a block is at most 16 tokens of a piece.
-    piece, head_piece = (2 * rows, 8) if sharing == 1 else (rows, 5)
+    piece, head_piece = (2 * rows, 2) if sharing == 1 else (rows, 1)
     layers = tokens * HIDDEN + tokens // piece * -(-piece // 16) * HIDDEN * 2
     head = tokens * HIDDEN + -(-tokens // head_piece) * HIDDEN * 2
     held = found["int8"]["activation_bytes_per_component"]
@@ -128,6 +131,9 @@ def check_metrics(found: dict[str, Any], gas: int, world: int, sharing: int) -> 
     errors = found["int8"]["activation_error_per_component"]
     assert errors.keys() == set(PARTS)
     assert all(0 < error < 0.01 for error in errors.values())
+    held = found["attention"]["activation_bytes_per_component"]["attention_output"]
+    if sharing == 1:  # of two layers: outputs, and fp32 log-sum-exps of four heads
+        assert held == 2 * (each + tokens * 4 * 4)
     held = found["one layer"]["activation_bytes_per_component"]
     assert held["embedding"] == held["lm_head"] == each
     assert held["residual"] == layers
@@ -176,7 +182,7 @@ def refusals(section: dict[str, Any], checkpointing: dict[str, Any] | None = Non
 @pytest.mark.parametrize(
     ("section", "match"),
     [
-        ({"policy": {"attention_output": "int8"}}, "policy.attention_output is 'int8', legal is"),
+        ({"policy": {"mlp_intermediate": "int8"}}, "policy.mlp_intermediate is 'int8', legal is"),
         ({"policy": {"attention_qkv": "keep"}}, "policy.attention_qkv is 'keep'"),
         ({"overrides": {"layers": {"mlp_intermediate": "fp8"}}}, r"overrides\['layers'\].mlp"),
         ({"projected_inputs": "keep"}, "projected_inputs is"),
@@ -205,7 +211,7 @@ def test_deepspeeds_keys_are_refused() -> None:
 
 def test_chunks_under_another_optimizer_are_refused() -> None:
     """Activations alone go with any."""
-    from hmt_deepspeed.zero.engine import hmt_options
+    from hmt_deepspeed.zero.selection import hmt_options
 
     config: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "hmt": {"activations": {}}}
     assert hmt_options(config, None) is None
@@ -217,7 +223,7 @@ def test_chunks_under_another_optimizer_are_refused() -> None:
 def refused_by_the_engine() -> list[str]:
     said = []
     for section in (
-        {"policy": {"attention_output": "int8"}},
+        {"policy": {"mlp_intermediate": "int8"}},
         {"overrides": {"q_proj": {"residual": "keep"}}},
     ):
         try:

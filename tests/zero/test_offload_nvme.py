@@ -237,6 +237,7 @@ def moved(folder: str) -> dict[str, Any]:
         for step in range(5):
             before = optimizer.metrics()
             train_step(engine, step)
+            optimizer.overlap.settle()  # the last writes
             after = optimizer.metrics()
             if home:
                 keys = ("ssd_bytes_read", "ssd_bytes_written")
@@ -263,12 +264,13 @@ def test_host_memory_holds_gradients_and_a_few_buffers(ranks: Ranks, tmp_path: P
     assert ssd["host"] == (4 + 4) * numel
     assert host["live"] - ssd["live"] == pytest.approx(20 * numel, abs=10**5)
     assert ssd["files"] == 2 * pages  # each piece in two files
-    clipped = [step[1:] for step in ssd["steps"] if step[0]]
-    others = [step[1:] for step in ssd["steps"] if not step[0]]
-    assert clipped
-    assert others
-    assert set(others) == {(pages, pages)}  # read once, written once
-    assert set(clipped) == {(2 * pages, 2 * pages)}  # and redone where the norm was clipped
+    times = [
+        2 if clipped else 1 for clipped, *_ in ssd["steps"]
+    ]  # redone where the norm was clipped
+    assert set(times) == {1, 2}
+    assert [written for *_, written in ssd["steps"]] == [n * pages for n in times]
+    ahead = sum(read for _, read, _ in ssd["steps"]) - sum(times) * pages
+    assert 0 < ahead <= 4 * 12 * 256  # the four buffers, for the step that did not come
 
 
 # -- who reads, waits -------------------------------------------------------------------------------------
@@ -301,8 +303,7 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     """Losses, and what was read, updated and written in the third step, before or after backward's end."""
     small_chunks()
     offload = {"schedule": schedule} | ({"overlap": "backward"} if schedule == "optimised" else {})
-    zero = {"reduce_bucket_size": 2000}  # or all gradients come at once, with the last
-    config = offloaded(folder, 1, ADAMW, offload, gradient_clipping=0.0, zero_optimization=zero)
+    config = offloaded(folder, 1, ADAMW, offload, gradient_clipping=0.0)
     engine = make_engine(config, tiny_llama(layers=1))
     ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
     losses = train(engine, 2)
@@ -356,8 +357,10 @@ def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> No
     }
     for name, found in runs.items():
         events, ended = found["events"], found["backward"]
-        num = sum(e.verb == "update" for e in events)
-        assert sum(e.verb == "read" for e in events) == num
+        updates = [e for e in events if e.verb == "update"]
+        num, last = len(updates), max(e.end for e in updates)
+        reads = sum(e.verb == "read" and e.begin < last for e in events)
+        assert num // 2 < reads < num if name == "optimised" else reads == num  # some a step before
         assert sum(e.verb == "write" for e in events) == num
         during_backward = sum(e.begin < ended for e in events)
         pairs = [("read", "update"), ("write", "update"), ("read", "write")]

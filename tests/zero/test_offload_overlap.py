@@ -36,6 +36,9 @@ def overlapped(
     return make_engine(config)
 
 
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+
+
 def slowed(engine: Any) -> list[int]:
     """A worker that is always late; the steps of Adam that it takes, by number."""
     adam, taken = engine.optimizer.host.adam, []
@@ -177,7 +180,7 @@ def test_forward_runs_over_the_updates_of_later_layers(ranks: Ranks, stage: int)
 
 
 def during_backward() -> dict[str, Any]:
-    engine = overlapped(2, "auto", gas=2, gradient_clipping=0.0)
+    engine = overlapped(2, "auto", gas=2, gradient_clipping=0.0, **UNCHECKED)
     train(engine, 2)
     host, optimizer = engine.optimizer.host, engine.optimizer
     masters = [e.weight.master for e in optimizer.entries]
@@ -206,12 +209,17 @@ def test_backward_updates_masters_before_the_step(ranks: Ranks) -> None:
 
 
 def test_auto(ranks: Ranks) -> None:
-    for stage, clip, said in [(3, 0.5, "forward"), (2, 0.5, "none"), (3, 0.0, "backward")]:
-        assert f"overlap {said}" in ranks.run(table, 1, stage, clip)[0]
+    for stage, clip, changes, said in [
+        (3, 0.5, UNCHECKED, "forward"),
+        (2, 0.5, UNCHECKED, "none"),
+        (3, 0.0, {}, "forward"),  # fp32 is checked
+        (3, 0.0, UNCHECKED, "backward"),
+    ]:
+        assert f"overlap {said}" in ranks.run(table, 1, stage, clip, changes)[0]
 
 
-def table(stage: int, clip: float) -> str:
-    said: str = overlapped(stage, "auto", gradient_clipping=clip).optimizer.describe()
+def table(stage: int, clip: float, changes: dict[str, Any]) -> str:
+    said: str = overlapped(stage, "auto", gradient_clipping=clip, **changes).optimizer.describe()
     return said
 
 
@@ -281,7 +289,7 @@ def same(one: Any, other: Any) -> bool:
 def cannot_be_taken_back() -> dict[str, str]:
     said = {}
     for name in ("second gradient", "dropped", "another rate"):
-        engine = overlapped(2, "backward", gradient_clipping=0.0)
+        engine = overlapped(2, "backward", gradient_clipping=0.0, **UNCHECKED)
         train(engine, 1)
         engine.backward(loss_of(engine, micro_batches(engine, 1)[0]))
         try:

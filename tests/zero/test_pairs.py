@@ -29,13 +29,13 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 # fmt: off
 ROWS: list[tuple[Any, ...]] = [
     (2, 3, 1, "fp16", "adamw", "none", "none", True, False, False),
-    (1, 2, 2, "bf16", "two_sided", "paper", "nvme", False, True, False),
+    (1, 2, 2, "bf16", "two_sided", "plan", "nvme", False, True, False),
     (2, 1, 1, "fp32", "lowrank", "swap_ssd", "none", False, True, True),
     (1, 1, 2, "fp32", "apollo", "swap_ssd", "cpu", True, False, False),
     (1, 2, 1, "bf16", "apollo", "plan", "none", False, False, True),
-    (2, 3, 2, "fp16", "lowrank", "plan", "cpu", False, True, False),
+    (2, 3, 2, "fp16", "lowrank", "plan", "cpu", False, True, True),
     (1, 1, 2, "fp16", "two_sided", "none", "none", True, True, True),
-    (2, 2, 1, "bf16", "lowrank", "none", "nvme", True, False, False),
+    (2, 2, 1, "bf16", "lowrank", "none", "nvme", True, False, True),
     (2, 3, 1, "fp32", "two_sided", "paper", "none", False, False, True),
     (1, 3, 2, "bf16", "adamw", "swap_ssd", "nvme", False, False, False),
     (1, 2, 1, "fp32", "adamw", "none", "nvme", False, False, False),
@@ -45,7 +45,7 @@ ROWS: list[tuple[Any, ...]] = [
     (1, 1, 1, "bf16", "lowrank", "paper", "cpu", False, False, False),
     (2, 3, 2, "bf16", "apollo", "none", "cpu", False, False, False),
     (1, 1, 1, "fp16", "adamw", "paper", "none", False, False, True),
-    (2, 2, 1, "fp32", "two_sided", "plan", "cpu", False, True, False),
+    (2, 2, 1, "fp32", "two_sided", "paper", "cpu", False, True, False),
 ]
 # fmt: on
 REFUSED: dict[tuple[tuple[str, Any], tuple[str, Any]], str] = {
@@ -54,14 +54,8 @@ REFUSED: dict[tuple[tuple[str, Any], tuple[str, Any]], str] = {
         ("fpdt", True),
     ): "a layer in chunks computes all but its input again",
     (("activations", "plan"), ("fpdt", True)): "A layer in chunks .hmt.fpdt. holds its input only",
-    (
-        ("activations", "plan"),
-        ("offload", "nvme"),
-    ): 'legal with states on "nvme" is a policy written',
     (("method", "adamw"), ("basis_cache", True)): "hmt.basis_cache is given, but no parameter has",
     (("method", "apollo"), ("basis_cache", True)): "hmt.basis_cache is given, but no parameter has",
-    (("offload", "cpu"), ("snapshot", True)): "hmt.snapshot.path is .*offload_optimizer",
-    (("offload", "nvme"), ("snapshot", True)): "hmt.snapshot.path is .*offload_optimizer",
 }
 METHODS: dict[str, dict[str, Any]] = {
     "lowrank": LOW_RANK,

@@ -45,6 +45,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"master_weights": "none"}}},
         ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
     ),
+    "a plan beside rules for single modules": (
+        {
+            "hmt": {
+                "optimizer": {"module_rules": {"o_proj": {"rank": 4}}},
+                "activations": {"policy": "plan"},
+            }
+        },
+        ["hmt.optimizer.module_rules is {'o_proj'", "legal is {}", "Remove the rules"],
+    ),
     "offload_optimizer to nvme without a path": (
         {"zero_optimization.offload_optimizer": {"device": "nvme"}},
         ["zero_optimization.offload_optimizer.nvme_path is None", "a folder", "Name one"],

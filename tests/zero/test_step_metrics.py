@@ -139,19 +139,23 @@ def test_a_skipped_step_is_said(ranks: Ranks) -> None:
     codes, _, logs = ranks.attempt(skipping, 1)
     assert codes == [0], logs
     assert "a gradient is not finite: this step is skipped; loss scale 16, now 8" in logs[0]
+    assert logs[0].count("this step is skipped\n") == 2  # fp32 has no scale
 
 
 def skipping() -> None:
+    """In fp16 and, clipped or not, in fp32; the second step also looks for new bases."""
     from deepspeed.accelerator import get_accelerator
-    from training import loss_of, micro_batches
+    from training import furthest, loss_of, micro_batches, model_weights
 
     get_accelerator().is_fp16_supported = lambda: True
-    engine = make_engine(
-        ds_config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
-    )
-    for factor in (1.0, float("inf")):
-        loss = loss_of(engine, micro_batches(engine, 0)[0])
-        engine.backward(loss * factor)
-        engine.step()
-    found = engine.hmt_metrics.read(every_matrix=False)
-    assert (found["skipped_steps"], found["loss_scale"]) == (1, 8.0)
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    unclipped = {"gradient_clipping": 0.0}
+    for stage, changes, scale in [(2, {"fp16": fp16}, 8.0), (3, {}, None), (1, unclipped, None)]:
+        engine = make_engine(ds_config(stage, **changes))
+        for factor, steps in ((1.0, True), (float("inf"), False), (1.0, True)):
+            before = model_weights(engine)
+            engine.backward(loss_of(engine, micro_batches(engine, 0)[0]) * factor)
+            engine.step()
+            assert (furthest(model_weights(engine), before) > 0) == steps
+        found = engine.hmt_metrics.read(every_matrix=False)
+        assert (found["skipped_steps"], found.get("loss_scale")) == (1, scale)

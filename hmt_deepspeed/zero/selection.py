@@ -1,0 +1,89 @@
+"""Whether a config asks for HMT, and with which options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.optim.hmt import HMT, MARK
+
+__all__ = ["hmt_options", "refusing"]
+
+OPTIMIZER_NAME = "HMT"
+
+
+def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
+    """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
+
+    A block that holds only ``activations`` goes with any optimizer.
+
+    Raises:
+        ValueError: another block beside another optimizer, the HMT optimizer without a block, fields
+            given both in the block and to a client's HMT object, or an HMT object that was replaced.
+    """
+    _check_not_replaced(client_optimizer)
+    block = config.get("hmt")
+    named = (config.get("optimizer") or {}).get("type")
+    client_is_hmt = isinstance(client_optimizer, HMT)
+    if block is None:
+        if client_is_hmt:
+            return dict(client_optimizer.options)
+        if named == OPTIMIZER_NAME and client_optimizer is None:
+            raise ValueError(
+                'optimizer.type is "HMT", but the config has no "hmt" block. Add "hmt": {} for the '
+                "defaults."
+            )
+        return None
+    hmt = HMTConfig.from_block(block)
+    fields = hmt.optimizer
+    if client_is_hmt:
+        if fields.model_fields_set:
+            raise ValueError(
+                f"hmt.optimizer gives {sorted(fields.model_fields_set)}, and the HMT object passed to "
+                "initialize has options of its own. Give them in one place: empty the block, or let "
+                'the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
+            )
+        return dict(client_optimizer.options)
+    if client_optimizer is not None or named != OPTIMIZER_NAME:
+        ours = [name for name in ("optimizer", "basis_cache", "snapshot") if hmt.gives(name)]
+        if hmt.gives("activations") and not ours and not hmt.fpdt.enabled:
+            return None
+        other = type(client_optimizer).__name__ if client_optimizer is not None else named
+        raise ValueError(
+            f'the config has an "hmt" block, but the optimizer is {other!r}. '
+            f'Legal is "optimizer": {{"type": "HMT", ...}} or an HMT object. '
+            'Change the optimizer, remove the "hmt" block, or leave only "activations" in it.'
+        )
+    return fields.model_dump()
+
+
+def _check_not_replaced(client_optimizer: Any) -> None:
+    """Accelerate builds ``DeepSpeedCPUAdam`` of an optimizer's groups where the JSON offloads states."""
+    groups = getattr(client_optimizer, "param_groups", ())
+    if type(client_optimizer).__name__ == "DeepSpeedCPUAdam" and any(MARK in g for g in groups):
+        raise ValueError(
+            "zero_force_ds_cpu_optimizer is true, its default, so the HMT object was replaced by "
+            "DeepSpeedCPUAdam, because the config has offload_optimizer. Legal with an HMT object is "
+            '"zero_force_ds_cpu_optimizer": false; HMT takes DeepSpeed\'s CPU Adam kernel itself. Add '
+            'the key, or let the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
+        )
+
+
+def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:
+    """A subclass of one of DeepSpeed's other engines that refuses configs which ask for HMT."""
+
+    class RefusingEngine(engine_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            config = kwargs.get("config")
+            if isinstance(config, dict) and (
+                config.get("hmt") is not None or hmt_options(config, kwargs.get("optimizer"))
+            ):
+                raise ValueError(
+                    f'the "hmt" block does not work with {engine_class.__name__}. {remedy}'
+                )
+            super().__init__(*args, **kwargs)
+
+    RefusingEngine.__name__ = RefusingEngine.__qualname__ = engine_class.__name__
+    return RefusingEngine

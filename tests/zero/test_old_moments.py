@@ -1,0 +1,239 @@
+"""``hmt.basis_cache.old_moments``: what is remembered of bases that were left, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from modes import MODES
+from test_basis_cache_engine import assert_equal, cached_engine, outcome
+from training import LOW_RANK, assert_same, result, train, weights
+
+from hmt_deepspeed.zero import basis_cache
+
+STEPS = 7
+# Batches repeat after three steps and bases are found every second one, so that subspaces come back.
+MODE: dict[str, Any] = {
+    "rank": 6,
+    "update_interval": 2,
+    "max_full_gradient_bytes": 10**6,
+    "scale": 1.0,
+}
+CACHE: dict[str, Any] = {"max_bytes": 2**22, "old_moments": 2}
+
+
+def evidence(engine: Any) -> dict[str, torch.Tensor]:
+    return {e.name: e.matrix.moments.evidence.clone() for e in engine.optimizer.low_rank}
+
+
+def numbers(engine: Any) -> dict[str, Any]:
+    cache, history = engine.optimizer.bases.cache, engine.optimizer.bases.history
+    return {
+        "hits": history.hits,
+        "misses": history.misses,
+        "kept": cache.kept_keys(),
+        "bytes": cache.host_bytes,
+        "held": set(cache.held),
+    }
+
+
+def followed(jobs: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Each (stage, mode, cache, changes), trained."""
+    found = []
+    for stage, mode, cache, changes in jobs:
+        engine = cached_engine(stage, {**MODE, **mode}, cache, **changes)
+        losses = train(engine, STEPS)
+        found.append({**result(engine, losses), "evidence": evidence(engine), **numbers(engine)})
+        engine.destroy()
+    return found
+
+
+LEFT, SHARED = {"projection": "left"}, {"share_basis": True}
+JOBS: dict[int, list[Any]] = {
+    1: [
+        (1, {}, CACHE, {}),
+        (1, {}, {**CACHE, "old_moments": 0}, {}),
+        (2, LEFT, CACHE, {}),
+        (2, SHARED, CACHE, {}),
+    ],
+    2: [(0, {}, CACHE, {}), (2, LEFT, CACHE, {}), (3, SHARED, CACHE, {})],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks) -> dict[int, list[Any]]:
+    return {world: ranks.run(followed, world, jobs)[0] for world, jobs in JOBS.items()}
+
+
+def test_every_world_size_and_stage_remembers_the_same(runs: dict[int, list[Any]]) -> None:
+    right, _, left, shared = runs[1]
+    for one, other in zip((right, left, shared), runs[2], strict=True):
+        assert_same(one, other)
+        assert one["hits"] == other["hits"] > 0
+        assert one["misses"] == other["misses"] == 0
+        assert one["kept"] == other["kept"]
+        for name, kept in one["evidence"].items():
+            # squares of overlaps of bases, which differ by the order of summation
+            torch.testing.assert_close(kept, other["evidence"][name], rtol=1e-3, atol=1e-6)
+
+
+def test_directions_that_come_back_bring_evidence(runs: dict[int, list[Any]]) -> None:
+    remembering, plain = runs[1][:2]
+    # first left at the second refresh: one entry found at the third, two at the fourth
+    assert (remembering["hits"], plain["hits"]) == (7 * 3, 0)
+    sums = [sum(float(kept.sum()) for kept in run["evidence"].values()) for run in runs[1][:2]]
+    assert sums[0] > 1.01 * sums[1]
+    assert remembering["losses"][:4] == plain["losses"][:4]
+    assert remembering["losses"][4:] != plain["losses"][4:]
+
+
+def test_a_rank_keeps_its_rows_and_one_of_them_the_basis(runs: dict[int, list[Any]]) -> None:
+    rows, columns, rank = 314, 6 * 40 + 77, 6
+    moments, bases = 2 * rows * rank * 4, columns * rank * 4
+    whole = runs[1][0]["bytes"] - runs[1][1]["bytes"]
+    assert whole == 2 * (moments + bases + 7 * rank * 4)
+    assert len(runs[1][0]["kept"]) == 2 * 7
+    # q, k, v and gate, up share one
+    assert len(runs[1][3]["kept"]) == 2 * 4
+    assert not any(run["held"] for world in runs.values() for run in world)
+
+
+# -- bounds -----------------------------------------------------------------------------------------------
+
+
+PAGES = 40  # of which the current bases take 7, and 7 more while new ones come
+
+
+def bounded() -> dict[str, Any]:
+    """A cache that has no room for all that would be kept, by bytes and by entries."""
+    whole, found = basis_cache.BasisCache, {}
+    for name, max_bytes, max_entries in (("bytes", PAGES * 4096, 1000), ("entries", 2**22, 7 + 5)):
+        basis_cache.BasisCache = lambda engine, _, __, prefetch, b=max_bytes, n=max_entries: whole(
+            engine, n, b, prefetch
+        )
+        engine = cached_engine(2, MODE, CACHE)
+        losses = train(engine, STEPS)
+        cache = engine.optimizer.bases.cache
+        waiting = sum(e.name in cache for e in engine.optimizer.low_rank)
+        found[name] = {"losses": losses, "waiting": waiting, **numbers(engine)}
+        found[name]["pages"] = cache._store.pinned_bytes // 4096
+        engine.destroy()
+    return found
+
+
+def test_the_cache_keeps_its_bounds_and_current_bases_come_first(ranks: Ranks) -> None:
+    found = ranks.run(bounded, 1)[0]
+    for run in found.values():
+        assert run["waiting"] == 7
+        assert run["hits"] > 0
+        assert run["misses"] > 0
+        assert all(map(math.isfinite, run["losses"]))
+    assert len(found["entries"]["kept"]) == 5
+    assert 0 < len(found["bytes"]["kept"]) < 2 * 7
+    assert found["bytes"]["pages"] == PAGES
+
+
+def lost_on_one_rank() -> dict[str, Any]:
+    engine = cached_engine(3, MODE, CACHE)
+    train(engine, 3)
+    cache = engine.optimizer.bases.cache
+    if torch.distributed.get_rank() == 1:
+        for key in cache.kept_keys()[:3]:
+            cache.discard(key)
+    before = len(cache.kept_keys())
+    losses = train(engine, 2, first=3)
+    found = {"before": before, "losses": losses, "weights": weights(engine), **numbers(engine)}
+    engine.destroy()
+    return found
+
+
+def test_what_one_rank_has_lost_none_of_them_uses(ranks: Ranks) -> None:
+    one, other = ranks.run(lost_on_one_rank, 2)
+    assert (one["before"], other["before"]) == (7, 4)
+    for run in (one, other):
+        assert (run["hits"], run["misses"]) == (4, 3)
+        assert len(run["kept"]) == 7 - 3 + 7
+    assert_equal(one, other)
+
+
+# -- resuming ---------------------------------------------------------------------------------------------
+
+
+def resumable(stage: int, options: dict[str, Any], folder: str, resume: bool) -> dict[str, Any]:
+    engine = cached_engine(stage, {**MODE, **options}, CACHE)
+    if resume:
+        engine.load_checkpoint(folder)
+    else:
+        train(engine, 5)
+        engine.save_checkpoint(folder)
+    before = numbers(engine)
+    losses = train(engine, 4, first=5)
+    found = {**outcome(engine, losses), "before": before, **numbers(engine)}
+    engine.destroy()
+    return found
+
+
+BF16 = {"state_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "options"), [(1, 1, {**BF16, **LEFT}), (2, 3, {**BF16, **SHARED})]
+)
+def test_a_resumed_run_remembers_the_same_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, world: int, stage: int, options: dict[str, Any]
+) -> None:
+    straight = ranks.run(resumable, world, stage, options, str(tmp_path), False)
+    resumed = ranks.run(resumable, world, stage, options, str(tmp_path), True)
+    assert_equal(straight[0], resumed[0])
+    for one, other in zip(straight, resumed, strict=True):
+        assert one["before"]["kept"] == other["before"]["kept"] != []
+        assert one["before"]["bytes"] == other["before"]["bytes"]
+        assert one["hits"] - one["before"]["hits"] == other["hits"] > 0
+        assert other["misses"] == 0
+
+
+def test_rows_are_dealt_again_where_the_number_of_ranks_changes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    straight = ranks.run(resumable, 2, 3, {}, str(tmp_path), False)[0]
+    for world, stage in ((1, 0), (2, 2)):
+        other = ranks.run(resumable, world, stage, {}, str(tmp_path), True)[0]
+        assert other["hits"] == straight["hits"] - straight["before"]["hits"] > 0
+        assert other["misses"] == 0
+        # sums over ranks in another order: see test_parity.py
+        assert other["losses"] == pytest.approx(straight["losses"], rel=1e-5)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+
+
+def messages() -> dict[str, str]:
+    found = {}
+    for name, mode in {
+        "two-sided": MODES["two_sided"],
+        "kept": {**LOW_RANK, "moment_transfer": "keep"},
+    }.items():
+        with pytest.raises(ValueError, match=r"hmt\.basis_cache\.old_moments is 2") as error:
+            cached_engine(2, mode, CACHE)
+        found[name] = str(error.value)
+    rules = {"down_proj": {"projection": "two_sided"}, "o_proj": {"method": "adamw"}}
+    engine = cached_engine(2, {**MODE, "module_rules": rules}, CACHE)
+    train(engine, 5)
+    found["mixed"] = engine.optimizer.describe().splitlines()[-1]
+    found["kept names"] = str(engine.optimizer.bases.cache.kept_keys())
+    return found
+
+
+def test_moments_that_nothing_could_use_are_refused(ranks: Ranks) -> None:
+    found = ranks.run(messages, 1)[0]
+    mixed, kept = found.pop("mixed"), found.pop("kept names")
+    for message in found.values():
+        assert '"moment_transfer": "rotate"' in message
+        assert "one-sided projection" in message
+    assert "moments of 2 old bases of 5 of 6 matrices" in mixed
+    assert "down_proj" not in kept
+    assert "up_proj" in kept
