@@ -33,7 +33,7 @@ from comparison.variants import INTERVAL, VARIANTS, select  # noqa: E402
 from hmt_deepspeed.train.data import DEFAULT_CACHE  # noqa: E402
 
 TRAINS = ("sweep", "final", "finetune")
-DEFAULT_TOKENS = {"sweep": 700_000, "final": 2_000_000, "finetune": 400_000}
+DEFAULT_TOKENS = {"sweep": 1_000_000, "final": 5_000_000, "finetune": 1_000_000}
 DEFAULT_SEEDS = {"sweep": (0,), "final": (0, 1, 2), "finetune": (0,)}
 
 
@@ -52,9 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--finetune_data", help="text to tune on; default: the other half of --data")
     add("--vocab_size", type=int, default=512, help="tokens of the bpe tokeniser")
     add("--seq_length", type=int, default=256, help="tokens in a row")
-    add("--batch_rows", type=int, default=4, help="rows in a step")
+    add("--batch_rows", type=int, default=8, help="rows in a step")
     add("--eval_rows", type=int, default=256, help="fixed held-out rows of the final evaluation")
-    add("--dtype", choices=DTYPES, help="of the arithmetic; bf16 on a GPU that has it, else fp32")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of the arithmetic; bf16 where the device computes in it, else fp32",
+    )
     add("--base_tokens", type=int, default=2_000_000, help="that the fine-tuned model has seen")
     add("--rounds", type=int, default=INTERVAL, help="timed steps of each variant")
     add("--threads", type=int, default=1, help="of the CPU")

@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="continue from the run's latest checkpoint")
     add("--seed", type=int, default=0, help="of weights, order of the data, dropout")
     add("--trace", action="store_true", help="profile steps 3 to 5 into trace.json")
-    add("--peak_tflops", type=float, help="one device's peak, to show MFU")
+    add("--peak_tflops", type=float, help="one device's peak, to show MFU and HFU")
     return parser.parse_args()
 
 

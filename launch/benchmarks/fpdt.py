@@ -19,7 +19,7 @@ from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import TOY, Batches, Setting, Shape, llama
 from benchmarks.timing import Sample, column, interleave, median_of, now, paired_spread
 from hmt_deepspeed.activations.codecs import SwapHost
-from hmt_deepspeed.fpdt.inputs import Holder
+from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.install import Installation, install
 from hmt_deepspeed.fpdt.visibility import Visibility
 from hmt_deepspeed.memory.growing import GrowingHostStore
@@ -28,6 +28,7 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 NARROW = Shape(64, 1, 1, vocabulary=64, micro_batch=1)
 WIDE = Shape(256, 2, 4, vocabulary=8192, micro_batch=1)
 CHUNKS = (2, 4, 8, 16, 32)
+HOLDING = "fpdt, attention's outputs on the host"
 UNCOMPUTED = (
     "products and attention make their outputs and do not compute them, which changes no storage"
 )
@@ -35,9 +36,12 @@ UNCOMPUTED = (
 
 @contextmanager
 def _chunked(
-    model: nn.Module, chunk_size: int, holders: Mapping[nn.Module, Holder] | None = None
+    model: nn.Module,
+    chunk_size: int,
+    holders: Mapping[nn.Module, Holder] | None = None,
+    attention: Mapping[nn.Module, AttentionHolder] | None = None,
 ) -> Iterator[Installation]:
-    installation = install(model, chunk_size, holders=holders)
+    installation = install(model, chunk_size, holders=holders, attention_holders=attention)
     try:
         yield installation
     finally:
@@ -77,18 +81,22 @@ def layer_memory(setting: Setting) -> CaseResult:
         {"model": asdict(NARROW), "lengths": lengths, "chunk_size": fixed},
         samples={"bytes_by_chunks": by_chunks, "bytes_by_length": by_length, "computed": computed},
     )
-    fewest, most = CHUNKS[0], CHUNKS[-1]
+    most = CHUNKS[-1]
+    # In two chunks nothing is fetched ahead, so there is less to fall from.
     result.measurements += [
         Measurement(
-            f"one layer, {shortest} tokens: device bytes in {fewest} chunks / in {most} chunks, over "
-            f"{most // fewest}",
-            by_chunks[fewest] / by_chunks[most] / (most // fewest),
+            f"one layer, {shortest} tokens: device bytes in {fewer} chunks / in {most} chunks, over "
+            f"{most // fewer}",
+            by_chunks[fewer] / by_chunks[most] / (most // fewer),
             "share",
             ">=",
             0.8,
             note="beyond the layer's output, its input's gradient and its weights' gradients; 1 is 1/chunks; "
             + UNCOMPUTED,
-        ),
+        )
+        for fewer in CHUNKS[:2]
+    ]
+    result.measurements += [
         Measurement(
             f"one layer, chunks of {fixed}: device bytes at {lengths[-1]} tokens / at {lengths[0]}",
             by_length[lengths[-1]] / by_length[lengths[0]],
@@ -117,20 +125,34 @@ def _step(model: Any, rows: Tensor) -> None:
 
 
 @contextmanager
-def _swapping(model: Any) -> Iterator[dict[nn.Module, Holder]]:
-    """Holders that swap the layers' inputs and the head's to host memory."""
-    engine = TransferEngine("cpu", 2**24)
+def _swap(device: str) -> Iterator[SwapHost]:
+    engine = TransferEngine(device, 2**24)
     store = GrowingHostStore(engine, 2**34, "this case's limit", slab_bytes=2**24)
-    codec = SwapHost(store)
-
-    def begin() -> Any:
-        return lambda piece: codec.encode(piece, tuple(range(piece.dim() - 1)))
-
     try:
-        yield dict.fromkeys([*model.model.layers, model.lm_head], begin)
+        yield SwapHost(store)
     finally:
         store.close()
         engine.close()
+
+
+@contextmanager
+def _swapping(model: Any) -> Iterator[dict[nn.Module, Holder]]:
+    """Holders that swap the layers' inputs and the head's to host memory."""
+    with _swap("cpu") as codec:
+        yield dict.fromkeys([*model.model.layers, model.lm_head], lambda: codec.encode)
+
+
+@contextmanager
+def _swapping_attention(model: Any, device: str) -> Iterator[dict[nn.Module, AttentionHolder]]:
+    """Holders that swap attention's outputs, as ``"attention_output": "swap_host"`` does."""
+    from hmt_deepspeed.zero.chunked_activations import HeldAttention
+
+    with _swap(device) as codec:
+
+        def hold(out: Tensor, log_sum_exp: Tensor) -> HeldAttention:
+            return HeldAttention(codec.encode(out), codec.encode(log_sum_exp))
+
+        yield dict.fromkeys(model.model.layers, lambda: hold)
 
 
 def _model_bytes(shape: Shape, chunk_size: int, dtype: torch.dtype) -> dict[str, int]:
@@ -229,14 +251,14 @@ def _timed(run: Callable[[], object], installation: Installation | None = None) 
 
 
 def _ratios(
-    label: str, ours: list[Sample], theirs: list[Sample], target: float
+    label: str, ours: list[Sample], theirs: list[Sample], target: float | None = None
 ) -> list[Measurement]:
     return [
         Measurement(
             label,
             median_of(ours) / median_of(theirs),
             "x",
-            "<=",
+            "" if target is None else "<=",
             target,
             spread=paired_spread(column(ours), column(theirs)),
         ),
@@ -285,7 +307,7 @@ def alst(setting: Setting) -> CaseResult:
     """DeepSpeed's pieces for long sequences on the same model in the same run."""
     shape = replace(TOY if setting.toy else WIDE, sequence=256 if setting.toy else 16384)
     shape, dtype = replace(shape, micro_batch=1), setting.torch_dtype
-    theirs, ours = (llama(shape).to(setting.device, dtype) for _ in range(2))
+    theirs, ours, holding = (llama(shape).to(setting.device, dtype) for _ in range(3))
     chunk_size, pieces = shape.sequence // 16, 64  # a piece is a quarter of a chunk
     tiled, rows = TiledLlama(theirs, pieces), Batches(shape, setting.device).draw()
 
@@ -293,17 +315,26 @@ def alst(setting: Setting) -> CaseResult:
         tiled.loss(rows).backward()
         theirs.zero_grad()
 
-    with _chunked(ours, chunk_size) as installation:
-        own_step = partial(_step, ours, rows)
+    with (
+        _chunked(ours, chunk_size) as installation,
+        _swapping_attention(holding, setting.device) as holders,
+        _chunked(holding, chunk_size, attention=holders) as holding_installation,
+    ):
+        own_step, holding_step = partial(_step, ours, rows), partial(_step, holding, rows)
         with torch.no_grad():
             losses = (
                 float(theirs(input_ids=rows, labels=rows).loss),
                 float(ours(input_ids=rows, labels=rows).loss),
             )
-        nbytes = {"alst": counted(tiled_step), "fpdt": counted(own_step)}
+        nbytes = {
+            "alst": counted(tiled_step),
+            "fpdt": counted(own_step),
+            HOLDING: counted(holding_step),
+        }
         contenders = {
             "alst": lambda: _timed(tiled_step),
             "fpdt": lambda: _timed(own_step, installation),
+            HOLDING: lambda: _timed(holding_step, holding_installation),
         }
         samples = interleave(contenders, setting.rounds_or(5), warmup=1)
     result = CaseResult(
@@ -321,7 +352,20 @@ def alst(setting: Setting) -> CaseResult:
             note="weights aside, layers' inputs on the device; ALST: sdpa (Ulysses at one rank), checkpointed "
             f"layers, TiledMLP and TiledFusedLogitsLoss in {pieces} tiles; FPDT in 16 chunks of four pieces",
         ),
-        *_ratios(f"{label}: step time, FPDT / ALST", samples["fpdt"], samples["alst"], 1.0),
+        Measurement(
+            f"{label}: device bytes of a step, ALST / FPDT, attention's outputs on the host",
+            nbytes["alst"] / nbytes[HOLDING],
+            "x",
+            ">=",
+            1.0,
+        ),
+        *_ratios(f"{label}: step time, FPDT / ALST", samples["fpdt"], samples["alst"]),
+        *_ratios(
+            f"{label}: step time, FPDT with attention's outputs on the host / ALST",
+            samples[HOLDING],
+            samples["alst"],
+            1.0,
+        ),
     ]
     return result
 

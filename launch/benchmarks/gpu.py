@@ -18,7 +18,7 @@ import torch
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import INTERVAL, TOY, Setting
 from hmt_deepspeed.planner.hardware import MACHINES
-from hmt_deepspeed.report.metrics import model_flops_utilization
+from hmt_deepspeed.report.metrics import flops_utilization, model_flops_per_token
 from hmt_deepspeed.train.models import PRESETS
 
 SUITE = "gpu"
@@ -167,19 +167,26 @@ def _measurements(
         lines.append(Measurement(f"{label}: peak GPU memory", found["device_bytes"], "bytes"))
     lines.append(Measurement(f"{label}: peak host memory", found["host_bytes"], "bytes"))
     if peak is not None:
-        model_flops = model_flops_utilization(_num_parameters(model), rate, peak)
-        hardware = found["flops"] / (found["micro_batch"] * sequence) * rate / peak
-        lines.append(Measurement(f"{label}: MFU", model_flops, "share"))
+        per_token = model_flops_per_token(
+            _num_multiplied(model), model["num_hidden_layers"], model["hidden_size"], sequence
+        )
+        hardware = found["flops"] / (found["micro_batch"] * sequence)
+        mfu, hfu = (flops_utilization(flops, 1 / rate, peak) for flops in (per_token, hardware))
+        note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
+        lines.append(Measurement(f"{label}: MFU", mfu, "share", note=note))
         note = "FLOPs run in one step, counted by torch.utils.flop_counter; Triton kernels are not seen"
-        lines.append(Measurement(f"{label}: HFU", hardware, "share", note=note))
+        lines.append(Measurement(f"{label}: HFU", hfu, "share", note=note))
     return lines
 
 
-def _num_parameters(model: dict[str, int]) -> int:
+def _num_multiplied(model: dict[str, int]) -> int:
+    """Elements of the weights that tokens are multiplied with: all but the embedding's."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        return sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**model)).parameters())
+        made = LlamaForCausalLM(LlamaConfig(**model))
+    embedding = made.get_input_embeddings().weight.numel()
+    return sum(p.numel() for p in made.parameters()) - embedding
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

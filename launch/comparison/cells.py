@@ -58,7 +58,7 @@ class Setting:
     finetune_data: str | None
     vocab_size: int
     seq_length: int = 256
-    batch_rows: int = 4
+    batch_rows: int = 8
     dtype: str = "fp32"
     device: str = "cpu"
     eval_rows: int = 256
@@ -87,7 +87,7 @@ class Setting:
 def choose_device(dtype: str | None) -> tuple[str, str]:
     """(device, dtype): CUDA first; bf16 where the device computes in it, unless `dtype` is given."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device, dtype or ("bf16" if device == "cuda" and bf16_is_fast(device) else "fp32")
+    return device, dtype or ("bf16" if bf16_is_fast(device) else "fp32")
 
 
 @dataclass(frozen=True)

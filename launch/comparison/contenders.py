@@ -61,7 +61,7 @@ class Contender:
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def close(self) -> None:
         if isinstance(self.optimizer, HMT):
@@ -118,8 +118,14 @@ def _groups(
     return [{"params": dense}, {"params": [p for n, p in named if n in wanted], **low_rank}]
 
 
-def _adamw(model: nn.Module, _: tuple[str, ...], __: Mapping[str, Any], hyper: Hyper) -> Built:
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **hyper.adamw())
+def _adamw(
+    model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
+) -> Built:
+    scale = options.get("scale", 1.0)
+    # The decay, like the low-rank methods', is at the whole rate.
+    scaled = {"lr_scale": scale, "weight_decay": hyper.weight_decay / scale}
+    groups = _groups(model, matrices, scaled)
+    return model, torch.optim.AdamW(groups, fused=True, **hyper.adamw())
 
 
 def _galore(
@@ -164,7 +170,7 @@ _PROJECTION = ("rank", "update_proj_gap", "scale", "proj_type")
 
 # kind -> who builds it, and the options it may be given.
 BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
-    "adamw": (_adamw, ()),
+    "adamw": (_adamw, ("scale",)),
     "galore": (_galore, _PROJECTION),
     "apollo": (_apollo, (*_PROJECTION, "proj", "scale_type")),
     "fira": (_fira, ("rank", "update_proj_gap", "scale", "norm_growth_limit")),

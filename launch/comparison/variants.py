@@ -40,54 +40,54 @@ def _apollo(**options: Any) -> dict[str, Any]:
 
 
 def _hmt(**options: Any) -> dict[str, Any]:
-    return {"rank": "d/4", "update_interval": INTERVAL, **options}
+    return {"rank": "d/4", "update_interval": INTERVAL, "scale": 0.25, **options}
 
 
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
-_QUARTER = (5e-3, 1e-2, 2.5e-3)
-_WHOLE = (2e-3, 1e-3, 4e-3)
+_QUARTER = (1e-2, 5e-3, 2e-2)
+_WHOLE = (2e-3, 4e-3, 1e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 
 VARIANTS: dict[str, Variant] = {
-    "adamw": Variant("adamw", {}, (1e-3, 2e-3, 4e-3, 5e-4)),
+    "adamw": Variant("adamw", {}, (1e-3, 5e-4, 2e-3, 2.5e-4)),
+    # What a factor on the matrices' update does by itself: embeddings and head get the whole rate.
+    "adamw_quarter": Variant("adamw", {"scale": 0.25}, (4e-3, 2e-3, 8e-3)),
     "galore": Variant("galore", _galore(proj_type="std"), _QUARTER),
     "fira": Variant("fira", _galore(norm_growth_limit=1.01), _QUARTER),
     "apollo": Variant("apollo", _apollo(rank="d/4", scale=1.0, scale_type="channel"), _QUARTER),
     "apollo_mini": Variant("apollo", _apollo(rank=1, scale=128.0, scale_type="tensor"), _QUARTER),
-    "hmt_d4": Variant("hmt", _hmt(scale=1.0), _WHOLE),
-    "hmt_d2": Variant("hmt", _hmt(rank="d/2", scale=1.0), _WHOLE),
-    "hmt_d8": Variant("hmt", _hmt(rank="d/8", scale=1.0), _WHOLE),
+    "hmt_d4": Variant("hmt", _hmt(), _QUARTER),
+    "hmt_d2": Variant("hmt", _hmt(rank="d/2"), _QUARTER),
+    "hmt_d8": Variant("hmt", _hmt(rank="d/8"), _QUARTER),
     "hmt_energy": Variant(
-        "hmt", _hmt(rank="auto", rank_candidates=["d/8", "d/4", "d/2"], scale=1.0), _WHOLE
+        "hmt", _hmt(rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _QUARTER
     ),
     "hmt_budget": Variant(
         "hmt",
-        _hmt(
-            rank="auto", rank_candidates=["d/16", "d/8", "d/4", "d/2"], rank_budget=0.3, scale=1.0
-        ),
-        _WHOLE,
+        _hmt(rank="auto", rank_candidates=["d/16", "d/8", "d/4", "d/2"], rank_budget=0.3),
+        _QUARTER,
     ),
-    "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto", scale=1.0), _WHOLE),
-    "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2", scale=1.0), _WHOLE),
-    "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True, scale=1.0), _WHOLE),
-    "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full", scale=1.0), _WHOLE),
+    "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
+    "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
+    "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
+    "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
     "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
     "hmt_apollo_mini": Variant(
         "hmt", {"method": "apollo_mini", "update_interval": INTERVAL}, _QUARTER
     ),
-    "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8", scale=1.0), _WHOLE),
-    # ablations of the rule at d/4: the published factor, no residual, its columns and scale, the
-    # moments across a refresh, the finder
-    "hmt_d4_quarter": Variant("hmt", _hmt(scale=0.25), _QUARTER),
-    "hmt_d4_no_residual": Variant("hmt", _hmt(scale=1.0, residual="none"), _WHOLE),
-    "hmt_d4_probes_8": Variant("hmt", _hmt(scale=1.0, probes=8), _WHOLE),
-    "hmt_d4_probes_32": Variant("hmt", _hmt(scale=1.0, probes=32), _WHOLE),
-    "hmt_d4_residual_1": Variant("hmt", _hmt(scale=1.0, residual_scale=1.0), _WHOLE),
-    "hmt_d4_residual_4": Variant("hmt", _hmt(scale=1.0, residual_scale=4.0), _WHOLE),
-    "hmt_d4_unlimited": Variant("hmt", _hmt(scale=1.0, norm_growth_limit=None), _WHOLE),
-    "hmt_d4_keep": Variant("hmt", _hmt(scale=1.0, moment_transfer="keep"), _WHOLE),
-    "hmt_d4_reset": Variant("hmt", _hmt(scale=1.0, moment_transfer="reset"), _WHOLE),
-    "hmt_d4_random": Variant("hmt", _hmt(scale=1.0, range_finder="random"), _WHOLE),
+    "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
+    # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
+    # refresh, the finder
+    "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
+    "hmt_d4_no_residual": Variant("hmt", _hmt(residual="none"), _QUARTER),
+    "hmt_d4_probes_8": Variant("hmt", _hmt(probes=8), _QUARTER),
+    "hmt_d4_probes_32": Variant("hmt", _hmt(probes=32), _QUARTER),
+    "hmt_d4_residual_1": Variant("hmt", _hmt(residual_scale=1.0), _QUARTER),
+    "hmt_d4_residual_4": Variant("hmt", _hmt(residual_scale=4.0), _QUARTER),
+    "hmt_d4_unlimited": Variant("hmt", _hmt(norm_growth_limit=None), _QUARTER),
+    "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
+    "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
+    "hmt_d4_random": Variant("hmt", _hmt(range_finder="random"), _QUARTER),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }

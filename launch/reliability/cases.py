@@ -22,5 +22,6 @@ CASES: dict[str, Callable[[int, bool], CaseReport]] = {
     "full_disk": full_disk.run_case,
     "corrupt_checkpoint": corrupt_checkpoint.run_case,
     "long_run": long_run.run_case,
+    "long_run_fpdt": long_run.run_fpdt_case,
     "kills": kills.run_case,
 }

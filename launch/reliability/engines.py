@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM  # here, so that forks find it imported
 
 import hmt_deepspeed
 
@@ -18,8 +19,6 @@ VOCAB, LENGTH = 61, 16
 
 def small_model(layers: int = 2, vocabulary: int = VOCAB) -> nn.Module:
     """A grouped-query Llama whose sizes divide by nothing convenient; seeded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=40,

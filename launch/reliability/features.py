@@ -15,7 +15,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
     "bf16 without masters": {
         "bf16": {"enabled": True},
-        "hmt": {"optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "int8"}},
+        "hmt": {"optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "bf16"}},
     },
     "INT8 weights": {
         "bf16": {"enabled": True},

@@ -9,11 +9,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder, ShareMemCommBuilder
 
+import hmt_deepspeed.zero.engine  # noqa: F401 - each fork would import it anew
 from benchmarks.setting import free_port
 from reliability import train_worker
 from reliability.processes import Ended
@@ -33,6 +36,7 @@ def fork_ranks(
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    _load_operators()
     begin, port = time.monotonic(), free_port()
     sys.stdout.flush()
     pids, outputs = zip(*(_fork(order, rank, world, port) for rank in range(world)), strict=True)
@@ -54,6 +58,13 @@ def fork_ranks(
     for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         leftover.unlink()  # DeepSpeed's shared memory of ranks that did not end by themselves
     return [Ended(ended[r][0], _read(outputs[r]), ended[r][1]) for r in range(world)]
+
+
+@cache
+def _load_operators() -> None:
+    """DeepSpeed's C++ ones, for each of which it asks other programs about the CPU."""
+    for builder in (CPUAdamBuilder(), ShareMemCommBuilder()):
+        builder.load(verbose=False)
 
 
 def _fork(order: Mapping[str, Any], rank: int, world: int, port: int) -> tuple[int, int]:

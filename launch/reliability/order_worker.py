@@ -22,8 +22,8 @@ from deepspeed.utils import logger
 
 import hmt_deepspeed
 from benchmarks.setting import free_port, join_ranks
-from hmt_deepspeed.report.metrics import device_memory, host_bytes
 from reliability.engines import batch, small_model
+from reliability.heap import memory_now
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
     handler = logging.StreamHandler(said)
     logger.addHandler(handler)
     try:
-        model = small_model()
+        model = small_model(order.get("layers", 2))
         engine, *_ = hmt_deepspeed.initialize(
             model=model, config=order["config"], model_parameters=list(model.parameters())
         )
@@ -83,8 +83,7 @@ def _train(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
         if not every:
             losses.append(loss.item() if math.isfinite(loss.item()) else None)
         elif step % every == 0:
-            device = device_memory(get_accelerator()).allocated
-            memory.append({"step": step, "host": host_bytes(), "device": device})
+            memory.append({"step": step, **memory_now()})
         if save_every and (step + 1) % save_every == 0:
             engine.save_checkpoint(order["checkpoints"], client_state={"step": step + 1})
     return {"losses": losses, "unchanged": unchanged, "memory": memory}
