@@ -6,8 +6,9 @@
     python launch/compare.py speed                    step times, all variants in one process
     python launch/compare.py report                   CSV, JSON, Markdown and plots of what there is
 
-Every run is a cell: launch/results/MACHINE/compare/cells/KEY.json. A finished cell is not run again and
-an interrupted one goes on where it stopped, so the same command may be given until nothing is left.
+Every run is a cell: launch/results/compare/cells/KEY.json. A finished cell is not run again and an
+interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on
+another machine: each cell names its own. Step times are kept apart, one file a machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=1, help="of the CPU")
     add("--budget_minutes", type=float, help="stop between two steps when they are over")
     add("--save_steps", type=int, default=100, help="steps between two checkpoints of a cell")
-    add("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
+    add("--output", type=Path, help=f"folder of the results, {RESULTS / 'compare'}")
     add("--runs", type=Path, default=ROOT / "runs" / "compare", help="of unfinished cells")
     add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
     add("--only", help=argparse.SUPPRESS)  # the cell of a child process
@@ -124,16 +125,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
-    folder = (args.output or RESULTS) / machine_slug(machine()) / "compare"
+    folder = args.output or RESULTS / "compare"
     store = Store(folder, args.runs)
+    speed = folder / f"speed-{machine_slug(machine())}.json"
     if args.stage == "report":
-        print(write_report(store))
+        print(write_report(store, speed))
         return 0
     if args.stage == "speed":
         names = select(args.variants, "speed")
         setting = make_setting(args)
         data = pretraining_text(setting, args.cache_dir)
-        report = measure_speed(names, setting, data, args.rounds, folder / "speed.json")
+        report = measure_speed(names, setting, data, args.rounds, speed)
         for name in names:
             print(name, report[name].get("skipped") or report[name]["tokens_per_second"])
         return 0

@@ -393,7 +393,7 @@ def test_the_report_writes_csv_json_markdown_and_plots(
     setting: Setting, store: Store, data: Any, results: Any
 ) -> None:
     measure_speed(["adamw"], setting, data, 2, store.results / "speed.json")
-    folder = write_report(store)
+    folder = write_report(store, store.results / "speed.json")
     with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["variant"] for row in rows} == set(TRAINED)
@@ -411,4 +411,4 @@ def test_the_report_writes_csv_json_markdown_and_plots(
 
 def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compare\.py sweep"):
-        write_report(Store(tmp_path, tmp_path))
+        write_report(Store(tmp_path, tmp_path), tmp_path / "speed.json")

@@ -122,7 +122,7 @@ class Store:
     """Results (one small JSON a cell, committed) and running state (ignored by git).
 
     Args:
-        results: the comparison's folder among the results of this machine.
+        results: the comparison's folder, shared by machines: every cell names its own.
         runs: checkpoints of unfinished cells and the weights of base models.
     """
 

@@ -81,8 +81,11 @@ NOTES = (
 )
 
 
-def write_report(store: Store) -> Path:
+def write_report(store: Store, speed_file: Path) -> Path:
     """Write cells.csv, report.json, report.md and the plots beside the cells; returns the folder.
+
+    Args:
+        speed_file: what :func:`measure_speed` wrote on this machine, if it did.
 
     Raises:
         ValueError: no cell has finished.
@@ -92,7 +95,7 @@ def write_report(store: Store) -> Path:
         raise ValueError(
             f"no finished cell in {store.results}: run `python launch/compare.py sweep`"
         )
-    speed = read_json(store.results / "speed.json") or {}
+    speed = read_json(speed_file) or {}
     _write_csv(store.results / "cells.csv", records)
     experiments = [summarize(own, speed) for own in group(records)]
     write_rows(store.results / "report.json", {e["name"]: e for e in experiments})
@@ -149,7 +152,7 @@ def summarize(records: Sequence[Record], speed: Mapping[str, Any]) -> dict[str, 
         "tokens": first["tokens"],
         "setting": first["setting"],
         "device_memory": next((r["device_memory"] for r in records if "machine" in r), None),
-        "machine": next((r["machine"] for r in records if "machine" in r), None),
+        "machines": sorted({_machine(r["machine"]) for r in records if "machine" in r}),
         "variants": lines,
         "skipped": skipped,
     }
@@ -198,13 +201,16 @@ def _best(finished: Sequence[Record], tried: Sequence[Record], speed: Record | N
     }
 
 
+def _machine(info: Mapping[str, Any]) -> str:
+    return str(info["device"] if info["gpus"] else info["cpu"])
+
+
 # -- Markdown ---------------------------------------------------------------------------------------
 
 
 def markdown(experiment: Mapping[str, Any]) -> str:
     """An experiment as text: where, on what, one line a variant, what was skipped and why."""
-    setting, info = experiment["setting"], experiment["machine"]
-    where = info["device"] if info and info["gpus"] else (info or {}).get("cpu", "?")
+    setting, where = experiment["setting"], " and ".join(experiment["machines"]) or "?"
     lines = [
         f"## {experiment['name']}",
         "",
