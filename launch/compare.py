@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=DTYPES,
-        help="of the arithmetic; bf16 where the device computes in it, else fp32",
+        help="of the arithmetic; default: bf16 on CUDA, fp32 on a CPU",
     )
     add("--base_tokens", type=int, default=2_000_000, help="that the fine-tuned model has seen")
     add("--rounds", type=int, default=INTERVAL, help="timed steps of each variant")

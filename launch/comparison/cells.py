@@ -17,7 +17,6 @@ import torch
 from comparison.contenders import Hyper
 from comparison.variants import VARIANTS
 from hmt_deepspeed.report.metrics import plain
-from hmt_deepspeed.train.models import bf16_is_fast
 
 DTYPES = ("fp32", "bf16")
 
@@ -85,9 +84,12 @@ class Setting:
 
 
 def choose_device(dtype: str | None) -> tuple[str, str]:
-    """(device, dtype): CUDA first; bf16 where the device computes in it, unless `dtype` is given."""
+    """(device, dtype): CUDA first; bf16 there and fp32 on a CPU, unless `dtype` is given.
+
+    Which of the two is faster on a CPU differs between CPUs, and cells of several are compared.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device, dtype or ("bf16" if bf16_is_fast(device) else "fp32")
+    return device, dtype or ("bf16" if device == "cuda" else "fp32")
 
 
 @dataclass(frozen=True)

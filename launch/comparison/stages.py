@@ -33,7 +33,7 @@ class Plan:
     variants: tuple[str, ...] | None = None
     learning_rates: tuple[float, ...] | None = None
     base_tokens: int = 0
-    base_lr: float = 2e-3
+    base_lr: float = 1e-3
     cache: str = ""
     budget_seconds: float | None = None
     save_steps: int = 100
