@@ -132,7 +132,8 @@ class OptimizerConfig(StrictModel):
     residual: Residual = Field(
         default="probe",
         description="What becomes of the gradient outside the basis: dropped, applied along random "
-        "probe columns without states, or applied in full (Fira), which needs the whole gradient.",
+        "probe columns without states, or applied in full (Fira), which needs the whole gradient. "
+        "Nothing before a matrix has its first basis from a gradient.",
     )
     share_basis: bool = Field(
         default=False,

@@ -334,7 +334,7 @@ class LowRankMatrix(MatrixRule):
             return self._advance_whole(gradient, betas, eps)
         part, probes = gradient[:, : self.rank], gradient[:, self.rank :]
         direction = self.moments.advance(part, betas=betas, eps=eps)
-        if self.settings.residual == "probe" and self.num_probes:
+        if self.settings.residual == "probe" and self.num_probes and self._knows_residual:
             residual = probe_residual(direction, part, probes, self.residual_scale)
         else:
             residual = torch.zeros_like(probes)
@@ -352,9 +352,18 @@ class LowRankMatrix(MatrixRule):
         part = gradient @ basis
         direction = self.moments.advance(part, betas=betas, eps=eps)
         residual = full_residual(direction, part, gradient, basis, self.residual_scale)
+        if not self._knows_residual:
+            residual.zero_()
         squares = residual.square().sum(dim=1, keepdim=True)
         self._direction = direction
         return residual, squares
+
+    @property
+    def _knows_residual(self) -> bool:
+        """Whether what is outside the basis is a residual. Before the first refresh most of the gradient
+        is outside: a basis that nobody measured would leave it to plain SGD, and the limiter would
+        start from there."""
+        return self.measured or self.redraws
 
     @property
     def limits(self) -> bool:

@@ -128,7 +128,7 @@ class TwoSidedMatrix(LowRankMatrix):
         core, left = self._core * factor, self.left_basis.float()
         direction = self.moments.advance(core, betas=betas, eps=eps)
         self._direction = direction
-        if self.settings.residual == "none":
+        if self.settings.residual == "none" or not self._knows_residual:
             return torch.zeros_like(gradient), gradient.new_zeros(gradient.shape[0], 1)
         phi = direction.norm() / (self._seen * factor).clamp_min(_TINY)
         gradient[:, : self.rank] -= left @ core

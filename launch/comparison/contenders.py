@@ -86,7 +86,9 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
     """
     variant: Variant = VARIANTS[name]
     matrices = matrix_names(model)
-    options = resolve(variant.options, hidden)
+    weights = dict(model.named_parameters())
+    gradient_bytes = sum(weights[name].nbytes for name in matrices)
+    options = resolve(variant.options, hidden, gradient_bytes)
     builder, legal = BUILDERS[variant.kind]
     unknown = sorted(set(options) - set(legal))
     if unknown:

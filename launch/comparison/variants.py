@@ -1,6 +1,7 @@
 """What is compared: one table of plain data. Adding a variant is adding an entry.
 
-A string "d/4" among the options stands for the model's hidden size divided by 4.
+A string "d/4" among the options stands for the model's hidden size divided by 4, "gradients/4" for a
+quarter of the bytes of all matrices' gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 # Steps between two bases, for every method. GaLore's 200 is for runs of 10,000 steps and more; here a
 # sweep cell has a few hundred.
 INTERVAL = 50
+# Full gradients that HMT may hold at once. By its default, a thirty-second of all, the matrices of the small
+# model wait up to 28 steps for their first basis: nothing in 10,000 steps, much in a few hundred.
+FIRST_ROUND = "gradients/4"
 STAGES = ("sweep", "final", "finetune", "speed")
 
 
@@ -40,7 +44,8 @@ def _apollo(**options: Any) -> dict[str, Any]:
 
 
 def _hmt(**options: Any) -> dict[str, Any]:
-    return {"rank": "d/4", "update_interval": INTERVAL, "scale": 0.25, **options}
+    common = {"update_interval": INTERVAL, "max_full_gradient_bytes": FIRST_ROUND}
+    return {"rank": "d/4", "scale": 0.25, **common, **options}
 
 
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
@@ -113,13 +118,14 @@ def select(names: Iterable[str] | None, stage: str) -> list[str]:
     return chosen
 
 
-def resolve(options: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """The options with every "d/N" replaced by `hidden` // N."""
-    return {key: _resolved(value, hidden) for key, value in options.items()}
+def resolve(options: Mapping[str, Any], hidden: int, gradient_bytes: int) -> dict[str, Any]:
+    """The options with "d/N" replaced by `hidden` // N, "gradients/N" by `gradient_bytes` // N."""
+    wholes = {"d": hidden, "gradients": gradient_bytes}
+    return {key: _resolved(value, wholes) for key, value in options.items()}
 
 
-def _resolved(value: Any, hidden: int) -> Any:
+def _resolved(value: Any, wholes: Mapping[str, int]) -> Any:
     if isinstance(value, list | tuple):
-        return [_resolved(item, hidden) for item in value]
-    share = re.fullmatch(r"d/([1-9]\d*)", value) if isinstance(value, str) else None
-    return max(1, hidden // int(share[1])) if share else value
+        return [_resolved(item, wholes) for item in value]
+    share = re.fullmatch(r"(d|gradients)/([1-9]\d*)", value) if isinstance(value, str) else None
+    return max(1, wholes[share[1]] // int(share[2])) if share else value

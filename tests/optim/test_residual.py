@@ -156,6 +156,29 @@ def test_two_sided_limiter_bounds_growth():
     assert norms[0] > 0
 
 
+@pytest.mark.parametrize("projection", ["right", "two_sided"])
+def test_a_basis_that_nobody_measured_has_no_residual(projection):
+    """A matrix that waits for its first refresh moves inside its seeded basis only, and the limiter
+    starts with the first residual there is."""
+    torch.manual_seed(0)
+    first, waiting = (nn.Parameter(torch.randn(M, N)) for _ in range(2))
+    fields = {"rank": RANK, "update_interval": 100, "max_full_gradient_bytes": 4 * M * N}
+    optimizer = HMT([first, waiting], lr=LR, weight_decay=0.0, projection=projection, **fields)
+    optimizer.describe()  # builds the matrices
+    matrix = optimizer.matrices["param_1"]
+    moved = []
+    for gradient in gradients(2):
+        first.grad, waiting.grad = gradient.clone(), gradient.clone()
+        seeded, before = matrix.basis.clone(), waiting.detach().clone()
+        optimizer.step()
+        basis = matrix.basis if matrix.measured else seeded
+        change = waiting.detach() - before
+        moved.append((change - change @ basis @ basis.t()).norm() / change.norm())
+        assert (matrix.limited_norm.item() > 0) == (len(moved) == 2)
+    assert moved[0] < 1e-3  # a difference of fp32 weights of size one: 1e-7 of 1e-3
+    assert moved[1] > 1e-2
+
+
 def test_full_residual_learns():
     model = network()
     optimizer = HMT(model, lr=2e-2, rank=4, update_interval=20, scale=1.0, residual="full")

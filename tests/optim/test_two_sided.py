@@ -87,6 +87,7 @@ def test_residual_inside_the_right_span_is_exact():
     """What the core misses of ``A = G Q``, times ``||U|| / ||P^T A||``; probes add what is outside."""
     for residual in ("probe", "none"):
         matrix = new_matrix(residual, probes=4, norm_growth_limit=None)
+        matrix.measured = True
         matrix.prepare(0)
         left, right = matrix.left_basis, matrix.basis
         probes = matrix.projection[:, RANK:]
