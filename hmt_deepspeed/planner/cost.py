@@ -273,6 +273,8 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
     for name, size in zip(MEMORIES, held, strict=True):
         memory[name]["activations"] = float(size)
     memory["gpu"]["working"] = max(load.working for _, load in loads)
+    if setup.engine is not None and held[1:].any():
+        memory["host"]["staging"] = float(setup.engine.staging)
 
     per_unit = rates(problem)
     times = []

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hmt_deepspeed.planner.cost import (
     RESOURCES,
@@ -41,6 +42,7 @@ __all__ = ["Allowed", "allowed_choices", "fits", "solve"]
 Allowed = Mapping[Component, tuple[Choice, ...]]
 
 LOSSY: tuple[Choice, ...] = ("int8", "fp8")
+_SWAPPED = frozenset[Choice]({"swap_host", "swap_ssd"})
 
 
 def allowed_choices(
@@ -139,8 +141,16 @@ def _least(given: tuple[Choice, ...], of_inputs: Choice) -> Choice:
 
 def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None:
     parts: list[Layer | Head] = [*problem.workload.layers, problem.workload.head]
-    columns = [list(_columns(part, allowed, problem)) for part in parts]
-    solution = solve_program(_program(problem, parts, columns), time_limit)
+    static = static_bytes(problem)
+    free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
+    staging = 0 if problem.setup.engine is None else problem.setup.engine.staging
+    can_swap = free["host"] >= staging
+    free["host"] -= staging if can_swap else 0
+    columns = [list(_columns(part, allowed, problem, can_swap)) for part in parts]
+    if not all(columns):
+        return None
+    limits = np.array([free[name] for name in MEMORIES])
+    solution = solve_program(_program(problem, parts, columns, limits), time_limit)
     if solution is None:
         return None
     groups: list[LayerChoices] = []
@@ -181,15 +191,24 @@ class _Column:
     load: LayerLoad
 
 
-def _columns(layer: Layer | Head, allowed: Allowed, problem: Problem) -> Iterator[_Column]:
-    """Every joint choice of the layer's components."""
+def _columns(
+    layer: Layer | Head, allowed: Allowed, problem: Problem, can_swap: bool
+) -> Iterator[_Column]:
+    """Every joint choice of the layer's components; without room for what is on its way none that swaps."""
     components = list(dict.fromkeys(site.component for site in layer.sites))
     for combination in itertools.product(*(allowed[component] for component in components)):
+        if not can_swap and not _SWAPPED.isdisjoint(combination):
+            continue
         choices = dict(zip(components, combination, strict=True))
         yield _Column(choices, layer_load(layer, choices, problem.setup))
 
 
-def _program(problem: Problem, parts: list[Layer | Head], columns: list[list[_Column]]) -> Program:
+def _program(
+    problem: Problem,
+    parts: list[Layer | Head],
+    columns: list[list[_Column]],
+    limits: NDArray[np.float64],
+) -> Program:
     """Rows are (phase, resource); fill and drain count in every row, since they come on top of the largest."""
     per_unit = rates(problem)
     of_iteration = phases(problem)
@@ -217,12 +236,10 @@ def _program(problem: Problem, parts: list[Layer | Head], columns: list[list[_Co
         )
         for part, options in zip(parts, columns, strict=True)
     )
-    static = static_bytes(problem)
-    free = [getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES]
     return Program(
         classes=classes,
         base=np.concatenate(bases),
         phase=np.repeat(np.arange(len(of_iteration)), len(RESOURCES)),
         weights=np.array([phase.weight for phase in of_iteration], dtype=float),
-        limits=np.array(free),
+        limits=limits,
     )

@@ -28,9 +28,12 @@ __all__ = [
     "OptimizerMode",
     "Sharding",
     "StateDtype",
+    "borrowers",
     "communication_volume",
     "gradient_columns",
     "model_states",
+    "moment_bytes",
+    "projection_bytes",
     "states_by_parameter",
 ]
 
@@ -257,14 +260,19 @@ def states_by_parameter(
     gradient_itemsize: int | None = None,
 ) -> Iterator[tuple[Parameter, dict[str, int]]]:
     """(parameter, its bytes by the names of :class:`ModelStates`), of one of its equal layers."""
-    names = shape.names
-    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
-    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
+    borrowing = borrowers(shape, mode)
     each = gradient_itemsize or itemsize
     for parameter in parameters(shape):
-        borrows = parameter.name in borrowers
+        borrows = parameter.name in borrowing
         sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
         yield parameter, sizes | _states_of(parameter, mode, sharding, itemsize, each, borrows)
+
+
+def borrowers(shape: ModelShape, mode: OptimizerMode) -> set[str]:
+    """Names of the matrices that project on the basis of the first that reads their input."""
+    names = shape.names
+    sharing = (*names.qkv[1:], *names.up[1:]) if mode.share_basis else ()
+    return {f"{names.layer}.{name}.weight" for name in sharing}
 
 
 def _states_of(
@@ -326,40 +334,76 @@ def _matrix_states(
     gradient_itemsize: int,
     borrows: bool,
 ) -> dict[str, int]:
-    """Gradients, moments, bases and probes of one matrix, m x n as its rule sees it.
+    """Gradients, moments, bases and probes of one matrix.
 
     Args:
         borrows: it projects on the basis of another.
     """
-    m, n = parameter.shape
-    wanted = mode.rank_of(parameter.name)
-    transposed = mode.is_transposed(parameter)
-    if transposed:
-        m, n = n, m
-    rows, reduced_rows = _most_rows(m, n, sharding.ranks(1)), _most_rows(m, n, sharding.ranks(2))
-    if mode.method in ("apollo", "apollo_mini"):
-        rank = 1 if mode.method == "apollo_mini" else min(wanted, m, n)
-        dtype = mode.state_dtype if m * rank >= LEAST_INT8 else "fp32"
-        return {
-            "gradients": reduced_rows * n * gradient_itemsize,
-            "moments": 2 * _state_bytes(rows * rank, dtype) + rank * FP32,
-        }
-    rank, two_sided = min(wanted, m, n), mode.projection == "two_sided"
-    full = mode.is_full(parameter)
-    _, width = gradient_columns(parameter, mode)
-    probes = 0 if full or mode.residual == "full" else width - rank
-    core = rank * rank if two_sided else rows * rank
-    evidence = (rank * rank if two_sided else rank) * FP32
-    held = 0 if full or mode.redrawn or borrows else n
-    if sharding.stage == 3 and mode.is_projected(parameter) and not transposed:
-        held = _part(held, sharding.world_size)
-    left = rows if two_sided else 0
+    rows, columns = gradient_columns(parameter, mode)
+    reduced_rows = _most_rows(rows, _oriented(parameter, mode)[1], sharding.ranks(2))
+    basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
+    left = 0
+    if mode.method == "lowrank_adamw" and mode.projection == "two_sided":
+        left = _rows_held(parameter, mode, sharding) * _rank(parameter, mode) * itemsize
     return {
-        "gradients": reduced_rows * width * gradient_itemsize,
-        "moments": 2 * _state_bytes(core, mode.state_dtype) + evidence,
-        "bases": (held + left) * rank * itemsize,
-        "probes": held * probes * itemsize,
+        "gradients": reduced_rows * columns * gradient_itemsize,
+        "moments": sum(moment_bytes(parameter, mode, sharding)),
+        "bases": basis + left,
+        "probes": probes,
     }
+
+
+def _oriented(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
+    """(m, n) of a matrix as its rule sees it."""
+    m, n = parameter.shape
+    return (n, m) if mode.is_transposed(parameter) else (m, n)
+
+
+def _rank(parameter: Parameter, mode: OptimizerMode) -> int:
+    """r, no more than the smaller side."""
+    if mode.method == "apollo_mini":
+        return 1
+    return min(mode.rank_of(parameter.name), *parameter.shape)
+
+
+def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) -> int:
+    """Rows whose states a rank holds."""
+    return _most_rows(*_oriented(parameter, mode), sharding.ranks(1))
+
+
+def moment_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, *, in_fp32: bool = False
+) -> tuple[int, int, int]:
+    """Bytes of a low-rank matrix's (evidence, first moments, second moments) on the rank that holds most.
+
+    Args:
+        in_fp32: as they are saved, not as they are held.
+    """
+    rank, m = _rank(parameter, mode), _oriented(parameter, mode)[0]
+    two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
+    core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
+    dtype = mode.state_dtype
+    if mode.method in ("apollo", "apollo_mini") and m * rank < LEAST_INT8:
+        dtype = "fp32"
+    each = _state_bytes(core, "fp32" if in_fp32 else dtype)
+    return (rank * rank if two_sided else rank) * FP32, each, each
+
+
+def projection_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, itemsize: int
+) -> tuple[int, int]:
+    """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
+
+    Stage 3 deals the rows of both over ranks where backward is projected, but for those that backward itself
+    needs. None where nothing is stored: APOLLO, full rank, bases redrawn from a seed.
+    """
+    if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:
+        return 0, 0
+    n, rank = _oriented(parameter, mode)[1], _rank(parameter, mode)
+    probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
+    if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
+        n = _part(n, sharding.world_size)
+    return n * rank * itemsize, n * probes * itemsize
 
 
 def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:

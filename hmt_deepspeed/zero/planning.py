@@ -252,8 +252,10 @@ class RunPlanner:
         return read_profile(given, "hmt.planner.profile").to_json()
 
     def _profile_key(self) -> str:
-        """All that a profile depends on but the machine."""
-        return repr((self.facts, tuple(self._hmt.planner.lossy.values())))
+        """All that a profile depends on but the machine; host memory beside the plan is no part of that."""
+        setup = replace(self.facts.setup, engine=None)
+        facts = replace(self.facts, setup=setup)
+        return repr((facts, tuple(self._hmt.planner.lossy.values())))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``, and ``profile.json`` where there is a machine."""

@@ -56,7 +56,7 @@ def look_at(name: str, bf16: bool, arithmetic: Arithmetic) -> dict[str, Any]:
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.loads import phases, static_bytes
-    from hmt_deepspeed.zero.plan_inputs import counted_bytes
+    from hmt_deepspeed.zero.plan_memory import counted_bytes
 
     options, stage, accumulation = MODES[name]
     config = ds_config(stage, options, accumulation, bf16={"enabled": bf16})
@@ -77,7 +77,7 @@ def look_at(name: str, bf16: bool, arithmetic: Arithmetic) -> dict[str, Any]:
     found = {
         "predicted": static_bytes(problem),
         "counted": counted_bytes(engine.optimizer),
-        "allocated": host.nbytes,
+        "allocated": host.nbytes + host.pool_bytes,
         "moments": sum(e.matrix.moments.nbytes for e in engine.optimizer.low_rank),
         "amounts": total,
         "moved": tuple(b - a for a, b in zip(before, after, strict=True)),
