@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
 from hmt_deepspeed.planner.fpdt import longest_fpdt_sequence
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.host import usual_memory
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Place, Problem, RunSetup, make_problem
@@ -103,8 +105,8 @@ class Answer:
 
     @property
     def is_stock(self) -> bool:
-        """Whether DeepSpeed runs it without HMT: states on SSD, and checkpointing of whole layers."""
-        return self.problem.setup.offload_optimizer == "nvme"
+        """Whether DeepSpeed runs it without HMT: states and weights on SSD, and checkpointing of whole layers."""
+        return _is_stock(self.problem.setup, self.mode)
 
     @property
     def name(self) -> str:
@@ -114,10 +116,12 @@ class Answer:
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
-        if setup.offload_optimizer == "cpu" and mode.method == "adamw":
-            return ", ".join([*parts, f"CPU Adam, overlap {setup.overlap}"])
-        if setup.offload_optimizer == "cpu":
-            parts.append(f"masters on cpu, overlap {setup.overlap}")
+        place, overlap = setup.offload_optimizer, f"overlap {setup.overlap}"
+        if place != "none" and mode.method == "adamw":
+            on_ssd = ["states on nvme"] if place == "nvme" else []
+            return ", ".join([*parts, "CPU Adam", *on_ssd, overlap])
+        if place != "none":
+            parts += [f"masters on {place}", overlap]
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
@@ -235,8 +239,11 @@ def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
 def _places(request: Request) -> tuple[Place, ...]:
     if request.offload_param is not None:
         return (request.offload_param,)
-    on_ssd = request.nvme and request.machine.num_ssds > 0
-    return ("none", "cpu", "nvme") if on_ssd else ("none", "cpu")
+    return ("none", "cpu", "nvme") if _has_ssds(request) else ("none", "cpu")
+
+
+def _has_ssds(request: Request) -> bool:
+    return request.nvme and request.machine.num_ssds > 0
 
 
 def _host_modes(request: Request) -> Iterator[OptimizerMode]:
@@ -248,22 +255,23 @@ def _host_modes(request: Request) -> Iterator[OptimizerMode]:
 
 
 def _host_setups(request: Request) -> Iterator[RunSetup]:
-    """States in host memory under HMT's engine, which clips: the update waits for the verdict.
+    """States in host memory or on SSD under HMT's engine, which clips: the update waits for the verdict.
 
-    It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``).
+    It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``). Weights
+    on SSD beside it the engine refuses.
     """
-    for stage in _stages(request, (2, 3)):
-        for weights in _places(request):
-            if stage > 0 and (weights == "none" or (weights == "cpu" and stage == 3)):
-                yield RunSetup(
-                    ranks=request.machine.num_gpus,
-                    zero_stage=stage,
-                    offload_param=weights,
-                    offload_optimizer="cpu",
-                    accumulation=request.accumulation,
-                    overlap="forward" if stage == 3 else "none",
-                    holds_gradients=True,
-                )
+    places: list[Place] = ["cpu", "nvme"] if _has_ssds(request) else ["cpu"]
+    for stage, weights, states in product(_stages(request, (2, 3)), _places(request), places):
+        if stage > 0 and (weights == "none" or (weights == "cpu" and stage == 3)):
+            yield RunSetup(
+                ranks=request.machine.num_gpus,
+                zero_stage=stage,
+                offload_param=weights,
+                offload_optimizer=states,
+                accumulation=request.accumulation,
+                overlap="forward" if stage == 3 else "none",
+                holds_gradients=True,
+            )
 
 
 def _stock_setups(request: Request) -> Iterator[RunSetup]:
@@ -301,6 +309,10 @@ def _as_run(request: Request, answer: Answer) -> Request:
     return replace(request, lossy=None, fixed=_CHECKPOINTED) if answer.is_stock else request
 
 
+def _is_stock(setup: RunSetup, mode: OptimizerMode) -> bool:
+    return setup.offload_optimizer != "none" and not mode.host_is_ours
+
+
 def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
     """The best plan of one setup."""
     problem = _problem(request, setup, mode)
@@ -331,9 +343,17 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
                 f"what {request.machine.name} has. Lower it or leave it out."
             )
         budget = replace(budget, gpu=request.gpu_memory)
-    return make_problem(
-        workload, request.machine, setup.with_buffers(temporary), mode, budget=budget
-    )
+    setup = setup.with_buffers(temporary)
+    if not _is_stock(setup, mode):
+        engine = usual_memory(
+            request.shape,
+            setup.ranks,
+            states=setup.offload_optimizer,
+            weights=setup.offload_param,
+            host_memory=budget.host,
+        )
+        setup = replace(setup, engine=engine)
+    return make_problem(workload, request.machine, setup, mode, budget=budget)
 
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:

@@ -24,11 +24,13 @@ from hmt_deepspeed.planner.states import (
 )
 
 __all__ = [
+    "WEIGHT_BUFFERS",
     "CacheRoom",
     "CachedBases",
     "EngineMemory",
     "cached_bases",
     "early_bytes",
+    "largest_part",
     "snapshot_bytes",
     "usual_memory",
 ]
@@ -66,7 +68,8 @@ class EngineMemory:
     Attributes:
         pools: for gradients, updates and weights on their way, where anything is updated on the host.
         state_buffers: for pieces of states on an SSD. weight_buffers: for weights on one.
-        staging: for swapped activations on their way; taken where there are some.
+        staging: for swapped activations on their way, taken where there are some. ssd_staging: in its place
+            where some are swapped to an SSD.
         takes_back: whether an update that begins during backward may have to be taken back.
         cache: None without a basis cache. has_snapshots: ``hmt.snapshot`` has a path.
     """
@@ -75,6 +78,7 @@ class EngineMemory:
     state_buffers: int = 0
     weight_buffers: int = 0
     staging: int = 0
+    ssd_staging: int = 0
     takes_back: bool = False
     cache: CacheRoom | None = None
     has_snapshots: bool = False
@@ -86,14 +90,14 @@ def usual_memory(
     *,
     states: Literal["none", "cpu", "nvme"],
     weights: Literal["none", "cpu", "nvme"],
-    swaps_to_ssd: bool,
+    host_memory: int,
     itemsize: int = 2,
 ) -> EngineMemory:
     """Of a run by the JSON that ``hmt-plan`` writes.
 
     Args:
         states, weights: where ``offload_optimizer`` and ``offload_param`` put them.
-        swaps_to_ssd: whether activations have a folder there.
+        host_memory: bytes that the rank may take.
     """
     travelling = (2 * _STAGED + 1) * CHUNK * FP32  # both ways, and one chunk to work on
     buffer = largest_part(shape, ranks) * itemsize
@@ -101,7 +105,8 @@ def usual_memory(
         pools=travelling if states != "none" else 0,
         state_buffers=_STATE_BUFFERS * _STATES * CHUNK * FP32 if states == "nvme" else 0,
         weight_buffers=WEIGHT_BUFFERS * buffer if weights == "nvme" else 0,
-        staging=_SSD_STAGING if swaps_to_ssd else _STAGING,
+        staging=min(_STAGING, host_memory // 4),
+        ssd_staging=min(_SSD_STAGING, host_memory // 4),
     )
 
 

@@ -33,7 +33,7 @@ from hmt_deepspeed.planner.loads import (
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread, uniform_plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.program import Columns, Program
-from hmt_deepspeed.planner.search import solve_program
+from hmt_deepspeed.planner.search import Solution, solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
 
@@ -42,7 +42,6 @@ __all__ = ["Allowed", "allowed_choices", "fits", "solve"]
 Allowed = Mapping[Component, tuple[Choice, ...]]
 
 LOSSY: tuple[Choice, ...] = ("int8", "fp8")
-_SWAPPED = frozenset[Choice]({"swap_host", "swap_ssd"})
 
 
 def allowed_choices(
@@ -141,16 +140,7 @@ def _least(given: tuple[Choice, ...], of_inputs: Choice) -> Choice:
 
 def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None:
     parts: list[Layer | Head] = [*problem.workload.layers, problem.workload.head]
-    static = static_bytes(problem)
-    free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
-    staging = 0 if problem.setup.engine is None else problem.setup.engine.staging
-    can_swap = free["host"] >= staging
-    free["host"] -= staging if can_swap else 0
-    columns = [list(_columns(part, allowed, problem, can_swap)) for part in parts]
-    if not all(columns):
-        return None
-    limits = np.array([free[name] for name in MEMORIES])
-    solution = solve_program(_program(problem, parts, columns, limits), time_limit)
+    columns, solution = _solution(problem, allowed, parts, time_limit)
     if solution is None:
         return None
     groups: list[LayerChoices] = []
@@ -176,6 +166,38 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
     )
 
 
+_Columns = list[list["_Column"]]
+
+
+def _solution(
+    problem: Problem, allowed: Allowed, parts: list[Layer | Head], time_limit: float
+) -> tuple[_Columns, Solution | None]:
+    """Columns of every part and how many layers take which.
+
+    What is swapped takes room in host memory for what is on its way, a constant that a program of fractions
+    cannot switch on: it is set aside, and where nothing fits then, done without what needs it.
+    """
+    static, engine = static_bytes(problem), problem.setup.engine
+    free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
+    stagings: list[tuple[int, frozenset[Choice]]] = [(0, frozenset())]
+    if engine is not None:
+        stagings = [
+            (engine.ssd_staging, frozenset()),
+            (engine.staging, frozenset({"swap_ssd"})),
+            (0, frozenset({"swap_host", "swap_ssd"})),
+        ]
+    for staging, without in stagings:
+        columns = [list(_columns(part, allowed, problem, without)) for part in parts]
+        if staging > max(0.0, free["host"]) or not all(columns):
+            continue
+        room = free | {"host": free["host"] - staging}
+        limits = np.array([room[name] for name in MEMORIES])
+        solution = solve_program(_program(problem, parts, columns, limits), time_limit)
+        if solution is not None:
+            return columns, solution
+    return [], None
+
+
 def _tie(part: Layer | Head, column: _Column, busy: float) -> float:
     """Seconds that resources are busy, and far dearer: bytes held in 8 bits where exact ones are as fast.
 
@@ -192,12 +214,12 @@ class _Column:
 
 
 def _columns(
-    layer: Layer | Head, allowed: Allowed, problem: Problem, can_swap: bool
+    layer: Layer | Head, allowed: Allowed, problem: Problem, without: frozenset[Choice]
 ) -> Iterator[_Column]:
-    """Every joint choice of the layer's components; without room for what is on its way none that swaps."""
+    """Every joint choice of the layer's components, but those with a choice that is done without."""
     components = list(dict.fromkeys(site.component for site in layer.sites))
     for combination in itertools.product(*(allowed[component] for component in components)):
-        if not can_swap and not _SWAPPED.isdisjoint(combination):
+        if not without.isdisjoint(combination):
             continue
         choices = dict(zip(components, combination, strict=True))
         yield _Column(choices, layer_load(layer, choices, problem.setup))

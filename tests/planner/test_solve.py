@@ -12,6 +12,7 @@ import pytest
 from problems import MACHINE, ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.host import EngineMemory
 from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
@@ -154,6 +155,27 @@ def test_host_and_ssd_limits_hold() -> None:
         assert found.fits
         assert (found.memory["ssd"]["activations"] > 0) == bool(ssd)
         assert 0 < found.memory["host"]["activations"] <= spare
+
+
+def test_room_for_what_is_on_its_way_is_set_aside() -> None:
+    """A slow GPU, which swapping would spare: with less room than the staging takes nothing is swapped."""
+    setup = replace(ON_SSD, engine=EngineMemory(staging=10**8, ssd_staging=3 * 10**8))
+    problem = small_problem(layers=8, setup=setup, matmul=replace(MACHINE.matmul, bf16=1e12))
+    static = static_bytes(problem)
+    assert not {"states in passing", "weights in passing"} & set(static["host"])  # another engine's
+    inputs = 9 * problem.workload.layers[0].sites[0].nbytes
+    working = max(x.working_bytes for x in problem.workload.layers)
+    gpu, host = sum(static["gpu"].values()) + 1.3 * working + inputs, sum(static["host"].values())
+    for spare, swapped in ((0.9e8, set()), (1.5e8, {"host"}), (3.1e8, {"host", "ssd"})):
+        limited = with_budget(problem, gpu=gpu, host=host + spare)
+        plan = solve(limited, EXACT)
+        assert plan is not None
+        found = estimate(limited, plan)
+        assert found.fits
+        held = {name for name in ("host", "ssd") if found.memory[name]["activations"] > 0}
+        assert held == swapped
+        expected = {"ssd": 3e8, "host": 1e8}.get(max(held, default=""))
+        assert found.memory["host"].get("staging") == expected
 
 
 def test_8_bits_only_where_permitted_and_worth_it() -> None:
