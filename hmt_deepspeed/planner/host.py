@@ -19,6 +19,7 @@ from hmt_deepspeed.planner.states import (
     Sharding,
     borrowers,
     moment_bytes,
+    parameters_by_mode,
     projection_bytes,
     states_by_parameter,
 )
@@ -162,13 +163,15 @@ def cached_bases(
     bases = probes = pages = first_pages = 0
     in_layer, outside = list[int](), list[int]()  # bytes of the columns, in the order of their use
     entries, old = 0, 0.0
-    for parameter in filter(mode.is_low_rank, parameters(shape)):
-        basis, beside = projection_bytes(parameter, mode, sharding, itemsize)
+    for parameter, own in parameters_by_mode(shape, mode):
+        if not own.is_low_rank(parameter):
+            continue
+        basis, beside = projection_bytes(parameter, own, sharding, itemsize)
         if not basis:
             continue
         first_pages += parameter.count * _pages(basis + beside)
         borrows = parameter.name in borrowing
-        old += parameter.count * _left_bytes(parameter, mode, sharding, itemsize, room, borrows)
+        old += parameter.count * _left_bytes(parameter, own, sharding, itemsize, room, borrows)
         if borrows:
             continue
         bases += parameter.count * basis
@@ -207,12 +210,13 @@ def _left_bytes(
     """Bytes of the bases that one matrix has left, dealt over the ranks that find them, and of its moments."""
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     dealt = 0.0 if borrows else _pages(basis) / sharding.world_size
-    found, rank = 0.0, mode.rank_of(parameter.name)
+    found, rank = 0.0, mode.rank_of(parameter)
     if mode.projection != "two_sided":  # which carries no older moments over
         moments = sum(map(_pages, moment_bytes(parameter, mode, sharding)))
         found += room.old_moments * (dealt + moments)
-    if room.old_bases and rank < mode.rank:  # the widest that it may have left
-        found += dealt * mode.rank / rank
+    widest = min(mode.rank, *parameter.shape)
+    if room.old_bases and rank < widest:  # which it may have left
+        found += dealt * widest / rank
     return found
 
 
@@ -232,7 +236,9 @@ def snapshot_bytes(
     copied there as it is, what is in files on an SSD is linked.
     """
     total = 0.0
-    for parameter, held in states_by_parameter(shape, mode, sharding, itemsize=itemsize):
+    sizes = states_by_parameter(shape, mode, sharding, itemsize=itemsize)
+    modes = (own for _, own in parameters_by_mode(shape, mode))
+    for (parameter, held), own in zip(sizes, modes, strict=True):
         low_rank = mode.is_low_rank(parameter)
         elements = -(-parameter.numel // sharding.ranks(1))
         master, moments = held["masters"], 0 if low_rank else 2 * FP32 * elements
@@ -247,7 +253,7 @@ def snapshot_bytes(
             tensors += [elements * size, *([FP32 * elements] * 2 if moments else [])]
         tensors += [FP32]  # a count of steps, or a norm
         if low_rank:
-            tensors += _matrix_tensors(parameter, mode, sharding, itemsize)
+            tensors += _matrix_tensors(parameter, own, sharding, itemsize)
         if held["weights"] and mode.weight_dtype == "int8" and mode.is_projected(parameter):
             rows, columns = parameter.shape
             tensors += [rows * columns, held["weights"] - rows * columns]
@@ -263,7 +269,7 @@ def _matrix_tensors(
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     left = 0
     if mode.projection == "two_sided" and basis:
-        rank = min(mode.rank_of(parameter.name), *parameter.shape)
+        rank = mode.rank_of(parameter)
         left = -(-parameter.shape[0] // sharding.ranks(1)) * rank * itemsize
     sizes = [evidence, *moments, FP32, FP32]
     return [*sizes, *(size for size in (basis, left) if size)]

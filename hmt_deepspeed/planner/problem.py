@@ -161,12 +161,14 @@ def make_problem(
     *,
     budget: MemoryBudget | None = None,
     gradient_itemsize: int | None = None,
+    update_itemsize: int | None = None,
 ) -> Problem:
     """The problem of training ``workload`` on ``machine`` with an optimizer.
 
     Args:
         budget: of one rank, None for all that the machine has.
         gradient_itemsize: of accumulated gradients, None for that of the weights.
+        update_itemsize: see :func:`~hmt_deepspeed.planner.offloaded.offloaded_states`.
 
     Raises:
         ValueError: offload to SSDs that the machine does not have.
@@ -188,6 +190,7 @@ def make_problem(
         sharding,
         itemsize=itemsize,
         gradient_itemsize=gradient_itemsize,
+        update_itemsize=update_itemsize,
         is_offloaded=is_offloaded,
     )
     cached, beside = CachedBases(), dict[str, float]()

@@ -9,13 +9,14 @@ both. The numbers are those of the rank that holds most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from hmt_deepspeed.planner.flops import Projected
 from hmt_deepspeed.planner.shapes import (
     ModelShape,
     Parameter,
+    by_layer,
     is_selected,
     num_parameters,
     parameters,
@@ -33,6 +34,7 @@ __all__ = [
     "gradient_columns",
     "model_states",
     "moment_bytes",
+    "parameters_by_mode",
     "projection_bytes",
     "states_by_parameter",
 ]
@@ -79,7 +81,8 @@ class OptimizerMode:
 
     Attributes:
         rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
-        ranks: (name, r) of the matrices that have another, ``*`` for a layer's number.
+        ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
+            whose matrix has its own.
         target_modules, exclude_modules: regular expressions searched in a parameter's name.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
@@ -149,7 +152,7 @@ class OptimizerMode:
             return False
         m, n = parameter.shape
         columns = m if self.is_transposed(parameter) else n
-        return min(self.rank_of(parameter.name), m, n) == columns
+        return self.rank_of(parameter) == columns
 
     def updates_whole(self, parameter: Parameter) -> bool:
         """Whether the update of a low-rank matrix is formed whole instead of as two factors."""
@@ -171,9 +174,28 @@ class OptimizerMode:
             others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
         )
 
-    def rank_of(self, name: str) -> int:
-        """r of a matrix by its parameter's name."""
-        return dict(self.ranks).get(name, self.rank)
+    def by_layers(self, shape: ModelShape) -> list[tuple[OptimizerMode, int]]:
+        """Modes whose ``ranks`` have no layer's number in a name, and how many layers are of each."""
+        given = dict(self.ranks)
+        own = by_layer(shape.names.layer, given)
+        if not own:
+            return [(self, shape.layers)]
+        numbered = {name for names in own.values() for name in names.values()}
+        shared = {name: rank for name, rank in given.items() if name not in numbered}
+        ranks = [
+            shared | {starred: given[name] for starred, name in names.items()}
+            for names in own.values()
+        ]
+        found = [(replace(self, ranks=tuple(each.items())), 1) for each in ranks]
+        others = shape.layers - len(own)
+        return [(replace(self, ranks=tuple(shared.items())), others)] * bool(others) + found
+
+    def rank_of(self, parameter: Parameter) -> int:
+        """r of a low-rank matrix: its own, or that of all as far as the smaller side has it."""
+        if self.method == "apollo_mini":
+            return 1
+        own = dict(self.ranks).get(parameter.name)
+        return min(self.rank, *parameter.shape) if own is None else own
 
     def probes_at(self, rank: int) -> int:
         """k at a rank: a quarter of it and at least 8, when not given."""
@@ -262,10 +284,23 @@ def states_by_parameter(
     """(parameter, its bytes by the names of :class:`ModelStates`), of one of its equal layers."""
     borrowing = borrowers(shape, mode)
     each = gradient_itemsize or itemsize
-    for parameter in parameters(shape):
+    for parameter, own in parameters_by_mode(shape, mode):
         borrows = parameter.name in borrowing
         sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
-        yield parameter, sizes | _states_of(parameter, mode, sharding, itemsize, each, borrows)
+        yield parameter, sizes | _states_of(parameter, own, sharding, itemsize, each, borrows)
+
+
+def parameters_by_mode(
+    shape: ModelShape, mode: OptimizerMode
+) -> Iterator[tuple[Parameter, OptimizerMode]]:
+    """Every parameter with the mode of its layers: more than once where layers have ranks of their own."""
+    layers = mode.by_layers(shape)
+    for parameter in parameters(shape):
+        if not parameter.name.startswith(shape.names.layer):
+            yield parameter, mode
+            continue
+        for own, count in layers:
+            yield replace(parameter, count=count), own
 
 
 def borrowers(shape: ModelShape, mode: OptimizerMode) -> set[str]:
@@ -344,7 +379,7 @@ def _matrix_states(
     basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
     left = 0
     if mode.method == "lowrank_adamw" and mode.projection == "two_sided":
-        left = _rows_held(parameter, mode, sharding) * _rank(parameter, mode) * itemsize
+        left = _rows_held(parameter, mode, sharding) * mode.rank_of(parameter) * itemsize
     return {
         "gradients": reduced_rows * columns * gradient_itemsize,
         "moments": sum(moment_bytes(parameter, mode, sharding)),
@@ -357,13 +392,6 @@ def _oriented(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
     """(m, n) of a matrix as its rule sees it."""
     m, n = parameter.shape
     return (n, m) if mode.is_transposed(parameter) else (m, n)
-
-
-def _rank(parameter: Parameter, mode: OptimizerMode) -> int:
-    """r, no more than the smaller side."""
-    if mode.method == "apollo_mini":
-        return 1
-    return min(mode.rank_of(parameter.name), *parameter.shape)
 
 
 def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) -> int:
@@ -379,7 +407,7 @@ def moment_bytes(
     Args:
         in_fp32: as they are saved, not as they are held.
     """
-    rank, m = _rank(parameter, mode), _oriented(parameter, mode)[0]
+    rank, m = mode.rank_of(parameter), _oriented(parameter, mode)[0]
     two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
     core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
     dtype = mode.state_dtype
@@ -399,7 +427,7 @@ def projection_bytes(
     """
     if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:
         return 0, 0
-    n, rank = _oriented(parameter, mode)[1], _rank(parameter, mode)
+    n, rank = _oriented(parameter, mode)[1], mode.rank_of(parameter)
     probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
     if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
         n = _part(n, sharding.world_size)
@@ -413,7 +441,7 @@ def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, in
         m, n = n, m
     if mode.updates_whole(parameter):
         return m, n
-    rank = min(mode.rank_of(parameter.name), m, n)
+    rank = mode.rank_of(parameter)
     return m, rank + min(mode.probes_at(rank), n - rank)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "shapes_of",
 ]
 
+_FP32 = 4  # bytes
 KEPT_FREE = 0.05  # of a device: fragmentation, workspaces of kernels
 
 
@@ -60,6 +61,7 @@ class RunFacts:
 
     Attributes:
         itemsize, gradient_itemsize: bytes of a computed element, of an accumulated gradient.
+        update_itemsize: of an element of a low-rank update that is sent to the host.
         eager: attention is no single op.
         bucket_elements: ``reduce_bucket_size``.
         rank_is_chosen: ``hmt.optimizer.rank`` is "auto"; the mode's is the largest candidate.
@@ -71,6 +73,7 @@ class RunFacts:
     setup: RunSetup
     itemsize: int
     gradient_itemsize: int
+    update_itemsize: int
     eager: bool
     bucket_elements: int
     rank_is_chosen: bool
@@ -110,6 +113,7 @@ class RunFacts:
             self.mode,
             budget=budget or MemoryBudget(2**62, 2**62, 2**62),
             gradient_itemsize=self.gradient_itemsize,
+            update_itemsize=self.update_itemsize,
         )
 
 
@@ -144,9 +148,8 @@ def run_facts(
             f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
             "block."
         ) from error
-    itemsize, gradient_itemsize = (
-        torch.empty(0, dtype=dtype).element_size() for dtype in engine.get_data_types()
-    )
+    dtypes = engine.get_data_types()
+    itemsize, gradient_itemsize = (torch.empty(0, dtype=dtype).element_size() for dtype in dtypes)
     overlap: Any = "none" if host is None else host.overlap
     ssd = None if host is None else host.ssd
     pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
@@ -171,6 +174,7 @@ def run_facts(
         setup,
         itemsize,
         gradient_itemsize,
+        _FP32 if dtypes[0] == torch.float16 else itemsize,  # fp16 factors are multiplied in fp32
         eager,
         elements,
         rank_is_chosen=options is not None and options["rank"] == "auto",

@@ -24,7 +24,7 @@ from hmt_deepspeed.planner.cost import Resource, estimate
 from hmt_deepspeed.planner.describe import describe_plan
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.memory import MemoryBudget
-from hmt_deepspeed.planner.plan import Plan, plan_from_json
+from hmt_deepspeed.planner.plan import Plan, plan_from_json, regrouped
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.simulate import predict
 from hmt_deepspeed.planner.solve import allowed_choices
@@ -379,7 +379,7 @@ class RunPlanner:
         problem, plan = self._problem, self.plan
         if self._ranks is not None:
             problem = self._problem_of(self._now, problem, plan)
-            plan = predict(problem, plan)[0]
+            plan = predict(problem, regrouped(plan, problem.workload))[0]
         counted, held = self._counted(), self._activations().metrics()
         return self._timed.compared(problem, plan, held, counted, self._not_projected)
 
