@@ -154,7 +154,8 @@ def test_states_on_ssd_are_deepspeeds_own() -> None:
     assert set(answer.plan.counts()["residual"]) == {"recompute"}  # type: ignore[union-attr]
 
 
-def test_cost_and_wear() -> None:
+def test_error_8_wear_of_ssds_and_cost() -> None:
+    """Equations 4 and 5 count the seconds of writing, not the bytes that wear SSDs out."""
     machine = replace(MACHINE, price_per_hour=3.6, ssd_endurance=1e15)
     request = request_for(
         machine=machine, zero_stage=3, offload_param="nvme", cpu_adam=False, modes=(MODE,)
