@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hmt_deepspeed.planner.advise import (
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
@@ -165,6 +167,26 @@ def test_error_8_wear_of_ssds_and_cost() -> None:
     written = best.estimate.ssd_written
     assert written >= 2 * best.problem.workload.parameters  # the weights come back from the update
     assert best.ssd_bytes_per_day == pytest.approx(written / best.plan.seconds * 86400)  # type: ignore[union-attr]
+
+
+def test_the_time_limit_holds_before_any_plan_is_known() -> None:
+    """7B, weights and masters in scarce host memory: rounding finds nothing there, and a search to the end of its
+    tree took minutes."""
+    machine = named_machine("rtx4090", num_ssds=2, host_memory=64 * GIB)
+    request = Request(model_shape("7b"), machine, 4096, 2, 16)
+    setup = RunSetup(
+        zero_stage=3,
+        offload_param="cpu",
+        offload_optimizer="cpu",
+        accumulation=8,
+        overlap="forward",
+        holds_gradients=True,
+    )
+    start = time.process_time()
+    answer = evaluate(request, setup, OptimizerMode(host_is_ours=True))
+    assert answer.plan is not None
+    assert answer.estimate.fits
+    assert time.process_time() - start < 6  # four searches of half a second, and their simulations
 
 
 # -- the JSON -------------------------------------------------------------------------------------------
