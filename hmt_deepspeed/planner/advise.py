@@ -392,7 +392,8 @@ def longest_in_chunks(answer: Answer) -> int:
     """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
     problem, held = answer.problem, answer.estimate.memory
     shape, setup = answer.problem.workload.shape, answer.problem.setup
-    passing = ("activations", "working", "outside the layers")  # FPDT has its own in their place
+    # FPDT has its own in their place
+    passing = ("activations", "working", "outside the layers", "staging")
     gpu, host = (
         getattr(problem.budget, name)
         - sum(n for kind, n in held[name].items() if kind not in passing)
