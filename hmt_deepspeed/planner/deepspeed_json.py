@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hmt_deepspeed.planner.advise import BUCKET_ELEMENTS, Answer, Request
+from hmt_deepspeed.planner.advise import BUCKET_ELEMENTS, Answer
 from hmt_deepspeed.planner.host import WEIGHT_BUFFERS, largest_part
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.setups import Request
 
 __all__ = ["deepspeed_json"]
 

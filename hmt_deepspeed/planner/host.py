@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from hmt_deepspeed.planner.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.offloaded import Offloaded
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, parameters
 from hmt_deepspeed.planner.states import (
     FP32,
-    OptimizerMode,
-    Sharding,
     borrowers,
     moment_bytes,
     parameters_by_mode,

@@ -12,16 +12,9 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
 
+from hmt_deepspeed.planner.modes import REPLICATED, OptimizerMode, Sharding
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter
-from hmt_deepspeed.planner.states import (
-    FP32,
-    REPLICATED,
-    ModelStates,
-    OptimizerMode,
-    Sharding,
-    parameters_by_mode,
-    states_by_parameter,
-)
+from hmt_deepspeed.planner.states import FP32, ModelStates, parameters_by_mode, states_by_parameter
 
 __all__ = ["RULES", "HostShare", "Offloaded", "Rule", "offloaded_states"]
 

@@ -12,8 +12,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, Role, layer_linears, parameters
-from hmt_deepspeed.planner.states import OptimizerMode, gradient_columns
+from hmt_deepspeed.planner.states import gradient_columns
 
 __all__ = ["WorstRefresh", "worst_refresh"]
 

@@ -15,7 +15,6 @@ from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.planner.advise import (
-    Request,
     advise,
     evaluate,
     largest_batch,
@@ -30,6 +29,7 @@ from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.train.models import PRESETS
 

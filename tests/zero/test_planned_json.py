@@ -14,12 +14,13 @@ from test_nvme import needs_async_io
 from training import tiny_llama
 
 import hmt_deepspeed
-from hmt_deepspeed.planner.advise import Advice, Answer, Request, advise
+from hmt_deepspeed.planner.advise import Advice, Answer, advise
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.memory import OptimizerMode
+from hmt_deepspeed.planner.setups import Request
 
 GIB = 2**30
 VOCABULARY, LENGTH = 8192, 64
@@ -186,6 +187,9 @@ def test_every_recommendation_trains(ranks: Ranks, tmp_path: Path) -> None:
         assert result["is_ours"] == (not answer.is_stock) == ("hmt" in config), name
         if answer.is_stock:
             continue
+        setup = answer.problem.setup
+        if setup.offload_optimizer != "none":
+            assert result["overlap"] == setup.overlap, name
         for kind in ("pools", "state buffers"):
             assert host.get(kind, 0) == result[kind], (name, kind)
         assert ("host_memory" in config["hmt"]["activations"]) == ("staging" in host), name
