@@ -123,6 +123,7 @@ def test_what_waits_for_what() -> None:
         assert span[f"forward, layer {i}"].end <= out.start
         assert out.end <= back.start
         assert back.end <= span[f"backward, layer {i}"].start
+        assert span["backward, head"].end <= back.start  # beside the logits nothing comes back
         update = span[f"update, layer {i}"]
         assert span[f"backward, layer {i}"].end <= span[f"gradients to host, layer {i}"].start
         assert span[f"gradients to host, layer {i}"].end <= update.start
