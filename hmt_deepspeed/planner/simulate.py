@@ -313,7 +313,9 @@ class _Builder:
     def backward(self, last: bool, with_update: bool) -> None:
         """One micro-step's backward, head first."""
         left: list[int | None] = []  # what frees each unit's gradients
-        head: int | None = None  # nothing that was swapped is asked for before the last layer's turn
+        head: int | None = (
+            None  # nothing that was swapped is asked for before the last layer's turn
+        )
         for unit in reversed(self.units):
             waits, weights = self.fetch(unit)
             load = unit.load
