@@ -67,9 +67,8 @@ def _zero_block(request: Request, setup: RunSetup, nvme_path: str | None) -> dic
             zero[key] = {"device": device, "pin_memory": True}
             if device == "nvme":
                 zero[key]["nvme_path"] = nvme_path
-    if (
-        setup.offload_param == "nvme"
-    ):  # by default buffers are too small for some, and 2 GB stay in memory
+    if setup.offload_param == "nvme":
+        # by default buffers are too small for some, and 2 GB stay in memory
         size = largest_part(request.shape, setup.ranks)
         zero["offload_param"] |= {"buffer_count": WEIGHT_BUFFERS, "buffer_size": size}
         zero["offload_param"]["max_in_cpu"] = 0

@@ -182,13 +182,16 @@ def _solution(
     stagings: list[tuple[int, frozenset[Choice]]] = [(0, frozenset())]
     if engine is not None:
         stagings = [
-            (engine.ssd_staging, frozenset()),
             (engine.staging, frozenset({"swap_ssd"})),
             (0, frozenset({"swap_host", "swap_ssd"})),
         ]
+        if any("swap_ssd" in given for given in allowed.values()):
+            stagings.insert(0, (engine.ssd_staging, frozenset()))
     for staging, without in stagings:
+        if staging > max(0.0, free["host"]):
+            continue
         columns = [list(_columns(part, allowed, problem, without)) for part in parts]
-        if staging > max(0.0, free["host"]) or not all(columns):
+        if not all(columns):
             continue
         room = free | {"host": free["host"] - staging}
         limits = np.array([room[name] for name in MEMORIES])
