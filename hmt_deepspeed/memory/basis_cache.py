@@ -18,10 +18,10 @@ from .growing import GrowingHostStore
 from .pool import whole_pages
 from .transfer import TransferEngine
 
-__all__ = ["BasisCache"]
+__all__ = ["SLAB_BYTES", "BasisCache"]
 
 # Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's.
-_SLAB_BYTES = 2**26
+SLAB_BYTES = 2**26
 
 
 class _Home(NamedTuple):
@@ -67,7 +67,7 @@ class BasisCache:
     ) -> None:
         self.engine, self.max_entries, self.prefetch = engine, max_entries, prefetch
         self._store = GrowingHostStore(
-            engine, max_bytes, "hmt.basis_cache.max_bytes", min(_SLAB_BYTES, max_bytes)
+            engine, max_bytes, "hmt.basis_cache.max_bytes", min(SLAB_BYTES, max_bytes)
         )
         self._current: dict[str, _Home] = {}
         self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first

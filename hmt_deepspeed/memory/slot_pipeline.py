@@ -122,6 +122,11 @@ class SlotPipeline:
         self._last: dict[Piece, Lease] = {}  # of each piece, unless it is known to be over
         self._expected: deque[Lease] = deque()
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the buffers."""
+        return self._pool.nbytes
+
     def expect(self, pieces: Iterable[Piece]) -> None:
         """These will be leased next, in this order, if all goes as usual: their reads may begin now.
 

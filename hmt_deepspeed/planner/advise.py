@@ -6,26 +6,31 @@ activations), then the global batch (accumulation), then the fastest of what fit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
 from hmt_deepspeed.planner.fpdt import longest_fpdt_sequence
-from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.host import usual_memory
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Place, Problem, RunSetup, make_problem
-from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.setups import (
+    Request,
+    host_modes,
+    host_setups,
+    setups,
+    stock_setups,
+)
 from hmt_deepspeed.planner.simulate import Simulation
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits
+from hmt_deepspeed.planner.solve import fits
 from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 __all__ = [
     "Advice",
     "Answer",
-    "Request",
     "advise",
     "evaluate",
     "largest_batch",
@@ -40,58 +45,6 @@ SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked.
-
-    Attributes:
-        micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
-            ranks, None for one micro-step.
-        modes: optimizers to choose from. fallbacks: less exact ones, tried in turn while nothing fits.
-        cpu_adam: whether states in host memory or on SSD may be recommended.
-        zero_stage, offload_param: None to choose.
-        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`.
-        gpu_memory: bytes of a GPU to use, None for all but the context's.
-        nvme: whether SSDs may be used.
-    """
-
-    shape: ModelShape
-    machine: Machine
-    seq_length: int
-    micro_batch: int = 1
-    global_batch: int | None = None
-    modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method="adamw"))
-    fallbacks: tuple[OptimizerMode, ...] = ()
-    cpu_adam: bool = True
-    zero_stage: int | None = None
-    offload_param: Place | None = None
-    lossy: Mapping[Component, Choice] | None = None
-    fixed: Mapping[Component, Choice] | None = None
-    gpu_memory: int | None = None
-    nvme: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a batch that no accumulation makes."""
-        each = self.micro_batch * self.machine.num_gpus
-        if self.global_batch is not None and (self.global_batch < each or self.global_batch % each):
-            raise ValueError(
-                f"global_batch is {self.global_batch}; legal: a multiple of {each}, micro_batch "
-                f"{self.micro_batch} x {self.machine.num_gpus} GPUs. Change one of them."
-            )
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-steps of an optimizer step."""
-        each = self.micro_batch * self.machine.num_gpus
-        return 1 if self.global_batch is None else self.global_batch // each
-
-    @property
-    def allowed(self) -> Allowed:
-        """Choices that the machine and the request leave."""
-        machine = self.machine if self.nvme else replace(self.machine, num_ssds=0)
-        return allowed_choices(machine, self.lossy, self.fixed)
-
-
-@dataclass(frozen=True)
 class Answer:
     """One setup: its plan and how it plays, or None with what its most frugal plan overflows."""
 
@@ -103,8 +56,8 @@ class Answer:
 
     @property
     def is_stock(self) -> bool:
-        """Whether DeepSpeed runs it without HMT: states on SSD, and checkpointing of whole layers."""
-        return self.problem.setup.offload_optimizer == "nvme"
+        """Whether DeepSpeed runs it without HMT: states and weights on SSD, and checkpointing of whole layers."""
+        return _is_stock(self.problem.setup, self.mode)
 
     @property
     def name(self) -> str:
@@ -114,10 +67,12 @@ class Answer:
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
-        if setup.offload_optimizer == "cpu" and mode.method == "adamw":
-            return ", ".join([*parts, f"CPU Adam, overlap {setup.overlap}"])
-        if setup.offload_optimizer == "cpu":
-            parts.append(f"masters on cpu, overlap {setup.overlap}")
+        place, overlap = setup.offload_optimizer, f"overlap {setup.overlap}"
+        if place != "none" and mode.method == "adamw":
+            on_ssd = ["states on nvme"] if place == "nvme" else []
+            return ", ".join([*parts, "CPU Adam", *on_ssd, overlap])
+        if place != "none":
+            parts += [f"masters on {place}", overlap]
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
@@ -177,22 +132,23 @@ def advise(request: Request) -> Advice:
         ValueError: sizes, stages or places that do not go together.
     """
     answers = [
-        evaluate(request, setup, mode) for mode in request.modes for setup in _setups(request)
+        evaluate(request, setup, mode) for mode in request.modes for setup in setups(request)
     ]
     if request.cpu_adam:
         answers += [
             evaluate(request, setup, replace(mode, host_is_ours=True))
-            for mode in _host_modes(request)
-            for setup in _host_setups(request)
+            for mode in host_modes(request)
+            for setup in host_setups(request)
         ]
-        answers += [_checkpointed(request, setup) for setup in _stock_setups(request)]
+        answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
     for mode in request.fallbacks:
         if any(answer.plan is not None for answer in answers):
             break
-        setups = [
-            s for s in _setups(request) if not (mode.weight_dtype == "int8" and s.zero_stage == 3)
+        answers += [
+            evaluate(request, setup, mode)
+            for setup in setups(request)
+            if not (mode.weight_dtype == "int8" and setup.zero_stage == 3)
         ]
-        answers += [evaluate(request, setup, mode) for setup in setups]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
     best = answers[0]
     limited = _as_run(request, best)
@@ -203,81 +159,6 @@ def advise(request: Request) -> Advice:
         largest_batch(limited, best.problem.setup, best.mode),
         longest_in_chunks(best),
     )
-
-
-def _setups(request: Request) -> Iterator[RunSetup]:
-    """What HMT's engine runs: stages 0 to 3, and weights offloaded at stage 3."""
-    several = request.machine.num_gpus > 1
-    for stage in _stages(request, (1, 2, 3) if several else (2, 3)):
-        for place in _places(request):
-            if place != "none" and stage != 3:
-                continue
-            if stage == 3 and place == "none" and not several and request.zero_stage is None:
-                continue  # on one rank stage 3 shards nothing
-            yield RunSetup(
-                ranks=request.machine.num_gpus,
-                zero_stage=stage,
-                offload_param=place,
-                accumulation=request.accumulation,
-            )
-
-
-def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
-    if request.zero_stage is None:
-        return usual
-    if request.offload_param not in (None, "none"):
-        RunSetup(
-            zero_stage=request.zero_stage, offload_param=request.offload_param
-        )  # says what is wrong
-    return (request.zero_stage,)
-
-
-def _places(request: Request) -> tuple[Place, ...]:
-    if request.offload_param is not None:
-        return (request.offload_param,)
-    on_ssd = request.nvme and request.machine.num_ssds > 0
-    return ("none", "cpu", "nvme") if on_ssd else ("none", "cpu")
-
-
-def _host_modes(request: Request) -> Iterator[OptimizerMode]:
-    """AdamW, and those asked for of which something is off the device then: fp32 masters."""
-    yield OptimizerMode(method="adamw")
-    for mode in request.modes:
-        if mode.method != "adamw" and (mode.master_weights, mode.state_dtype) == ("fp32", "fp32"):
-            yield mode
-
-
-def _host_setups(request: Request) -> Iterator[RunSetup]:
-    """States in host memory under HMT's engine, which clips: the update waits for the verdict.
-
-    It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``).
-    """
-    for stage in _stages(request, (2, 3)):
-        for weights in _places(request):
-            if stage > 0 and (weights == "none" or (weights == "cpu" and stage == 3)):
-                yield RunSetup(
-                    ranks=request.machine.num_gpus,
-                    zero_stage=stage,
-                    offload_param=weights,
-                    offload_optimizer="cpu",
-                    accumulation=request.accumulation,
-                    overlap="forward" if stage == 3 else "none",
-                    holds_gradients=True,
-                )
-
-
-def _stock_setups(request: Request) -> Iterator[RunSetup]:
-    """ZeRO-Infinity: states and weights on SSD, DeepSpeed's CPU Adam after the backward."""
-    if "nvme" in _places(request) and 3 in _stages(request, (3,)):
-        yield RunSetup(
-            ranks=request.machine.num_gpus,
-            zero_stage=3,
-            offload_param="nvme",
-            offload_optimizer="nvme",
-            accumulation=request.accumulation,
-            overlap="none",
-            holds_gradients=True,
-        )
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down
@@ -299,6 +180,10 @@ def _checkpointed(request: Request, setup: RunSetup) -> Answer:
 def _as_run(request: Request, answer: Answer) -> Request:
     """The request with the choices that an answer's engine leaves."""
     return replace(request, lossy=None, fixed=_CHECKPOINTED) if answer.is_stock else request
+
+
+def _is_stock(setup: RunSetup, mode: OptimizerMode) -> bool:
+    return setup.offload_optimizer != "none" and not mode.host_is_ours
 
 
 def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
@@ -331,9 +216,17 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
                 f"what {request.machine.name} has. Lower it or leave it out."
             )
         budget = replace(budget, gpu=request.gpu_memory)
-    return make_problem(
-        workload, request.machine, setup.with_buffers(temporary), mode, budget=budget
-    )
+    setup = setup.with_buffers(temporary)
+    if not _is_stock(setup, mode):
+        engine = usual_memory(
+            request.shape,
+            setup.ranks,
+            states=setup.offload_optimizer,
+            weights=setup.offload_param,
+            host_memory=budget.host,
+        )
+        setup = replace(setup, engine=engine)
+    return make_problem(workload, request.machine, setup, mode, budget=budget)
 
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:
@@ -372,7 +265,8 @@ def longest_in_chunks(answer: Answer) -> int:
     """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
     problem, held = answer.problem, answer.estimate.memory
     shape, setup = answer.problem.workload.shape, answer.problem.setup
-    passing = ("activations", "working", "outside the layers")  # FPDT has its own in their place
+    # FPDT has its own in their place
+    passing = ("activations", "working", "outside the layers", "staging")
     gpu, host = (
         getattr(problem.budget, name)
         - sum(n for kind, n in held[name].items() if kind not in passing)

@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hmt_deepspeed.planner.advise import Advice, Request, advise
+from hmt_deepspeed.planner.advise import Advice, advise
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.describe import describe, describe_plan
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.models import SIZES, model_shape
+from hmt_deepspeed.planner.modes import Method, OptimizerMode
 from hmt_deepspeed.planner.plan import plan_from_json
+from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.simulate import simulate
-from hmt_deepspeed.planner.states import Method, OptimizerMode
 from hmt_deepspeed.sites import PAPER_POLICY
 
 __all__ = ["main"]

@@ -130,6 +130,10 @@ def compare(
             rows.append(Row(f"activations: {name}", "bytes", size, is_there))
     total = sum(held[name] for name in names)
     rows.append(Row("activations", "bytes", total, float(sum(by_component.values()))))
+    for kind, name in _IN_HOST_MEMORY.items():
+        size = found.memory["host"].get(kind, 0.0)
+        if size or counted.get(name):
+            rows.append(Row(f"host: {kind}", "bytes", size, float(counted.get(name, 0))))
     for (where, kind), size in memory.items():
         predicted = found.memory[where].get(kind, 0.0)  # type: ignore[index]
         if (where, kind) == ("gpu", "gradients"):  # counted is the fullest moment so far
@@ -181,6 +185,10 @@ def _resources(found: Estimate, busy: Mapping[Resource, Busy], schedule: Schedul
     return rows
 
 
+_IN_HOST_MEMORY = {
+    "activations": "activation_peak_host_bytes",
+    "staging": "activation_staging_bytes",
+}
 _MOVES = {
     "activation_bytes_to_host": Amount.TO_HOST,
     "activation_bytes_from_host": Amount.TO_GPU,

@@ -273,6 +273,9 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
     for name, size in zip(MEMORIES, held, strict=True):
         memory[name]["activations"] = float(size)
     memory["gpu"]["working"] = max(load.working for _, load in loads)
+    if setup.engine is not None and held[1:].any():
+        staging = setup.engine.ssd_staging if held[2] else setup.engine.staging
+        memory["host"]["staging"] = float(staging)
 
     per_unit = rates(problem)
     times = []

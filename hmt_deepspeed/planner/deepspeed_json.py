@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hmt_deepspeed.planner.advise import BUCKET_ELEMENTS, Answer, Request
+from hmt_deepspeed.planner.advise import BUCKET_ELEMENTS, Answer
+from hmt_deepspeed.planner.host import WEIGHT_BUFFERS, largest_part
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.setups import Request
 
 __all__ = ["deepspeed_json"]
 
@@ -41,15 +43,15 @@ def deepspeed_json(
             "params": {"lr": _LEARNING_RATES[answer.mode.method]},
         },
         "bf16": {"enabled": True},
-        "zero_optimization": _zero_block(setup, nvme_path),
+        "zero_optimization": _zero_block(request, setup, nvme_path),
     }
     if not answer.is_stock:
-        activations = _activations_block(request, plan, nvme_path if uses_ssd else None)
+        activations = _activations_block(request, answer, plan, nvme_path if uses_ssd else None)
         config["hmt"] = {"optimizer": _optimizer_block(answer.mode), "activations": activations}
     return config
 
 
-def _zero_block(setup: RunSetup, nvme_path: str | None) -> dict[str, Any]:
+def _zero_block(request: Request, setup: RunSetup, nvme_path: str | None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.zero_stage}
     zero |= {"overlap_comm": True, "reduce_bucket_size": BUCKET_ELEMENTS}
     if setup.zero_stage in (1, 2):
@@ -65,6 +67,11 @@ def _zero_block(setup: RunSetup, nvme_path: str | None) -> dict[str, Any]:
             zero[key] = {"device": device, "pin_memory": True}
             if device == "nvme":
                 zero[key]["nvme_path"] = nvme_path
+    if setup.offload_param == "nvme":
+        # by default buffers are too small for some, and 2 GB stay in memory
+        size = largest_part(request.shape, setup.ranks)
+        zero["offload_param"] |= {"buffer_count": WEIGHT_BUFFERS, "buffer_size": size}
+        zero["offload_param"]["max_in_cpu"] = 0
     return zero
 
 
@@ -88,11 +95,17 @@ def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:
     return block
 
 
-def _activations_block(request: Request, plan: Plan, nvme_path: str | None) -> dict[str, Any]:
+def _activations_block(
+    request: Request, answer: Answer, plan: Plan, nvme_path: str | None
+) -> dict[str, Any]:
     block: dict[str, Any] = {"policy": plan.policy()}
     overrides = plan.overrides(request.shape.names.layer)
     if overrides:
         block["overrides"] = overrides
     if nvme_path is not None:
         block["nvme_path"] = nvme_path
+    held = answer.estimate.memory["host"]
+    if "staging" in held:  # something swaps: it may take all that the plan leaves, not half of it
+        beside = sum(size for kind, size in held.items() if kind not in ("activations", "staging"))
+        block["host_memory"] = int(answer.estimate.budget.host - beside)
     return block

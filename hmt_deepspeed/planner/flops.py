@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hmt_deepspeed.planner.shapes import (
@@ -11,6 +11,7 @@ from hmt_deepspeed.planner.shapes import (
     ModelShape,
     Names,
     Role,
+    by_layer,
     is_selected,
     layer_linears,
 )
@@ -29,13 +30,14 @@ class Projected:
     """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
 
     Attributes:
-        rank, probes: r and k of every projected linear, lowered to what a smaller matrix has.
+        rank, probes: r and k of every projected linear, the rank lowered to what a smaller matrix has.
         side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
         whole_at_full: where the basis would span all columns, backward is the ordinary one.
         target_modules, exclude_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
-        others: (name, r, k) of the weights that have others, ``*`` for a layer's number.
+        others: (name, r, k) of the weights that have others; ``*`` for a layer's number, or the number of one
+            whose weight has its own.
     """
 
     rank: int
@@ -56,6 +58,16 @@ class Projected:
                     f"Projected: {field} is {value!r}; legal: an integer >= {least}. Give that."
                 )
 
+    def at_layer(self, number: int, names: Names) -> Projected:
+        """As layer ``number`` has it, by names with ``*``."""
+        by_name = {name: (rank, probes) for name, rank, probes in self.others}
+        own = by_layer(names.layer, by_name).get(number)
+        if own is None:
+            return self
+        kept = {name: given for name, given in by_name.items() if "*" in name}
+        kept |= {starred: by_name[name] for starred, name in own.items()}
+        return replace(self, others=tuple((name, *given) for name, given in kept.items()))
+
     def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
         """Which side of one linear is projected, None for neither."""
         if not is_selected(_weight(linear, names), self.target_modules, self.exclude_modules):
@@ -75,8 +87,8 @@ class Projected:
     def _rank_and_probes(self, linear: Linear, names: Names) -> tuple[int, int]:
         """(r as far as the matrix has it, k as wanted)."""
         own = {name: (rank, probes) for name, rank, probes in self.others}
-        rank, probes = own.get(_weight(linear, names), (self.rank, self.probes))
-        return min(rank, linear.inputs, linear.outputs), probes
+        lowered = min(self.rank, linear.inputs, linear.outputs)
+        return own.get(_weight(linear, names), (lowered, self.probes))
 
 
 def _columns(linear: Linear, side: Literal["right", "left"]) -> int:

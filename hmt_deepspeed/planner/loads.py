@@ -301,9 +301,10 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     """Bytes of each memory that a rank needs whatever is chosen for activations, by kind.
 
     Offloaded or gathered weights pass through two layers' buffers (one computes, one arrives), gradients that
-    leave through two (one is made, one leaves) unless they are summed on the device first, states on SSD
-    through three in host memory (one is read, one updated, one written); states on SSD take two slots each, so
-    that a step can be taken back.
+    leave through two (one is made, one leaves) unless they are summed on the device first. What passes through
+    host memory has buffers there of the size that HMT's engine has; of another's weights on SSD those of two
+    layers, of its states there those of three (one is read, one updated, one written). States on SSD take two
+    slots each, so that a step can be taken back.
     """
     setup, workload = problem.setup, problem.workload
     total, of_rank, offloaded = problem.total, problem.of_rank, problem.offloaded
@@ -319,18 +320,22 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     homes[setup.offload_param]["weights"] = of_rank.weights
     if setup.offload_param != "none" or (setup.zero_stage == 3 and setup.ranks > 1):
         gpu["gathered weights"] = total.weights * two_layers
-    if setup.offload_param == "nvme":
+    if setup.offload_param == "nvme" and setup.engine is None:
         host["weights in passing"] = of_rank.weights * two_layers
 
-    gpu["probes"] = of_rank.probes
+    gpu["probes"] = of_rank.probes - problem.cached.probes
     gpu["gradients"] = offloaded.resident.gradients
-    gpu["optimizer states"] = offloaded.resident.optimizer
+    gpu["optimizer states"] = offloaded.resident.optimizer - problem.cached.bases
+    if problem.cached.passing:
+        gpu["bases in passing"] = problem.cached.passing
+    host |= problem.beside
     if setup.offload_optimizer != "none":
         formed = offloaded.whole().formed
         gpu["gradients in passing"] = (
             formed if sums_before_sending(setup) else offloaded.passing("formed", 2)
         )
         kept = setup.offload_optimizer == "cpu" or setup.holds_gradients or setup.accumulation > 1
+        kept = kept or setup.engine is not None
         host["gradients"] = (
             offloaded.whole().gradients if kept else offloaded.passing("gradients", 2)
         )
@@ -338,6 +343,7 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     if setup.offload_optimizer == "cpu":
         host["optimizer states"] = states
     elif setup.offload_optimizer == "nvme":
-        host["states in passing"] = offloaded.passing("states", 3)
+        if setup.engine is None:
+            host["states in passing"] = offloaded.passing("states", 3)
         ssd["optimizer states"] = 2 * states
     return {"gpu": gpu, "host": host, "ssd": ssd}

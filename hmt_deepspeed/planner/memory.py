@@ -9,17 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
 from hmt_deepspeed.planner.refresh import worst_refresh
-from hmt_deepspeed.planner.states import (
-    REPLICATED,
-    Method,
-    ModelStates,
-    OptimizerMode,
-    Sharding,
-    StateDtype,
-    communication_volume,
-    model_states,
-)
+from hmt_deepspeed.planner.states import ModelStates, communication_volume, model_states
 from hmt_deepspeed.planner.workload import Site, Workload
 from hmt_deepspeed.sites import Choice, Component
 
@@ -189,7 +181,6 @@ def temporary_bytes(
     layer = max(workload.layers, key=lambda group: group.parameters)
     itemsize = workload.itemsize
     refresh = worst_refresh(workload.shape, mode, gradient_itemsize or itemsize)
-    kept = layer.freed_inputs
     reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
@@ -198,5 +189,12 @@ def temporary_bytes(
         2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
         reduced * itemsize,
         refresh.full_gradients,
-        max((sum(kept.get(role, 0) for role in roles) for roles in refresh.inputs), default=0),
+        max(
+            (
+                sum(group.freed_inputs.get(role, 0) for role in roles)
+                for group in workload.layers
+                for roles in refresh.inputs
+            ),
+            default=0,
+        ),
     )

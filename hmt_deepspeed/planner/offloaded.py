@@ -12,15 +12,9 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
 
+from hmt_deepspeed.planner.modes import REPLICATED, OptimizerMode, Sharding
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter
-from hmt_deepspeed.planner.states import (
-    FP32,
-    REPLICATED,
-    ModelStates,
-    OptimizerMode,
-    Sharding,
-    states_by_parameter,
-)
+from hmt_deepspeed.planner.states import FP32, ModelStates, parameters_by_mode, states_by_parameter
 
 __all__ = ["RULES", "HostShare", "Offloaded", "Rule", "offloaded_states"]
 
@@ -64,7 +58,7 @@ class Offloaded:
     """What is off the device of a model of ``num_layers`` equal layers, by the rule of its parameters.
 
     Attributes:
-        layer: of one of them. outside: embeddings, head, final norm. resident: the states that stay on the
+        layer: of one of them, in the mean. outside: embeddings, head, final norm. resident: the states that stay on the
             device, weights among them.
     """
 
@@ -95,12 +89,15 @@ def offloaded_states(
     *,
     itemsize: int = 2,
     gradient_itemsize: int | None = None,
+    update_itemsize: int | None = None,
     is_offloaded: bool = True,
 ) -> Offloaded:
     """What leaves the device of one rank.
 
     Args:
         itemsize, gradient_itemsize: see :func:`~hmt_deepspeed.planner.states.model_states`.
+        update_itemsize: of a low-rank update's product, None for that of the weights; 4 for fp16, which is
+            multiplied in fp32.
         is_offloaded: whether there is ``offload_optimizer``; without it nothing leaves.
     """
     each = gradient_itemsize or itemsize
@@ -110,13 +107,17 @@ def offloaded_states(
     sizes = states_by_parameter(
         shape, mode, sharding, itemsize=itemsize, gradient_itemsize=gradient_itemsize
     )
-    for parameter, held in sizes:
+    modes = (own for _, own in parameters_by_mode(shape, mode))
+    factors = update_itemsize or itemsize
+    for (parameter, held), own in zip(sizes, modes, strict=True):
         rule: Rule = "low_rank" if mode.host_is_ours and mode.is_low_rank(parameter) else "adamw"
         leaving = _leaving(parameter, held, mode, rule) if is_offloaded else ()
         if leaving:
-            part = _share(parameter, held, mode, sharding, rule, leaving, itemsize, each)
-            where = layer if parameter.name.startswith(shape.names.layer) else outside
-            where[rule] += part
+            part = _share(parameter, held, own, sharding, rule, leaving, itemsize, each, factors)
+            if parameter.name.startswith(shape.names.layer):
+                layer[rule] += part.times(parameter.count / shape.layers)
+            else:
+                outside[rule] += part
         for kind, nbytes in held.items():
             resident[kind] += 0 if kind in leaving else parameter.count * nbytes
     return Offloaded(shape.layers, layer, outside, ModelStates(**resident))
@@ -140,6 +141,7 @@ def _share(
     leaving: Iterable[str],
     itemsize: int,
     gradient_itemsize: int,
+    update_itemsize: int,
 ) -> HostShare:
     """Of one parameter (of one layer, if it is a layer's)."""
     elements = float(-(-parameter.numel // sharding.ranks(1)))
@@ -148,8 +150,9 @@ def _share(
         returned=elements * itemsize,
     )
     if rule == "low_rank":
-        whole = mode.updates_whole(parameter)  # formed in fp32; else in the dtype of its factors
-        return replace(found, added=elements, sent=elements * (FP32 if whole else itemsize))
+        # formed in fp32; else in the dtype that its factors are multiplied in
+        size = FP32 if mode.updates_whole(parameter) else update_itemsize
+        return replace(found, added=elements, sent=elements * size)
     travels = itemsize if mode.host_is_ours else gradient_itemsize
     summed = FP32 if mode.host_is_ours else gradient_itemsize
     has_master = held["masters"] > 0 or not mode.host_is_ours or itemsize == FP32

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from hmt_deepspeed.planner.hardware import Machine
@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "fingerprint",
     "plan_from_json",
+    "regrouped",
     "spread",
     "uniform_plan",
 ]
@@ -164,6 +165,15 @@ def uniform_plan(
         head={site.component: policy[site.component] for site in workload.head.sites},
         partition_activations=partition_activations,
     )
+
+
+def regrouped(plan: Plan, workload: Workload) -> Plan:
+    """The same choices for a workload whose equal layers are others, of the same model."""
+    groups = []
+    for group in plan.layers:
+        parts = (set(group.layers) & set(layer.layers) for layer in workload.layers)
+        groups += [LayerChoices(tuple(sorted(part)), group.choices) for part in parts if part]
+    return replace(plan, layers=tuple(groups))
 
 
 def spread(numbers: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:

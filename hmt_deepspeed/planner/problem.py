@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.host import (
+    CachedBases,
+    EngineMemory,
+    cached_bases,
+    early_bytes,
+    snapshot_bytes,
+)
 from hmt_deepspeed.planner.memory import (
     MemoryBudget,
     ModelStates,
@@ -49,6 +57,7 @@ class RunSetup:
         gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
             reduction buckets, and full gradients of matrices that refresh. refresh_bytes: of their linears'
             inputs. Both of the worst step.
+        engine: what HMT's engine takes of host memory; None for another's, whose buffers are of a few layers.
     """
 
     ranks: int = 1
@@ -66,6 +75,7 @@ class RunSetup:
     projected_inputs: Literal["keep", "recompute"] = "recompute"
     gradient_buffer_bytes: float = 0.0
     refresh_bytes: float = 0.0
+    engine: EngineMemory | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setup that cannot run: field, value, legal values, what to do."""
@@ -123,6 +133,8 @@ class Problem:
     Attributes:
         total: bytes of the whole model's states. of_rank: of those on the rank that holds most.
         offloaded: which of these ``offload_optimizer`` takes off the device, and what is done there.
+        cached: bases that ``hmt.basis_cache`` takes off it.
+        beside: bytes of host memory by kind, beside states and gradients, as HMT's engine takes them.
     """
 
     workload: Workload
@@ -132,6 +144,8 @@ class Problem:
     total: ModelStates
     of_rank: ModelStates
     offloaded: Offloaded
+    cached: CachedBases
+    beside: Mapping[str, float]
 
     @property
     def shard(self) -> float:
@@ -147,12 +161,14 @@ def make_problem(
     *,
     budget: MemoryBudget | None = None,
     gradient_itemsize: int | None = None,
+    update_itemsize: int | None = None,
 ) -> Problem:
     """The problem of training ``workload`` on ``machine`` with an optimizer.
 
     Args:
         budget: of one rank, None for all that the machine has.
         gradient_itemsize: of accumulated gradients, None for that of the weights.
+        update_itemsize: see :func:`~hmt_deepspeed.planner.offloaded.offloaded_states`.
 
     Raises:
         ValueError: offload to SSDs that the machine does not have.
@@ -168,6 +184,23 @@ def make_problem(
         model_states, shape, mode, itemsize=itemsize, gradient_itemsize=gradient_itemsize
     )
     is_offloaded = setup.offload_optimizer != "none"
+    offloaded = offloaded_states(
+        shape,
+        mode,
+        sharding,
+        itemsize=itemsize,
+        gradient_itemsize=gradient_itemsize,
+        update_itemsize=update_itemsize,
+        is_offloaded=is_offloaded,
+    )
+    cached, beside = CachedBases(), dict[str, float]()
+    if setup.engine is not None:
+        if setup.engine.cache is not None:
+            cached = cached_bases(shape, mode, sharding, itemsize, setup.engine.cache)
+        beside = _beside(setup, setup.engine, offloaded, cached, itemsize)
+        if setup.engine.has_snapshots:
+            place = setup.offload_optimizer
+            beside["snapshots"] = snapshot_bytes(shape, mode, sharding, itemsize, place)
     return Problem(
         workload=workload,
         machine=machine,
@@ -175,12 +208,23 @@ def make_problem(
         budget=budget or MemoryBudget.of(machine),
         total=sharded(),
         of_rank=sharded(sharding),
-        offloaded=offloaded_states(
-            shape,
-            mode,
-            sharding,
-            itemsize=itemsize,
-            gradient_itemsize=gradient_itemsize,
-            is_offloaded=is_offloaded,
-        ),
+        offloaded=offloaded,
+        cached=cached,
+        beside=beside,
     )
+
+
+def _beside(
+    setup: RunSetup, engine: EngineMemory, offloaded: Offloaded, cached: CachedBases, itemsize: int
+) -> dict[str, float]:
+    """Host memory of HMT's engine by kind; see ``host.py``."""
+    found: dict[str, float] = {
+        "pools": engine.pools,
+        "state buffers": engine.state_buffers,
+        "weight buffers": engine.weight_buffers,
+        "bases": cached.pinned,
+    }
+    if setup.offload_optimizer != "none" and setup.overlap == "backward":
+        on_ssd = setup.offload_optimizer == "nvme"
+        found["early updates"] = early_bytes(offloaded, on_ssd, engine.takes_back, itemsize)
+    return {kind: float(size) for kind, size in found.items() if size}

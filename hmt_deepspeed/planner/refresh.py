@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
+from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, Role, layer_linears, parameters
-from hmt_deepspeed.planner.states import OptimizerMode, gradient_columns
+from hmt_deepspeed.planner.states import gradient_columns
 
 __all__ = ["WorstRefresh", "worst_refresh"]
 
@@ -80,8 +82,11 @@ def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Grou
     for parameter in (p for p in low_rank if p.name in roles):
         key = roles[parameter.name] if mode.share_basis else parameter.name
         members[key].append(parameter)
-    of_a_layer = [_group(given, mode, roles, itemsize) for given in members.values()]
-    found = [group._replace(layer=n) for n in range(shape.layers) for group in of_a_layer]
+    found, numbers = list[_Group](), iter(range(shape.layers))
+    # which layers have ranks of their own makes no difference here
+    for own, count in mode.by_layers(shape):
+        of_a_layer = [_group(given, own, roles, itemsize) for given in members.values()]
+        found += [g._replace(layer=n) for n in islice(numbers, count) for g in of_a_layer]
     outside = [_group([p], mode, roles, itemsize) for p in low_rank if p.name not in roles]
     return found + outside
 

@@ -150,15 +150,13 @@ class _Search:
             self._push(middle + 1, part.high)
             return None
         left = max(deadline - time.monotonic(), 0.0)
-        if np.isinf(
-            best
-        ):  # without counts there is no answer: if time is up, the first counts end the search
-            counts, finished = part.search(best, None, relative_gap=1e9 if left < _SHORT else 0.0)
-            finished = finished and left >= _SHORT
-        elif left < _SHORT:
-            counts, finished = None, False
-        else:
+        counts, finished = None, False
+        if left >= _SHORT:
             counts, finished = part.search(best, left, relative_gap=0.0)
+        if counts is None and not finished and np.isinf(best):
+            # without counts there is no answer: when time is up, the first counts end the search
+            counts, proven = part.search(best, None, relative_gap=1e9)
+            finished = proven and counts is None
         if not finished:
             self.unfinished = min(self.unfinished, part.bound)
         return counts

@@ -7,7 +7,7 @@ A :class:`ModelShape` comes from a Hugging Face config (``families.py``) or from
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ __all__ = [
     "Parameter",
     "ParameterKind",
     "Role",
+    "by_layer",
     "is_selected",
     "layer_linears",
     "num_parameters",
@@ -268,6 +269,21 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     if shape.head_bias:
         found.append(Parameter(f"{names.head}.bias", (shape.vocab,), "vector"))
     return tuple(found)
+
+
+def by_layer(layer: str, names: Iterable[str]) -> dict[int, dict[str, str]]:
+    """Of names that have a layer's number in the place of ``*``: by the number, with ``*`` -> as given.
+
+    Args:
+        layer: path of a layer, as in :class:`Names`.
+    """
+    numbered = re.compile(re.escape(layer).replace(re.escape("*"), "([0-9]+)") + "[.](.*)")
+    found: dict[int, dict[str, str]] = {}
+    for name in names:
+        match = numbered.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), {})[f"{layer}.{match[2]}"] = name
+    return found
 
 
 def is_selected(

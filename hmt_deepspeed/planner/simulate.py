@@ -313,12 +313,15 @@ class _Builder:
     def backward(self, last: bool, with_update: bool) -> None:
         """One micro-step's backward, head first."""
         left: list[int | None] = []  # what frees each unit's gradients
+        head: int | None = (
+            None  # nothing that was swapped is asked for before the last layer's turn
+        )
         for unit in reversed(self.units):
             waits, weights = self.fetch(unit)
             load = unit.load
             back = float(load.backward[Amount.TO_GPU])
             on_ssd = float(load.backward[Amount.SSD_READ])
-            ahead = [self.behind(), *self.swapped_out[unit.name]]
+            ahead = [self.behind(), head, *self.swapped_out[unit.name]]
             read = self.add(f"read, {unit.name}", "ssd_read", on_ssd, ahead)
             returned = self.add(
                 f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=back
@@ -344,6 +347,7 @@ class _Builder:
             )
             assert done is not None
             self.computed.append(done)
+            head = done if head is None else head
             left.append(self.reduce(unit, done, last, gradients))
             if with_update:
                 self.update(unit, left[-1], 1.0, ("adamw",))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hmt_deepspeed.planner.cost import (
     RESOURCES,
@@ -32,7 +33,7 @@ from hmt_deepspeed.planner.loads import (
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread, uniform_plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.program import Columns, Program
-from hmt_deepspeed.planner.search import solve_program
+from hmt_deepspeed.planner.search import Solution, solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
 
@@ -139,8 +140,7 @@ def _least(given: tuple[Choice, ...], of_inputs: Choice) -> Choice:
 
 def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None:
     parts: list[Layer | Head] = [*problem.workload.layers, problem.workload.head]
-    columns = [list(_columns(part, allowed, problem)) for part in parts]
-    solution = solve_program(_program(problem, parts, columns), time_limit)
+    columns, solution = _solution(problem, allowed, parts, time_limit)
     if solution is None:
         return None
     groups: list[LayerChoices] = []
@@ -166,6 +166,41 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
     )
 
 
+_Columns = list[list["_Column"]]
+
+
+def _solution(
+    problem: Problem, allowed: Allowed, parts: list[Layer | Head], time_limit: float
+) -> tuple[_Columns, Solution | None]:
+    """Columns of every part and how many layers take which.
+
+    What is swapped takes room in host memory for what is on its way, a constant that a program of fractions
+    cannot switch on: it is set aside, and where nothing fits then, done without what needs it.
+    """
+    static, engine = static_bytes(problem), problem.setup.engine
+    free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
+    stagings: list[tuple[int, frozenset[Choice]]] = [(0, frozenset())]
+    if engine is not None:
+        stagings = [
+            (engine.staging, frozenset({"swap_ssd"})),
+            (0, frozenset({"swap_host", "swap_ssd"})),
+        ]
+        if any("swap_ssd" in given for given in allowed.values()):
+            stagings.insert(0, (engine.ssd_staging, frozenset()))
+    for staging, without in stagings:
+        if staging > max(0.0, free["host"]):
+            continue
+        columns = [list(_columns(part, allowed, problem, without)) for part in parts]
+        if not all(columns):
+            continue
+        room = free | {"host": free["host"] - staging}
+        limits = np.array([room[name] for name in MEMORIES])
+        solution = solve_program(_program(problem, parts, columns, limits), time_limit)
+        if solution is not None:
+            return columns, solution
+    return [], None
+
+
 def _tie(part: Layer | Head, column: _Column, busy: float) -> float:
     """Seconds that resources are busy, and far dearer: bytes held in 8 bits where exact ones are as fast.
 
@@ -181,15 +216,24 @@ class _Column:
     load: LayerLoad
 
 
-def _columns(layer: Layer | Head, allowed: Allowed, problem: Problem) -> Iterator[_Column]:
-    """Every joint choice of the layer's components."""
+def _columns(
+    layer: Layer | Head, allowed: Allowed, problem: Problem, without: frozenset[Choice]
+) -> Iterator[_Column]:
+    """Every joint choice of the layer's components, but those with a choice that is done without."""
     components = list(dict.fromkeys(site.component for site in layer.sites))
     for combination in itertools.product(*(allowed[component] for component in components)):
+        if not without.isdisjoint(combination):
+            continue
         choices = dict(zip(components, combination, strict=True))
         yield _Column(choices, layer_load(layer, choices, problem.setup))
 
 
-def _program(problem: Problem, parts: list[Layer | Head], columns: list[list[_Column]]) -> Program:
+def _program(
+    problem: Problem,
+    parts: list[Layer | Head],
+    columns: list[list[_Column]],
+    limits: NDArray[np.float64],
+) -> Program:
     """Rows are (phase, resource); fill and drain count in every row, since they come on top of the largest."""
     per_unit = rates(problem)
     of_iteration = phases(problem)
@@ -217,12 +261,10 @@ def _program(problem: Problem, parts: list[Layer | Head], columns: list[list[_Co
         )
         for part, options in zip(parts, columns, strict=True)
     )
-    static = static_bytes(problem)
-    free = [getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES]
     return Program(
         classes=classes,
         base=np.concatenate(bases),
         phase=np.repeat(np.arange(len(of_iteration)), len(RESOURCES)),
         weights=np.array([phase.weight for phase in of_iteration], dtype=float),
-        limits=np.array(free),
+        limits=limits,
     )

@@ -9,185 +9,26 @@ both. The numbers are those of the rank that holds most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, fields, replace
 
-from hmt_deepspeed.planner.flops import Projected
-from hmt_deepspeed.planner.shapes import (
-    ModelShape,
-    Parameter,
-    is_selected,
-    num_parameters,
-    parameters,
-)
+from hmt_deepspeed.planner.modes import REPLICATED, OptimizerMode, Sharding
+from hmt_deepspeed.planner.shapes import ModelShape, Parameter, num_parameters, parameters
 
 __all__ = [
-    "REPLICATED",
-    "Method",
     "ModelStates",
-    "OptimizerMode",
-    "Sharding",
-    "StateDtype",
+    "borrowers",
     "communication_volume",
     "gradient_columns",
     "model_states",
+    "moment_bytes",
+    "parameters_by_mode",
+    "projection_bytes",
     "states_by_parameter",
 ]
-
-Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
-Projection = Literal["right", "left", "auto", "two_sided"]
-Residual = Literal["none", "probe", "full"]
-StateDtype = Literal["fp32", "bf16", "int8"]
 
 FP32 = 4
 STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
 LEAST_INT8 = 4096  # smaller states stay in fp32
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How model states are divided: ZeRO's stage over ``world_size`` ranks."""
-
-    stage: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for another stage or no ranks: field, value, legal range, what to do."""
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"ZeRO stage is {self.stage!r}; legal: 0, 1, 2 or 3. Choose one of them."
-            )
-        if not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(
-                f"world_size is {self.world_size!r}; legal: an integer >= 1. Give the number of ranks."
-            )
-
-    def ranks(self, stage: int) -> int:
-        """Over how many ranks is divided what ZeRO divides from ``stage`` on."""
-        return self.world_size if self.stage >= stage else 1
-
-
-REPLICATED = Sharding()
-
-
-@dataclass(frozen=True)
-class OptimizerMode:
-    """``hmt.optimizer`` as far as bytes depend on it; the defaults are its own.
-
-    Attributes:
-        rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
-        ranks: (name, r) of the matrices that have another, ``*`` for a layer's number.
-        target_modules, exclude_modules: regular expressions searched in a parameter's name.
-        projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
-        share_basis: one basis for the linears that read one input.
-        max_full_gradient_bytes: None for "auto".
-        host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
-            have masters too.
-    """
-
-    method: Method = "lowrank_adamw"
-    projection: Projection = "right"
-    rank: int = 128
-    probes: int | None = None
-    residual: Residual = "probe"
-    state_dtype: StateDtype = "fp32"
-    master_weights: Literal["fp32", "none"] = "fp32"
-    weight_dtype: Literal["auto", "int8"] = "auto"
-    target_modules: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] = ("embed", "lm_head")
-    projected_backward: bool = True
-    redrawn: bool = False
-    share_basis: bool = False
-    ranks: tuple[tuple[str, int], ...] = ()
-    max_full_gradient_bytes: int | None = None
-    host_is_ours: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for an illegal value: field, value, legal values, what to do."""
-        for field, legal in _LEGAL.items():
-            if getattr(self, field) not in legal:
-                raise ValueError(
-                    f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
-                )
-        for field, least in (("rank", 1), ("probes", 0)):
-            value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(
-                    f"hmt.optimizer.{field} is {value!r}; legal: an integer >= {least}. Give that."
-                )
-
-    def is_low_rank(self, parameter: Parameter) -> bool:
-        """Whether a parameter has a matrix rule."""
-        if self.method == "adamw" or parameter.kind in ("vector", "embedding"):
-            return False
-        return is_selected(parameter.name, self.target_modules, self.exclude_modules)
-
-    def is_projected(self, parameter: Parameter) -> bool:
-        """Whether its backward forms the projected gradient only."""
-        takes = self.method == "lowrank_adamw" and self.residual != "full"
-        patched = parameter.kind != "conv1d" and self.projected_backward
-        return takes and patched and self.is_low_rank(parameter)
-
-    def is_transposed(self, parameter: Parameter) -> bool:
-        """Whether a low-rank matrix is projected from the left; APOLLO takes the smaller side."""
-        m, n = parameter.shape
-        if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
-            return m < n
-        return self.projection == "left"
-
-    @property
-    def can_be_full(self) -> bool:
-        """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
-        return self.projection != "two_sided" and not self.redrawn
-
-    def is_full(self, parameter: Parameter) -> bool:
-        """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
-        if self.method != "lowrank_adamw" or not self.can_be_full:
-            return False
-        m, n = parameter.shape
-        columns = m if self.is_transposed(parameter) else n
-        return min(self.rank_of(parameter.name), m, n) == columns
-
-    def updates_whole(self, parameter: Parameter) -> bool:
-        """Whether the update of a low-rank matrix is formed whole instead of as two factors."""
-        factors = self.method == "lowrank_adamw" and self.residual != "full"
-        return not factors or self.is_full(parameter)
-
-    def backward(self) -> Projected | None:
-        """What projected backward does to the layers' linears, None without it."""
-        if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
-            return None
-        return Projected(
-            self.rank,
-            self.probes_at(self.rank),
-            side="right" if self.projection == "two_sided" else self.projection,
-            shared=self.share_basis,
-            whole_at_full=self.can_be_full,
-            target_modules=self.target_modules,
-            exclude_modules=self.exclude_modules,
-            others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
-        )
-
-    def rank_of(self, name: str) -> int:
-        """r of a matrix by its parameter's name."""
-        return dict(self.ranks).get(name, self.rank)
-
-    def probes_at(self, rank: int) -> int:
-        """k at a rank: a quarter of it and at least 8, when not given."""
-        return max(8, rank // 4) if self.probes is None else self.probes
-
-
-_LEGAL: dict[str, tuple[object, ...]] = {
-    "method": get_args(Method),
-    "projection": get_args(Projection),
-    "residual": get_args(Residual),
-    "state_dtype": get_args(StateDtype),
-    "master_weights": ("fp32", "none"),
-    "weight_dtype": ("auto", "int8"),
-}
-
-
-# -- model states -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,14 +98,32 @@ def states_by_parameter(
     gradient_itemsize: int | None = None,
 ) -> Iterator[tuple[Parameter, dict[str, int]]]:
     """(parameter, its bytes by the names of :class:`ModelStates`), of one of its equal layers."""
-    names = shape.names
-    sharing = [f"{names.layer}.{n}.weight" for n in (*names.qkv[1:], *names.up[1:])]
-    borrowers = {name for name in sharing if mode.share_basis}  # of the first that reads the input
+    borrowing = borrowers(shape, mode)
     each = gradient_itemsize or itemsize
-    for parameter in parameters(shape):
-        borrows = parameter.name in borrowers
+    for parameter, own in parameters_by_mode(shape, mode):
+        borrows = parameter.name in borrowing
         sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
-        yield parameter, sizes | _states_of(parameter, mode, sharding, itemsize, each, borrows)
+        yield parameter, sizes | _states_of(parameter, own, sharding, itemsize, each, borrows)
+
+
+def parameters_by_mode(
+    shape: ModelShape, mode: OptimizerMode
+) -> Iterator[tuple[Parameter, OptimizerMode]]:
+    """Every parameter with the mode of its layers: more than once where layers have ranks of their own."""
+    layers = mode.by_layers(shape)
+    for parameter in parameters(shape):
+        if not parameter.name.startswith(shape.names.layer):
+            yield parameter, mode
+            continue
+        for own, count in layers:
+            yield replace(parameter, count=count), own
+
+
+def borrowers(shape: ModelShape, mode: OptimizerMode) -> set[str]:
+    """Names of the matrices that project on the basis of the first that reads their input."""
+    names = shape.names
+    sharing = (*names.qkv[1:], *names.up[1:]) if mode.share_basis else ()
+    return {f"{names.layer}.{name}.weight" for name in sharing}
 
 
 def _states_of(
@@ -326,40 +185,69 @@ def _matrix_states(
     gradient_itemsize: int,
     borrows: bool,
 ) -> dict[str, int]:
-    """Gradients, moments, bases and probes of one matrix, m x n as its rule sees it.
+    """Gradients, moments, bases and probes of one matrix.
 
     Args:
         borrows: it projects on the basis of another.
     """
-    m, n = parameter.shape
-    wanted = mode.rank_of(parameter.name)
-    transposed = mode.is_transposed(parameter)
-    if transposed:
-        m, n = n, m
-    rows, reduced_rows = _most_rows(m, n, sharding.ranks(1)), _most_rows(m, n, sharding.ranks(2))
-    if mode.method in ("apollo", "apollo_mini"):
-        rank = 1 if mode.method == "apollo_mini" else min(wanted, m, n)
-        dtype = mode.state_dtype if m * rank >= LEAST_INT8 else "fp32"
-        return {
-            "gradients": reduced_rows * n * gradient_itemsize,
-            "moments": 2 * _state_bytes(rows * rank, dtype) + rank * FP32,
-        }
-    rank, two_sided = min(wanted, m, n), mode.projection == "two_sided"
-    full = mode.is_full(parameter)
-    _, width = gradient_columns(parameter, mode)
-    probes = 0 if full or mode.residual == "full" else width - rank
-    core = rank * rank if two_sided else rows * rank
-    evidence = (rank * rank if two_sided else rank) * FP32
-    held = 0 if full or mode.redrawn or borrows else n
-    if sharding.stage == 3 and mode.is_projected(parameter) and not transposed:
-        held = _part(held, sharding.world_size)
-    left = rows if two_sided else 0
+    rows, columns = gradient_columns(parameter, mode)
+    reduced_rows = _most_rows(rows, _oriented(parameter, mode)[1], sharding.ranks(2))
+    basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
+    left = 0
+    if mode.method == "lowrank_adamw" and mode.projection == "two_sided":
+        left = _rows_held(parameter, mode, sharding) * mode.rank_of(parameter) * itemsize
     return {
-        "gradients": reduced_rows * width * gradient_itemsize,
-        "moments": 2 * _state_bytes(core, mode.state_dtype) + evidence,
-        "bases": (held + left) * rank * itemsize,
-        "probes": held * probes * itemsize,
+        "gradients": reduced_rows * columns * gradient_itemsize,
+        "moments": sum(moment_bytes(parameter, mode, sharding)),
+        "bases": basis + left,
+        "probes": probes,
     }
+
+
+def _oriented(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
+    """(m, n) of a matrix as its rule sees it."""
+    m, n = parameter.shape
+    return (n, m) if mode.is_transposed(parameter) else (m, n)
+
+
+def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) -> int:
+    """Rows whose states a rank holds."""
+    return _most_rows(*_oriented(parameter, mode), sharding.ranks(1))
+
+
+def moment_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, *, in_fp32: bool = False
+) -> tuple[int, int, int]:
+    """Bytes of a low-rank matrix's (evidence, first moments, second moments) on the rank that holds most.
+
+    Args:
+        in_fp32: as they are saved, not as they are held.
+    """
+    rank, m = mode.rank_of(parameter), _oriented(parameter, mode)[0]
+    two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
+    core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
+    dtype = mode.state_dtype
+    if mode.method in ("apollo", "apollo_mini") and m * rank < LEAST_INT8:
+        dtype = "fp32"
+    each = _state_bytes(core, "fp32" if in_fp32 else dtype)
+    return (rank * rank if two_sided else rank) * FP32, each, each
+
+
+def projection_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, itemsize: int
+) -> tuple[int, int]:
+    """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
+
+    Stage 3 deals the rows of both over ranks where backward is projected, but for those that backward itself
+    needs. None where nothing is stored: APOLLO, full rank, bases redrawn from a seed.
+    """
+    if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:
+        return 0, 0
+    n, rank = _oriented(parameter, mode)[1], mode.rank_of(parameter)
+    probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
+    if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
+        n = _part(n, sharding.world_size)
+    return n * rank * itemsize, n * probes * itemsize
 
 
 def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
@@ -369,7 +257,7 @@ def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, in
         m, n = n, m
     if mode.updates_whole(parameter):
         return m, n
-    rank = min(mode.rank_of(parameter.name), m, n)
+    rank = mode.rank_of(parameter)
     return m, rank + min(mode.probes_at(rank), n - rank)
 
 

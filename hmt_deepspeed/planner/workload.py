@@ -219,8 +219,8 @@ def made_again(layer: Layer, choices: Mapping[str, Choice]) -> tuple[Site, ...]:
     Backward reads every site, so each that is not held is made again, and what it depends on is there. One
     that is held is made again all the same where its pair is not what forward had: attention's output and
     log-sum-exp belong to the queries, keys and values they came from, and those that come back with an error,
-    from their own codec or from their lossily held input, are others (``reference/activations.md``: 1.7 to 2.1
-    times the gradient error).
+    from their own codec or from their lossily held input, are others, with 1.7 to 2.1 times the
+    gradient error.
 
     Args:
         choices: by name of the layer's sites.
@@ -286,10 +286,11 @@ def build_workload(
     if shape.conv1d:
         projected = None
     windows = shape.windows or (0,) * shape.layers
-    # alike but for the first, whose input is a component of its own
-    groups: dict[tuple[bool, int], list[int]] = {}
+    # alike but for the first, whose input is a component of its own, and those with ranks of their own
+    groups: dict[tuple[bool, int, Projected | None], list[int]] = {}
     for number, window in enumerate(windows):
-        groups.setdefault((number == 0, window), []).append(number)
+        own = None if projected is None else projected.at_layer(number, shape.names)
+        groups.setdefault((number == 0, window, own), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
     return Workload(
         shape=shape,
@@ -299,8 +300,8 @@ def build_workload(
         attention=attention,
         projected=projected,
         layers=tuple(
-            _layer(shape, tuple(numbers), *sizes, attention, window, projected)
-            for (_, window), numbers in groups.items()
+            _layer(shape, tuple(numbers), *sizes, attention, window, own)
+            for (_, window, own), numbers in groups.items()
         ),
         head=_head(shape, micro_batch * seq_length, itemsize),
         shared_bytes=sum(shared_saved(shape, *sizes).values()),

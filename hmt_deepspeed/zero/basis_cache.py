@@ -12,10 +12,15 @@ from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import CacheSettings, Entry
 
-__all__ = ["basis_metrics", "build_bases", "check_cache", "describe_bases"]
+__all__ = ["basis_metrics", "build_bases", "check_cache", "describe_bases", "staging_bytes"]
 
 # Device bytes that may wait for their copy to the host, and pinned bytes beside the bases.
 _STAGING = 2**26
+
+
+def staging_bytes(settings: CacheSettings) -> int:
+    """Page-locked bytes of a cache for what is on its way."""
+    return min(_STAGING, settings.max_bytes)
 
 
 def build_bases(
@@ -30,7 +35,7 @@ def build_bases(
         return ParkedBases(collectives, stage)
     check_cache(settings, entries)
     device = entries[0].weight.device
-    engine = TransferEngine(device, min(_STAGING, settings.max_bytes))
+    engine = TransferEngine(device, staging_bytes(settings))
     cache = BasisCache(engine, settings.max_entries, settings.max_bytes, settings.prefetch)
     return ParkedBases(collectives, stage, cache, settings.old_bases, settings.old_moments)
 

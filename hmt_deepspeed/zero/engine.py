@@ -31,12 +31,8 @@ from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.metrics import StepMetrics, busy_resources
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
-from hmt_deepspeed.zero.plan_inputs import (
-    RunFacts,
-    counted_bytes,
-    refreshing_columns,
-    run_facts,
-)
+from hmt_deepspeed.zero.plan_inputs import RunFacts, refreshing_columns, run_facts
+from hmt_deepspeed.zero.plan_memory import counted_bytes
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import resident
@@ -136,7 +132,7 @@ class HMTEngine(DeepSpeedEngine):
         if resolved is None:
             return run_facts(self, hmt, None, int(self.zero_optimization_stage()), None)
         host = host_settings(self, resolved)
-        return run_facts(self, hmt, resolved.options, resolved.stage, host)
+        return run_facts(self, hmt, resolved.options, resolved.stage, host, resolved.cache)
 
     def _run_planner(self, config: dict[str, Any], hmt: HMTConfig) -> RunPlanner:
         def adopt(settings: ActivationsConfig) -> None:
@@ -159,7 +155,7 @@ class HMTEngine(DeepSpeedEngine):
             self.device,
             adopt,
             lambda: self.hmt_activations,
-            lambda: {} if not self.hmt_enabled else counted_bytes(self.optimizer),
+            lambda: counted_bytes(self.optimizer, self.hmt_snapshots) if self.hmt_enabled else {},
             lambda: busy_resources(self),
             **given,
         )

@@ -85,6 +85,11 @@ class HostWorker:
 
     # -- memory ---------------------------------------------------------------------------------
 
+    @property
+    def pool_bytes(self) -> int:
+        """Host bytes for what travels, and for the job that runs."""
+        return self.engine.pool.nbytes + self._outbound.nbytes + self.scratch.nbytes
+
     def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flat zeros on the host for as long as the worker lives; ``owner`` is for messages."""
         size = numel * dtype.itemsize

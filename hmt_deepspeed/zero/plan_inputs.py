@@ -14,6 +14,7 @@ from torch import Tensor
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.host import CachedBases, cached_bases
 from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.memory import (
     MemoryBudget,
@@ -25,7 +26,8 @@ from hmt_deepspeed.planner.offloaded import offloaded_states
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.workload import Workload, build_workload
-from hmt_deepspeed.zero.entries import HostSettings
+from hmt_deepspeed.zero.entries import CacheSettings, HostSettings
+from hmt_deepspeed.zero.plan_memory import engine_memory
 from hmt_deepspeed.zero.swap import free_host_memory
 
 __all__ = [
@@ -33,7 +35,6 @@ __all__ = [
     "RunFacts",
     "Shapes",
     "bytes_at_rest",
-    "counted_bytes",
     "device_capacity",
     "memory_budget",
     "optimizer_mode",
@@ -43,6 +44,7 @@ __all__ = [
     "shapes_of",
 ]
 
+_FP32 = 4  # bytes
 KEPT_FREE = 0.05  # of a device: fragmentation, workspaces of kernels
 
 
@@ -59,6 +61,7 @@ class RunFacts:
 
     Attributes:
         itemsize, gradient_itemsize: bytes of a computed element, of an accumulated gradient.
+        update_itemsize: of an element of a low-rank update that is sent to the host.
         eager: attention is no single op.
         bucket_elements: ``reduce_bucket_size``.
         rank_is_chosen: ``hmt.optimizer.rank`` is "auto"; the mode's is the largest candidate.
@@ -70,6 +73,7 @@ class RunFacts:
     setup: RunSetup
     itemsize: int
     gradient_itemsize: int
+    update_itemsize: int
     eager: bool
     bucket_elements: int
     rank_is_chosen: bool
@@ -109,6 +113,7 @@ class RunFacts:
             self.mode,
             budget=budget or MemoryBudget(2**62, 2**62, 2**62),
             gradient_itemsize=self.gradient_itemsize,
+            update_itemsize=self.update_itemsize,
         )
 
 
@@ -118,12 +123,14 @@ def run_facts(
     options: Mapping[str, Any] | None,
     stage: int,
     host: HostSettings | None,
+    cache: CacheSettings | None = None,
 ) -> RunFacts:
     """What an engine has been built to do.
 
     Args:
         options: fields of ``hmt.optimizer``; None under another optimizer, which is taken for AdamW.
         stage: of ZeRO. host: of HMT's states in host memory or on an SSD; None for none.
+        cache: of bases in host memory, likewise.
 
     Raises:
         ValueError: a model whose saved tensors are not known; activations and states on unlike disks.
@@ -141,9 +148,8 @@ def run_facts(
             f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
             "block."
         ) from error
-    itemsize, gradient_itemsize = (
-        torch.empty(0, dtype=dtype).element_size() for dtype in engine.get_data_types()
-    )
+    dtypes = engine.get_data_types()
+    itemsize, gradient_itemsize = (torch.empty(0, dtype=dtype).element_size() for dtype in dtypes)
     overlap: Any = "none" if host is None else host.overlap
     ssd = None if host is None else host.ssd
     pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
@@ -158,6 +164,7 @@ def run_facts(
         holds_gradients=True,
         block_size=hmt.activations.block_size,
         projected_inputs=hmt.activations.projected_inputs,
+        engine=engine_memory(engine, hmt, options, host, cache),
     )
     eager = getattr(config, "_attn_implementation", None) == "eager"
     elements = int(engine.zero_reduce_bucket_size()) if stage else 0
@@ -167,6 +174,7 @@ def run_facts(
         setup,
         itemsize,
         gradient_itemsize,
+        _FP32 if dtypes[0] == torch.float16 else itemsize,  # fp16 factors are multiplied in fp32
         eager,
         elements,
         rank_is_chosen=options is not None and options["rank"] == "auto",
@@ -235,25 +243,6 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     )
 
 
-def counted_bytes(optimizer: Any) -> dict[tuple[str, str], float]:
-    """Bytes on this rank by (memory, kind), as the planner names them."""
-    found = optimizer.metrics()
-    states = found["optimizer_state_bytes"] + found["master_weight_bytes"]
-    away = found["offloaded_state_bytes"]
-    counted = {
-        ("gpu", "weights"): found["weight_bytes"],
-        ("gpu", "gradients"): found["gradient_buffer_bytes"],
-        ("gpu", "optimizer states"): states - away,
-    }
-    if "ssd_state_bytes" in found:
-        counted["ssd", "optimizer states"] = found["ssd_state_bytes"]
-    elif away:
-        counted["host", "optimizer states"] = away
-    if found["offloaded_gradient_bytes"]:
-        counted["host", "gradients"] = found["offloaded_gradient_bytes"]
-    return counted
-
-
 def refreshing_columns(optimizer: Any) -> int:
     """Columns of ``X [Q | P]`` that no linear forms in this window, because their matrices refresh."""
     found = {
@@ -275,17 +264,21 @@ def _local_ranks() -> int:
 
 def bytes_at_rest(facts: RunFacts) -> int:
     """Device bytes of weights, gradients and states between two steps, on the rank that holds most."""
-    setup = facts.setup
+    setup, sharding = facts.setup, Sharding(facts.setup.zero_stage, facts.setup.ranks)
     states = offloaded_states(
         facts.shape,
         facts.mode,
-        Sharding(setup.zero_stage, setup.ranks),
+        sharding,
         itemsize=facts.itemsize,
         gradient_itemsize=facts.gradient_itemsize,
         is_offloaded=setup.offload_optimizer != "none",
     ).resident
     weights = states.weights if setup.offload_param == "none" else 0
-    return weights + states.probes + states.gradients + states.optimizer
+    cached = CachedBases()
+    if setup.engine is not None and setup.engine.cache is not None:
+        cached = cached_bases(facts.shape, facts.mode, sharding, facts.itemsize, setup.engine.cache)
+    away = cached.bases + cached.probes - cached.passing
+    return weights + states.probes + states.gradients + states.optimizer - int(away)
 
 
 def device_capacity(accelerator: Any) -> tuple[int, int]:
@@ -307,7 +300,8 @@ def memory_budget(
     """What the plan of this rank may use.
 
     What the process has taken between two steps beyond what the planner knows of (a CUDA library's workspace,
-    a user's own tensors) is not the plan's to use. Of host memory a quarter is staging (``zero/swap.py``).
+    a user's own tensors) is not the plan's to use. Of host memory a quarter is left for what is on its way and
+    for what page-locked pieces of one size leave unused (``zero/swap.py``).
 
     Args:
         taken, capacity: see :func:`device_capacity`. on_ssd: bytes of states in files by now.
@@ -332,7 +326,9 @@ def memory_budget(
     if path is not None:  # less what states will take, whose second slots come with the first step
         free = shutil.disk_usage(_existing(path)).free // _local_ranks()
         ssd = max(0, free - max(0, static["ssd"] - int(on_ssd)))
-    return MemoryBudget(max(1, gpu), static["host"] + host * 3 // 4, static["ssd"] + ssd)
+    staging = 0 if problem.setup.engine is None else problem.setup.engine.staging
+    activations = host * 3 // 4 + staging
+    return MemoryBudget(max(1, gpu), static["host"] + activations, static["ssd"] + ssd)
 
 
 def _existing(path: str) -> str:

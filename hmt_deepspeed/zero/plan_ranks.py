@@ -6,9 +6,10 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.plan import Plan
+from hmt_deepspeed.planner.plan import Plan, regrouped
 from hmt_deepspeed.planner.problem import Problem
 
 __all__ = ["FoundRanks", "RankWatch", "reason_to_plan_again"]
@@ -21,6 +22,9 @@ Ranks = tuple[tuple[str, int], ...]  # (name with ``*`` for a layer's number, r)
 
 class FoundRanks(NamedTuple):
     """Ranks of all matrices at some step; of layers the mean, rounded up, since bytes are linear in r.
+
+    Not at full rank, where plain AdamW takes a matrix's place: what is full in some layers and not in others is
+    named with the numbers of those where it is.
 
     Attributes:
         now: as they are. to_expect: the largest candidate for a matrix whose basis is yet to be found.
@@ -65,9 +69,7 @@ class RankWatch:
         if count == self._num_refreshes:
             return None
         self._num_refreshes = count
-        now: dict[str, list[int]] = defaultdict(list)
-        to_expect: dict[str, list[int]] = defaultdict(list)
-        num_found = 0
+        now, to_expect, num_found = _Ranks(), _Ranks(), 0
         for entry in self._optimizer.low_rank:
             matrix = entry.matrix
             found = bool(
@@ -75,15 +77,36 @@ class RankWatch:
             )  # APOLLO's rank is its own from the start
             num_found += found
             name = self._layer.sub(self._any_layer, entry.name)
-            now[name].append(matrix.rank)
-            to_expect[name].append(matrix.rank if found else matrix.candidates[-1])
-        every = [rank for ranks in to_expect.values() for rank in ranks]
+            now.add(entry.name, name, matrix, matrix.rank)
+            to_expect.add(entry.name, name, matrix, matrix.rank if found else matrix.candidates[-1])
+        every = to_expect.every
         mean = sum(every) / len(every) if every else 0.0
-        return FoundRanks(_means(now), _means(to_expect), num_found, len(every), mean)
+        return FoundRanks(now.means(), to_expect.means(), num_found, len(every), mean)
 
 
-def _means(ranks: dict[str, list[int]]) -> Ranks:
-    return tuple((name, -(-sum(several) // len(several))) for name, several in ranks.items())
+class _Ranks:
+    """Collects ranks by name, those at full rank aside."""
+
+    def __init__(self) -> None:
+        self.every: list[int] = []
+        self._ranks: dict[str, list[int]] = defaultdict(list)
+        self._full: dict[str, dict[str, int]] = defaultdict(dict)
+
+    def add(self, own: str, name: str, matrix: Any, rank: int) -> None:
+        """``own``: of one matrix. name: with ``*`` for its layer."""
+        self.every.append(rank)
+        if isinstance(matrix, LowRankMatrix) and matrix.is_full_at(rank):
+            self._full[name][own] = rank
+        else:
+            self._ranks[name].append(rank)
+
+    def means(self) -> Ranks:
+        """Of those not at full rank, and each that is where others of its name are not."""
+        found = [(name, -(-sum(ranks) // len(ranks))) for name, ranks in self._ranks.items()]
+        for name, full in self._full.items():
+            mixed = name in self._ranks
+            found += full.items() if mixed else [(name, next(iter(full.values())))]
+        return tuple(found)
 
 
 def reason_to_plan_again(planned: Problem, now: Problem, plan: Plan) -> str | None:
@@ -92,7 +115,7 @@ def reason_to_plan_again(planned: Problem, now: Problem, plan: Plan) -> str | No
     Args:
         planned: what ``plan`` was made for. now: the same with the ranks of today.
     """
-    before, after = (estimate(problem, plan) for problem in (planned, now))
+    before, after = estimate(planned, plan), estimate(now, regrouped(plan, now.workload))
     more = after.peak("gpu") - before.peak("gpu")
     for_activations = planned.budget.gpu - sum(static_bytes(planned)["gpu"].values())
     if abs(more) <= _NOTICEABLE * for_activations and not after.excess():

@@ -24,7 +24,7 @@ from hmt_deepspeed.planner.cost import Resource, estimate
 from hmt_deepspeed.planner.describe import describe_plan
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.memory import MemoryBudget
-from hmt_deepspeed.planner.plan import Plan, plan_from_json
+from hmt_deepspeed.planner.plan import Plan, plan_from_json, regrouped
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.simulate import predict
 from hmt_deepspeed.planner.solve import allowed_choices
@@ -252,8 +252,10 @@ class RunPlanner:
         return read_profile(given, "hmt.planner.profile").to_json()
 
     def _profile_key(self) -> str:
-        """All that a profile depends on but the machine."""
-        return repr((self.facts, tuple(self._hmt.planner.lossy.values())))
+        """All that a profile depends on but the machine; host memory beside the plan is no part of that."""
+        setup = replace(self.facts.setup, engine=None)
+        facts = replace(self.facts, setup=setup)
+        return repr((facts, tuple(self._hmt.planner.lossy.values())))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``, and ``profile.json`` where there is a machine."""
@@ -377,7 +379,7 @@ class RunPlanner:
         problem, plan = self._problem, self.plan
         if self._ranks is not None:
             problem = self._problem_of(self._now, problem, plan)
-            plan = predict(problem, plan)[0]
+            plan = predict(problem, regrouped(plan, problem.workload))[0]
         counted, held = self._counted(), self._activations().metrics()
         return self._timed.compared(problem, plan, held, counted, self._not_projected)
 

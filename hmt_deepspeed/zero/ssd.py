@@ -80,7 +80,7 @@ class Ssd(SlotPipeline):
         through = "the page cache" if self.settings.aio is None else "DeepSpeed's async_io"
         order = ("after", "beside")
         return (
-            f"{written}, twice that from the first step on, through {through} and {self._pool.nbytes:,} bytes of "
+            f"{written}, twice that from the first step on, through {through} and {self.buffer_bytes:,} bytes of "
             f"buffers; reads {order[self.settings.read_ahead]} and writes "
             f"{order[self.settings.write_behind]} updates"
         )

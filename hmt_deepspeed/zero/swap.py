@@ -18,7 +18,7 @@ from hmt_deepspeed.memory.tiered import Store, TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.zero.ssd import file_io
 
-__all__ = ["SwapMemory", "free_host_memory", "host_memory_share"]
+__all__ = ["SwapMemory", "free_host_memory", "host_memory_share", "staging_bytes"]
 
 LIMIT = "hmt.activations.host_memory"
 # Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
@@ -42,6 +42,11 @@ def host_memory_share() -> int:
     """Bytes that "auto" lets one rank take: half of what is free now, shared by the ranks of the machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
     return free_host_memory() // 2 // ranks
+
+
+def staging_bytes(limit: int, nvme_path: str | None) -> int:
+    """Page-locked bytes of a limit that are for what is on its way to host memory, or on to files."""
+    return min(_pages(limit // 4), _STAGING if nvme_path is None else _SSD_STAGING)
 
 
 def _pages(nbytes: int) -> int:
@@ -74,8 +79,7 @@ class SwapMemory:
             host_memory = host_memory_share()
         self.limit = _pages(int(host_memory))
         self._moved_before: dict[str, int | float] = {}
-        most = _STAGING if nvme_path is None else _SSD_STAGING
-        self._staging = min(_pages(self.limit // 4), most)
+        self._staging = staging_bytes(self.limit, nvme_path)
 
     @cached_property
     def engine(self) -> TransferEngine:
@@ -121,6 +125,8 @@ class SwapMemory:
     def numbers(self) -> dict[str, int | float]:
         """Bytes moved and seconds waited since :meth:`begin_step`, bytes taken; empty where nothing swaps."""
         found = {name: n - self._moved_before.get(name, 0) for name, n in self._moved().items()}
+        if "engine" in vars(self):
+            found["activation_staging_bytes"] = self._staging
         if "host" in vars(self):
             found["activation_host_bytes"] = self.host.pinned_bytes + self._staging
             found["activation_peak_host_bytes"] = self.host.peak_bytes

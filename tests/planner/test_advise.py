@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.planner.advise import (
-    Request,
     advise,
     evaluate,
     largest_batch,
@@ -24,10 +24,12 @@ from hmt_deepspeed.planner.advise import (
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.train.models import PRESETS
 
@@ -154,7 +156,8 @@ def test_states_on_ssd_are_deepspeeds_own() -> None:
     assert set(answer.plan.counts()["residual"]) == {"recompute"}  # type: ignore[union-attr]
 
 
-def test_cost_and_wear() -> None:
+def test_error_8_wear_of_ssds_and_cost() -> None:
+    """Equations 4 and 5 count the seconds of writing, not the bytes that wear SSDs out."""
     machine = replace(MACHINE, price_per_hour=3.6, ssd_endurance=1e15)
     request = request_for(
         machine=machine, zero_stage=3, offload_param="nvme", cpu_adam=False, modes=(MODE,)
@@ -164,6 +167,26 @@ def test_cost_and_wear() -> None:
     written = best.estimate.ssd_written
     assert written >= 2 * best.problem.workload.parameters  # the weights come back from the update
     assert best.ssd_bytes_per_day == pytest.approx(written / best.plan.seconds * 86400)  # type: ignore[union-attr]
+
+
+def test_the_time_limit_holds_before_any_plan_is_known() -> None:
+    """7B, weights and masters in scarce host memory: rounding finds nothing there, and a search to the end of its
+    tree took minutes."""
+    machine = named_machine("rtx4090", num_ssds=2, host_memory=64 * GIB)
+    request = Request(model_shape("7b"), machine, 4096, 2, 16)
+    setup = RunSetup(
+        zero_stage=3,
+        offload_param="cpu",
+        offload_optimizer="cpu",
+        accumulation=8,
+        overlap="forward",
+        holds_gradients=True,
+    )
+    start = time.process_time()
+    answer = evaluate(request, setup, OptimizerMode(host_is_ours=True))
+    assert answer.plan is not None
+    assert answer.estimate.fits
+    assert time.process_time() - start < 6  # four searches of half a second, and their simulations
 
 
 # -- the JSON -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
 from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
 from hmt_deepspeed.planner.hardware import MACHINES, named_machine
+from hmt_deepspeed.planner.host import EngineMemory
 from hmt_deepspeed.planner.loads import amounts, layer_load, static_bytes
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
 from hmt_deepspeed.planner.models import model_shape
@@ -69,8 +70,8 @@ def test_times_of_each_resource_by_hand() -> None:
     )
 
 
-def test_recompute_follows_the_graph() -> None:
-    """Error 5: holding attention's output spares attention, but not from lossy queries, keys and values."""
+def test_error_5_recompute_follows_the_graph() -> None:
+    """Equation 7 adds up: holding attention's output spares attention, but not from lossy queries, keys and values."""
     layer = small_problem().workload.layers[-1]
     flops = {site.name: site.flops for site in layer.sites}
 
@@ -91,8 +92,8 @@ def test_recompute_follows_the_graph() -> None:
     )
 
 
-def test_cpu_adam_is_a_resource() -> None:
-    """Error 6: with states in host memory, or a slow CPU, the update is the bottleneck."""
+def test_error_6_cpu_adam_is_a_resource() -> None:
+    """Equation 5 has no term for it: with states in host memory, or a slow CPU, the update is the bottleneck."""
     in_ram = RunSetup(zero_stage=3, offload_param="cpu", offload_optimizer="cpu")
     problem = small_problem(setup=in_ram, cpu_adam_ns=16.0)
     found = found_for(problem, RECOMPUTE)
@@ -103,8 +104,8 @@ def test_cpu_adam_is_a_resource() -> None:
     assert fast.seconds < found.seconds / 5
 
 
-def test_fill_and_drain_are_longest_with_few_layers() -> None:
-    """Error 7: the phases of a pipeline of L layers take (sum - max) / L longer than the maximum."""
+def test_error_7_fill_and_drain_are_longest_with_few_layers() -> None:
+    """Equations 2 and 5 take the maximum: the phases of a pipeline of L layers take (sum - max) / L longer than the maximum."""
     for layers in (2, 32):
         problem = small_problem(layers=layers)
         backward = phase(found_for(problem, RECOMPUTE), "last backward")
@@ -121,8 +122,8 @@ def test_fill_and_drain_are_longest_with_few_layers() -> None:
         assert backward.seconds == pytest.approx(max(backward.by_resource.values()) + backward.fill)
 
 
-def test_accumulation_moves_weights_each_time_and_states_once() -> None:
-    """Error 8: n micro-steps take n forwards and backwards, and one pass of the optimizer."""
+def test_error_8_accumulation_moves_weights_each_time_and_states_once() -> None:
+    """Equation 1 has one forward and one backward: n micro-steps take n forwards and backwards, and one pass of the optimizer."""
     once = found_for(small_problem(), RECOMPUTE)
     setup = replace(ON_SSD, accumulation=5)
     found = found_for(small_problem(setup=setup), RECOMPUTE)
@@ -141,8 +142,8 @@ def test_accumulation_moves_weights_each_time_and_states_once() -> None:
     assert found.ssd_written == pytest.approx(once.ssd_written)
 
 
-def test_several_gpus_share_links_ssds_cpu_and_host_memory() -> None:
-    """Error 8: four GPUs, two to a link: each has half a link and a quarter of the rest; weights are gathered."""
+def test_error_8_several_gpus_share_links_ssds_cpu_and_host_memory() -> None:
+    """Equations 2 to 5 know one GPU: four GPUs, two to a link: each has half a link and a quarter of the rest; weights are gathered."""
     setup = replace(ON_SSD, ranks=4)
     one = found_for(small_problem(), SWAP)
     four = found_for(small_problem(setup=setup, num_gpus=4, gpus_per_link=2), SWAP)
@@ -171,8 +172,8 @@ def test_zero_communication_volumes(stage: int, times: int) -> None:
     assert sent == pytest.approx(times * 2 * problem.workload.parameters * 63 / 64)
 
 
-def test_mixed_ssd_traffic_is_measured_and_not_a_sum() -> None:
-    """Error 9: between reading alone and writing alone lies what both at once reach."""
+def test_error_9_mixed_ssd_traffic_is_measured_and_not_a_sum() -> None:
+    """Equations 4 and 5 add reads and writes: between reading alone and writing alone lies what both at once reach."""
     turns = found_for(small_problem(), SPILL)
     better = found_for(small_problem(ssd_mixed=6e9), SPILL)
     worse = found_for(small_problem(ssd_mixed=3e9), SPILL)
@@ -192,8 +193,9 @@ def test_mixed_ssd_traffic_is_measured_and_not_a_sum() -> None:
         assert max(queue) == pytest.approx(1.0)
 
 
-def test_redone_passes_cost_what_they_cost() -> None:
-    """Error 10: a clipped or overflowed step redoes its overlapped pass; waiting for the verdict costs overlap."""
+def test_error_10_redone_passes_cost_what_they_cost() -> None:
+    """In no equation: a clipped or overflowed step redoes its overlapped pass; waiting for the verdict costs overlap,
+    gradients that wait for it host memory, and so does what an early update overwrites."""
     calm = found_for(small_problem(), RECOMPUTE)
     half = found_for(small_problem(setup=replace(ON_SSD, redo_fraction=0.5)), RECOMPUTE)
     redo = phase(half, "redo")
@@ -205,6 +207,11 @@ def test_redone_passes_cost_what_they_cost() -> None:
     assert [p.name for p in after.phases] == ["first forward", "last backward"]
     kept = small_problem(setup=replace(ON_SSD, holds_gradients=True))
     assert static_bytes(kept)["host"]["gradients"] == 2 * kept.workload.parameters
+    ours = RunSetup(offload_optimizer="cpu", engine=EngineMemory(takes_back=True))
+    early, late = (small_problem(setup=replace(ours, overlap=x)) for x in ("backward", "forward"))
+    log = static_bytes(early)["host"]["early updates"]
+    assert log == static_bytes(early)["host"]["optimizer states"] == 12 * kept.workload.parameters
+    assert "early updates" not in static_bytes(late)["host"]
 
 
 def test_overlap_and_schedule() -> None:

@@ -1,9 +1,32 @@
-"""LoHan's own planner, mended: each error of `reference/lohan.md` that lies in it, beside what was published."""
+"""LoHan's own planner, mended: the errors that lie in its rule, each beside what was published.
+
+Ten errors of the paper's section IV-D are mended. A test of each has its number in the name (``test_error_N_``)
+and says which equation or algorithm is meant; :func:`test_every_error_has_a_test` looks for them:
+
+==  ==================================  ===========================================================================
+N   where                               what is wrong, and the file of the test
+==  ==================================  ===========================================================================
+1   algorithm 1                         returns less than must be swapped: here
+2   equations 3 and 4                   SSD time may be negative: here
+3   algorithm 1                         swapping nothing is never tried: here
+4   equations 6 and 8                   greedy by benefit is not optimal, layers being whole: here
+5   equation 7                          recompute is no sum over layers but follows a graph: ``test_cost.py``
+6   equation 5                          CPU Adam is left out: here, ``test_cost.py``
+7   equations 2 and 5                   a maximum is perfect overlap: ``test_cost.py``, ``test_simulate.py``
+8   equations 1 to 5                    no GPU memory, nothing kept, no accumulation, several GPUs, SSD capacity
+                                        and wear, staging: ``test_cost.py``, ``test_solve.py``, ``test_advise.py``
+9   equations 4 and 5                   SSDs as the sum of reads and writes: ``test_cost.py``
+10  none                                clipping, overflow and loss scale: ``test_cost.py``
+==  ==================================  ===========================================================================
+"""
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,8 +68,19 @@ def seconds_of(
     return sum(max(phase.values()) for phase in phase_seconds(load, rates, amount, again))
 
 
-def test_the_amount_returned_is_never_below_what_must_be_swapped() -> None:
-    """Error 1: published tests the sum with the layer that it then leaves out: 6 where 10 is needed."""
+def test_every_error_has_a_test() -> None:
+    found = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            number = re.match("test_error_([0-9]+)_", getattr(node, "name", None) or "")
+            if number and isinstance(node, ast.FunctionDef):
+                assert ast.get_docstring(node), node.name
+                found.add(int(number[1]))
+    assert found == set(range(1, 11))
+
+
+def test_error_1_the_amount_returned_is_never_below_what_must_be_swapped() -> None:
+    """Algorithm 1: published tests the sum with the layer that it then leaves out: 6 where 10 is needed."""
     layers = [SwapLayer(6.0, 6.0), SwapLayer(4.0, 0.4)]
     load = Load(parameters=0.0, forward_flops=1.0)
     assert published(layers, 10.0, load, RATES) == 6.0
@@ -56,8 +90,8 @@ def test_the_amount_returned_is_never_below_what_must_be_swapped() -> None:
         sweep(layers, 11.0, load, RATES)
 
 
-def test_ssd_time_is_never_negative() -> None:
-    """Error 2: with room for everything published counts the room left as time gained."""
+def test_error_2_ssd_time_is_never_negative() -> None:
+    """Equations 3 and 4: with room for everything published counts the room left as time gained."""
     load = Load(parameters=13e9, forward_flops=1.0, host_room=600e9)
     rates = Rates(gpu=1.0, link=1.0, ssd_read=6e9, ssd_write=9e9)
     assert published_ssd_seconds(load, rates, 5e9) == pytest.approx(-61.8, abs=0.1)
@@ -68,8 +102,8 @@ def test_ssd_time_is_never_negative() -> None:
     assert over == pytest.approx(forward["ssd"] + 1.0)
 
 
-def test_swapping_nothing_is_tried() -> None:
-    """Error 3: one slow link, and the first layer already costs more than all its recompute."""
+def test_error_3_swapping_nothing_is_tried() -> None:
+    """Algorithm 1: one slow link, and the first layer already costs more than all its recompute."""
     layers = [SwapLayer(10.0, 1.0)]
     load = Load(parameters=0.0, forward_flops=1.0)
     assert published(layers, 0.0, load, RATES) == 10.0
@@ -78,8 +112,8 @@ def test_swapping_nothing_is_tried() -> None:
     assert found.seconds[0] < found.seconds[1]
 
 
-def test_greedy_by_benefit_over_whole_layers_is_not_optimal() -> None:
-    """Error 4: ten bytes are free, and the layer of the best ratio leaves no room for the two that fill them."""
+def test_error_4_greedy_by_benefit_over_whole_layers_is_not_optimal() -> None:
+    """Equations 6 and 8: ten bytes are free, and the layer of the best ratio leaves no room for the two that fill them."""
     layers = [SwapLayer(6.0, 66.0), SwapLayer(5.0, 50.0), SwapLayer(5.0, 50.0)]
     load = Load(parameters=0.0, forward_flops=600.0)
     rates = Rates(gpu=1.0, link=1 / 60, ssd_read=1e9, ssd_write=1e9)
@@ -136,8 +170,8 @@ def test_the_three_cases() -> None:
         assert _program_seconds(layers, given, rates) == pytest.approx(found.seconds[found.best])
 
 
-def test_cpu_adam_counts() -> None:
-    """Error 6: 16 ns per parameter (DeepSpeed #1635) is longer than SSD I/O of the states."""
+def test_error_6_cpu_adam_counts() -> None:
+    """Equation 5: 16 ns per parameter (DeepSpeed #1635) is longer than SSD I/O of the states."""
     load = Load(parameters=13e9, forward_flops=1.0)
     rates = Rates(gpu=1e15, link=1e11, ssd_read=30e9, ssd_write=30e9, adam=16e-9)
     backward = phase_seconds(load, rates, 0.0, 0.0)[1]

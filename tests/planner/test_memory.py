@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,14 @@ from problems import small_problem
 from real_models import Alive, config, model, run, tokens
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import encoded_weight
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.settings import MatrixSettings
+from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.loads import static_bytes
@@ -29,7 +33,9 @@ from hmt_deepspeed.planner.memory import (
     model_states,
     temporary_bytes,
 )
-from hmt_deepspeed.planner.problem import RunSetup
+from hmt_deepspeed.planner.offloaded import offloaded_states
+from hmt_deepspeed.planner.plan import regrouped, uniform_plan
+from hmt_deepspeed.planner.problem import RunSetup, make_problem
 from hmt_deepspeed.planner.refresh import worst_refresh
 from hmt_deepspeed.planner.shapes import num_parameters, parameters, plain_shape
 from hmt_deepspeed.planner.workload import build_workload
@@ -39,6 +45,7 @@ from hmt_deepspeed.zero.shards import RowShards
 
 GIB, GB = 2**30, 10**9
 ADAMW = OptimizerMode(method="adamw")
+KEEP = dict.fromkeys(PAPER_POLICY, "keep")
 REPLICATED = Sharding()
 
 # -- optimizer states ---------------------------------------------------------------------------------
@@ -212,6 +219,47 @@ def test_single_matrices_have_ranks_of_their_own():
     rows = next(p for p in parameters(shape) if "q_proj" in p.name).shape[0]
     # fp32 moments of the rows, and the evidence of each direction
     assert moments[0] - moments[1] == shape.layers * (2 * rows + 1) * 16 * 4
+
+
+def test_what_is_full_in_some_layers_only_is_priced_so():
+    """Not as the mean rank: plain AdamW has whole gradients, no basis, and a backward as ever."""
+    shape, sizes = shape_of_config(config("llama")), {"micro_batch": 2, "seq_length": 16}
+    down = next(p for p in parameters(shape) if "down_proj" in p.name)
+    m, n = down.shape
+    low = OptimizerMode(rank=8)
+    mixed = replace(low, ranks=((down.name.replace("*", "1"), n),))
+    every = replace(low, ranks=((down.name, n),))
+    states = {mode: model_states(shape, mode) for mode in (low, mixed, every)}
+    for kind in ("gradients", "moments", "bases", "probes"):
+        of_low, of_mixed, of_every = (getattr(found, kind) for found in states.values())
+        assert (of_mixed - of_low) * shape.layers == of_every - of_low, kind
+    assert states[mixed].bases == states[low].bases - 2 * n * 8
+    moved = [offloaded_states(shape, replace(mode, host_is_ours=True)) for mode in states]
+    sent = [found.whole("low_rank").sent for found in moved]
+    assert sent[1] - sent[0] == pytest.approx((4 - 2) * m * n)  # formed whole, in fp32
+    layers = {mode: build_workload(shape, **sizes, projected=mode.backward()) for mode in states}
+    groups = {layer.layers: layer for layer in layers[mixed].layers}
+    assert groups[0,].backward_flops == layers[low].layers[0].backward_flops
+    assert (1,) in groups
+    assert groups[1,].backward_flops == layers[every].layers[1].backward_flops
+    assert groups[1,].projected_bytes < groups[0,].projected_bytes
+    problem = partial(make_problem, machine=named_machine("rtx4090"), setup=RunSetup())
+    plan = uniform_plan(layers[low], named_machine("rtx4090"), KEEP)
+    found = [
+        estimate(problem(work, mode=mode), regrouped(plan, work)).hardware_flops
+        for mode, work in layers.items()
+    ]
+    assert (found[1] - found[0]) * shape.layers == pytest.approx(found[2] - found[0])
+
+
+def test_updates_are_sent_in_the_dtype_of_their_product():
+    """bf16 factors are multiplied in bf16, fp16 ones in fp32 (`as_factors`)."""
+    shape, mode = shape_of_config(config("llama")), OptimizerMode(rank=8, host_is_ours=True)
+    elements = sum(m * n for m, n in _linear_shapes(shape))
+    for dtype, update_itemsize in ((torch.bfloat16, None), (torch.float16, 4)):
+        product = low_rank_product(torch.ones(4, 2), torch.ones(3, 2, dtype=dtype))
+        states = offloaded_states(shape, mode, update_itemsize=update_itemsize)
+        assert states.whole("low_rank").sent == elements * product.element_size()
 
 
 def test_gradients_of_low_rank_matrices_are_projected():

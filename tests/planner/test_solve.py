@@ -12,6 +12,7 @@ import pytest
 from problems import MACHINE, ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.host import EngineMemory
 from hmt_deepspeed.planner.loads import static_bytes
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
@@ -122,8 +123,8 @@ def test_with_memory_for_all_nothing_is_recomputed_moved_or_made_less_exact() ->
     assert {choice for counts in plan.counts().values() for choice in counts} == {"keep"}
 
 
-def test_the_gpu_limit_holds_where_the_published_model_has_none() -> None:
-    """Error 8: with less and less GPU memory activations leave it, and then nothing fits."""
+def test_error_8_the_gpu_limit_holds_where_the_published_model_has_none() -> None:
+    """Equations 2 to 5 have no GPU memory, and nothing is kept on it: with less and less GPU memory activations leave it, and then nothing fits."""
     problem = small_problem(layers=8)
     room = sum(static_bytes(problem)["gpu"].values()) + max(
         x.working_bytes for x in problem.workload.layers
@@ -140,20 +141,47 @@ def test_the_gpu_limit_holds_where_the_published_model_has_none() -> None:
     assert solve(with_budget(problem, gpu=room * 0.5), EXACT) is None
 
 
-def test_host_and_ssd_limits_hold() -> None:
-    """Little GPU memory and a slow GPU: everything is swapped, to the host while it has room, then to SSD."""
+def test_error_8_host_and_ssd_limits_hold() -> None:
+    """Equation 3 takes SSDs without end: little GPU memory and a slow GPU, so everything is swapped, to the host while
+    it has room, then to SSD while that has."""
     problem = small_problem(layers=8, matmul=replace(MACHINE.matmul, bf16=1e12))
     static = static_bytes(problem)
     room = sum(static["gpu"].values()) + max(x.working_bytes for x in problem.workload.layers) * 1.3
     host = sum(static["host"].values())
-    for spare, ssd in ((1e12, 0.0), (1e8, 1.0)):
-        limited = with_budget(problem, gpu=room, host=host + spare)
+    on_ssd = []
+    for spare, ssd in ((1e12, 1e12), (1e8, 1e12), (1e8, 5e7)):
+        limited = with_budget(
+            problem, gpu=room, host=host + spare, ssd=sum(static["ssd"].values()) + ssd
+        )
         plan = solve(limited, EXACT)
         assert plan is not None
         found = estimate(limited, plan)
         assert found.fits
-        assert (found.memory["ssd"]["activations"] > 0) == bool(ssd)
         assert 0 < found.memory["host"]["activations"] <= spare
+        assert found.memory["ssd"]["activations"] <= ssd
+        on_ssd.append(found.memory["ssd"]["activations"])
+    assert on_ssd[1] > on_ssd[2] > on_ssd[0] == 0
+
+
+def test_error_8_room_for_what_is_on_its_way_is_set_aside() -> None:
+    """Equation 3 has no page-locked staging. A slow GPU, which swapping would spare: with less room than the staging takes nothing is swapped."""
+    setup = replace(ON_SSD, engine=EngineMemory(staging=10**8, ssd_staging=3 * 10**8))
+    problem = small_problem(layers=8, setup=setup, matmul=replace(MACHINE.matmul, bf16=1e12))
+    static = static_bytes(problem)
+    assert not {"states in passing", "weights in passing"} & set(static["host"])  # another engine's
+    inputs = 9 * problem.workload.layers[0].sites[0].nbytes
+    working = max(x.working_bytes for x in problem.workload.layers)
+    gpu, host = sum(static["gpu"].values()) + 1.3 * working + inputs, sum(static["host"].values())
+    for spare, swapped in ((0.9e8, set()), (1.5e8, {"host"}), (3.1e8, {"host", "ssd"})):
+        limited = with_budget(problem, gpu=gpu, host=host + spare)
+        plan = solve(limited, EXACT)
+        assert plan is not None
+        found = estimate(limited, plan)
+        assert found.fits
+        held = {name for name in ("host", "ssd") if found.memory[name]["activations"] > 0}
+        assert held == swapped
+        expected = {"ssd": 3e8, "host": 1e8}.get(max(held, default=""))
+        assert found.memory["host"].get("staging") == expected
 
 
 def test_8_bits_only_where_permitted_and_worth_it() -> None:

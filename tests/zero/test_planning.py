@@ -485,6 +485,10 @@ def test_a_plan_beside_states_on_an_ssd(ranks: Ranks, tmp_path: Path) -> None:
     assert 0 < adam["measured"] < rows["iteration"]["measured"]
     assert rows["busy: gpu"]["measured"] is None
     assert (found["schedule"], found["serial"]) == ("optimised", "naive")
+    for kind in ("gradients", "pools", "state buffers"):
+        row = rows[f"host: {kind}"]
+        assert row["predicted"] == row["measured"] > 0, kind
+    assert "host: early updates" not in rows  # the updates wait for the verdict
 
     found = found["low rank"]  # of the matrices only masters are there
     rows, pages = found["comparison"], 4096 * found["pieces"]
