@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,13 @@ if str(ROOT / "launch") not in sys.path:
     sys.path.insert(0, str(ROOT / "launch"))
 
 from reliability import order_worker  # noqa: E402
-from reliability.json_configs import random_config  # noqa: E402
+from reliability.json_configs import (  # noqa: E402
+    _FIELDS,
+    _STRUCTURED,
+    _legal,
+    _put,
+    random_config,
+)
 from reliability.long_run import _MOST  # noqa: E402
 from reliability.random_configs import _problem  # noqa: E402
 
@@ -53,6 +60,21 @@ def test_random_jsons_are_repeatable_and_of_every_kind() -> None:
         for key in block["optimizer"]
     }
     assert set(type(HMTConfig().optimizer).model_fields) <= given
+
+
+def test_what_is_drawn_for_a_field_is_legal_for_it() -> None:
+    refused = []
+    for key, schema in _FIELDS.items():
+        for seed in range(20):
+            draw, block = Random(seed), {}
+            value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, schema)
+            _put(block, key.split(".")[1:], value)
+            try:
+                HMTConfig.from_block(block)
+            except ValueError as error:
+                refused.append((key, value, str(error)))
+    # By itself it may ask for another field, or be of no use.
+    assert [found for found in refused if "Legal:" in found[2]] == []
 
 
 def test_every_random_block_is_taken_or_refused_with_its_keys() -> None:
