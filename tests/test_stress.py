@@ -9,20 +9,32 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import Ranks
 from training import ds_config, make_engine, train
 
+import hmt_deepspeed
 from hmt_deepspeed.config import HMTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "launch") not in sys.path:
     sys.path.insert(0, str(ROOT / "launch"))
 
-from reliability.json_configs import random_config  # noqa: E402
+from reliability import order_worker  # noqa: E402
+from reliability.json_configs import (  # noqa: E402
+    _FIELDS,
+    _STRUCTURED,
+    _legal,
+    _put,
+    random_config,
+)
+from reliability.long_run import _MOST  # noqa: E402
 from reliability.random_configs import _problem  # noqa: E402
 
 
@@ -48,6 +60,21 @@ def test_random_jsons_are_repeatable_and_of_every_kind() -> None:
         for key in block["optimizer"]
     }
     assert set(type(HMTConfig().optimizer).model_fields) <= given
+
+
+def test_what_is_drawn_for_a_field_is_legal_for_it() -> None:
+    refused = []
+    for key, schema in _FIELDS.items():
+        for seed in range(20):
+            draw, block = Random(seed), {}
+            value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, schema)
+            _put(block, key.split(".")[1:], value)
+            try:
+                HMTConfig.from_block(block)
+            except ValueError as error:
+                refused.append((key, value, str(error)))
+    # By itself it may ask for another field, or be of no use.
+    assert [found for found in refused if "Legal:" in found[2]] == []
 
 
 def test_every_random_block_is_taken_or_refused_with_its_keys() -> None:
@@ -136,6 +163,43 @@ def test_a_full_disk_is_an_error_on_every_rank_and_costs_no_earlier_checkpoint(
         assert found["tags"] == ["global_step1"]
         assert found["loaded"].endswith("global_step1")
     assert (tmp_path / "after" / "manifest.json").is_file()
+
+
+# -- many steps -----------------------------------------------------------------------------------------
+
+
+class Talkative:
+    """An engine whose steps print what DeepSpeed's timers print, and do nothing else."""
+
+    skipped_steps = 0
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 1
+
+    def __call__(self, **inputs: Any) -> SimpleNamespace:
+        return SimpleNamespace(loss=torch.zeros(()))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> None:
+        for kind in ("micro", "global"):
+            print(f"time (ms) | {kind} step {self.steps}: {'0.00 | ' * 20}")
+        self.steps += 1
+
+
+def test_the_worker_of_a_long_run_keeps_nothing_of_what_steps_print(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hmt_deepspeed, "initialize", lambda **_: (Talkative(),))
+    found = order_worker._carry_out({"config": {}, "steps": 2001, "memory_every": 500})
+    blocks = [memory["python_blocks"] for memory in found["memory"]]
+    assert blocks[-1] - blocks[1] < 1500 * _MOST["python_blocks"], blocks
+    assert "global step 2000: " in found["said"]
+    assert len(found["said"]) <= 2000
 
 
 # -- the command ------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ Draw = random.Random
 
 _FIELDS = dict(walk_fields(HMTConfig, "hmt"))  # full key -> JSON schema
 _PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
+_HELD_IN_8_BITS = tuple(c for c in COMPONENTS if "int8" in LEGAL_CHOICES[c])
+_DISK = "DISK"  # stands for the folder that the caller names
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
 _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does not say what is inside
     "hmt.optimizer.rank_candidates": lambda draw: sorted(draw.sample((1, 2, 4, 8, 16, 64), 3)),
@@ -34,8 +36,18 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
     },
     "hmt.activations.components": lambda draw: {draw.choice(_PATTERNS): "mlp_intermediate"},
     "hmt.activations.block_size": lambda draw: 2 ** draw.randint(4, 10),
-    "hmt.activations.nvme_path": lambda draw: "NVME",
+    "hmt.activations.nvme_path": lambda draw: _DISK,
     "hmt.activations.host_memory": lambda draw: draw.choice(["auto", 2**24, 2**20]),
+    "hmt.planner.gpu_memory": lambda draw: draw.choice(["auto", 2**34, 2**20]),
+    "hmt.planner.host_memory": lambda draw: draw.choice(["auto", 2**24, 2**20]),
+    "hmt.planner.lossy": lambda draw: {
+        c: draw.choice(("int8", "fp8")) for c in draw.sample(_HELD_IN_8_BITS, draw.randint(1, 2))
+    },
+    "hmt.planner.profile": lambda draw: None,  # the others are files, or machines with CUDA
+    "hmt.planner.plan": lambda draw: None,
+    "hmt.planner.save_plan": lambda draw: draw.choice([None, f"{_DISK}/plan.json"]),
+    "hmt.snapshot.path": lambda draw: f"{_DISK}/snapshots{draw.randrange(10**6)}",
+    "hmt.snapshot.interval": lambda draw: draw.choice([0, 1, 2]),
     "hmt.fpdt.chunk_size": lambda draw: draw.choice([1, 4, 7, 64]),
     "hmt.fpdt.sequence_parallel_size": lambda draw: draw.choice([1, 1, 2]),
 }
@@ -157,7 +169,9 @@ def _block(draw: Draw, nvme_path: str) -> dict[str, Any]:
         own = [key for key in _FIELDS if key.startswith(f"hmt.{section}.")]
         for key in draw.sample(own, min(draw.choice([0, 1, 2, 3, 4]), len(own))):
             value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, _FIELDS[key])
-            _put(block, key.split(".")[1:], nvme_path if value == "NVME" else value)
+            if isinstance(value, str):
+                value = value.replace(_DISK, nvme_path)
+            _put(block, key.split(".")[1:], value)
     return block
 
 
@@ -198,6 +212,7 @@ def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
     block, zero = config.get("hmt", {}), config["zero_optimization"]
     if zero.get("offload_optimizer", {}).get("device") != "cpu":
         block.pop("offload", None)
+    block.get("offload", {}).pop("schedule", None)  # of states on an SSD, which are not drawn
     if zero["stage"] == 0:
         zero.pop("offload_optimizer", None)
         block.pop("offload", None)
@@ -209,7 +224,14 @@ def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
         config.pop(key, None)
     if block.get("fpdt", {}).get("enabled"):
         block.pop("activations", None)
+    snapshot = block.get("snapshot", {})
+    if ("path" in snapshot) != (snapshot.get("interval", 0) > 0):
+        block.pop("snapshot")
     activations = block.get("activations", {})
+    if activations.get("policy") == "plan":
+        activations.pop("overrides", None)
+    else:
+        block.pop("planner", None)
     text = json.dumps([activations.get("policy", {}), activations.get("overrides", {})])
     if "swap_ssd" in text:
         activations["nvme_path"] = nvme_path

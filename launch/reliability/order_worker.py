@@ -25,6 +25,19 @@ from benchmarks.setting import free_port, join_ranks
 from reliability.engines import batch, small_model
 from reliability.heap import memory_now
 
+_KEPT = 2000
+
+
+class _Tail(io.TextIOBase):
+    """A text file of which the last characters alone are kept: the timers of a long run print in every step."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text = (self.text + text)[-_KEPT:]
+        return len(text)
+
 
 def main() -> None:
     orders = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -38,7 +51,7 @@ def main() -> None:
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
-    engine, said = None, io.StringIO()
+    engine, said = None, _Tail()
     handler = logging.StreamHandler(said)
     logger.addHandler(handler)
     try:
@@ -48,9 +61,9 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         )
         with contextlib.redirect_stdout(said):
             found = _load(engine, order) | _train(engine, order)
-        return {**found, "said": said.getvalue()[-2000:], "skipped": int(engine.skipped_steps)}
+        return {**found, "said": said.text, "skipped": int(engine.skipped_steps)}
     except Exception:
-        return {"error": traceback.format_exc(), "said": said.getvalue()[-2000:]}
+        return {"error": traceback.format_exc(), "said": said.text}
     finally:
         logger.removeHandler(handler)
         if engine is not None:

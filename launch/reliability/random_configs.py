@@ -72,8 +72,9 @@ def _some(draw: random.Random, found: dict[int, tuple[str, str]], number: int) -
 
 def _launch(at: int, expected: str, folder: Path, report: CaseReport) -> None:
     """``deepspeed launch/run.py`` on one of them, two steps of a small model on two files of text."""
-    path = folder / f"config{at}.json"
-    path.write_text(json.dumps(random_config(at, str(folder))), encoding="utf-8")
+    path, disk = folder / f"config{at}.json", folder / f"disk{at}"  # not where it ran before
+    disk.mkdir()
+    path.write_text(json.dumps(random_config(at, str(disk))), encoding="utf-8")
     ended = run(_command(path, folder / f"run{at}", folder), _LAUNCH_SECONDS)
     problem = _problem(ended.code, ended.output, expected)
     if problem:
