@@ -155,7 +155,8 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
                 steps, values = run.series(name)
                 label = run.name if style == "-" else None
                 axis.plot(steps, [v / scale for v in values], style, color=colour, label=label)
-        label_steps(axis, ylabel=unit, ylim=(0, None))
+        label_steps(axis, ylabel=unit)
+    axes[0].set_ylim(0, None)  # last: the axes share it, and what is set is no longer fitted
     named = {str(run.records[-1].get("device")) for run in runs}
     axes[0].set_title(f"device: {', '.join(sorted(named))}")
     axes[1].set_title("this process's host memory")
@@ -177,10 +178,15 @@ def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
         values = [[v / scale for v in found[1]] for found in layers.values()]
         colours = [COLOURS[list(_MEMORY.values()).index(text)] for text in layers]
         axis.stackplot(steps, values, labels=list(layers), colors=colours, alpha=0.85)
-        label_steps(axis, title=run.name, ylabel=unit, ylim=(0, None))
+        label_steps(axis, title=run.name, ylabel=unit)
         axis.margins(x=0)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center")
+    axes[0].set_ylim(0, None)
+    named: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    shown = [text for text in _MEMORY.values() if text in named][::-1]
+    figure.legend([named[text] for text in shown], shown, loc="outside right center")
     return figure
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hmt_deepspeed.report import command
+from hmt_deepspeed.report import command, plots
 from hmt_deepspeed.report.plots import PLOTS
 from hmt_deepspeed.report.runs import read_runs
 from hmt_deepspeed.report.timeline import read_trace
@@ -156,6 +156,26 @@ def test_a_run_without_hmt_gets_the_sections_that_it_has_numbers_for(other: Path
     page = (other / "report.html").read_text(encoding="utf-8")
     found = {plot.name for plot in PLOTS if f'id="{plot.name}"' in page}
     assert found == {"learning", "memory"}
+
+
+@pytest.mark.parametrize(
+    ("plot", "name"), [("kinds", "activation_bytes"), ("memory", "host_bytes")]
+)
+def test_what_a_later_run_has_more_of_is_drawn_and_named(run: Path, plot: str, name: str) -> None:
+    """Runs side by side share one axis: it fits all of them, whoever comes first."""
+    larger = run.parent / "larger"
+    larger.mkdir()
+    lines = [json.dumps({**record(step), name: 64 << 20}) for step in range(1, 5)]
+    (larger / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    draw = {"kinds": plots._memory_by_kind, "memory": plots._memory}[plot]
+    figure = draw(read_runs([run, larger]))
+    assert figure is not None
+    for axis in figure.axes:
+        assert axis.get_ylim()[0] == 0
+        assert axis.get_ylim()[1] >= 64
+    if plot == "kinds":
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert texts == ["activations, at most", "moments and bases", "weights"]
 
 
 def test_markdown_names_its_pictures(run: Path) -> None:
