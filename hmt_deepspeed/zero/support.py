@@ -203,7 +203,7 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
             'Use "bf16": {"enabled": true} or "fp16": {"enabled": true} instead.',
         )
     for section in ("fp16", "bf16"):
-        for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "auto_cast"):
+        for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads"):
             if (config.get(section) or {}).get(key):
                 remedy = (
                     'Remove it; "hmt": {"optimizer": {"master_weights": "none"}} drops masters.'

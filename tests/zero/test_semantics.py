@@ -96,6 +96,31 @@ def test_fp16_overflow_on_one_rank_skips_the_step(ranks: Ranks, stage: int, worl
         assert found["losses"][-1] < found["losses"][0]
 
 
+def cast_inputs(auto_cast: bool) -> list[float]:
+    """Losses of a regression on fp32 inputs, cast by the engine or by hand."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    fp16 = {"enabled": True, "auto_cast": auto_cast, "initial_scale_power": 8}
+    engine = make_engine(ds_config(2, fp16=fp16), model)
+    inputs, losses = torch.randn(4, 16), []
+    for _ in range(STEPS):
+        loss = engine(inputs if auto_cast else inputs.half()).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def test_fp16_auto_cast_casts_what_enters_the_model(ranks: Ranks) -> None:
+    """Accelerate asks for it where a JSON has no fp16 section and the run is in fp16."""
+    losses = ranks.run(cast_inputs, 1, True)[0]
+    assert losses == ranks.run(cast_inputs, 1, False)[0]
+    assert losses[-1] < losses[0]
+
+
 # -- which parameters take part --------------------------------------------------------------------------
 
 
