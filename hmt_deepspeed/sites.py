@@ -33,6 +33,7 @@ __all__ = [
 #   residual          the residual stream: what enters each further layer, and what attention adds to it
 #                     (recompute: of what attention adds only; what enters a layer is then kept)
 #   layernorm         internals of a norm (fp32 copies)
+#   projected_inputs  inputs of linears whose backward is projected
 #   lm_head           input of the language-model head
 Component = Literal[
     "embedding",
@@ -41,6 +42,7 @@ Component = Literal[
     "mlp_intermediate",
     "residual",
     "layernorm",
+    "projected_inputs",
     "lm_head",
 ]
 
@@ -48,7 +50,7 @@ Component = Literal[
 #   keep       held on the device as it is; what is cheap to derive from it is recomputed
 #   recompute  not held; computed again in backward from what is held before it
 #   int8, fp8  held on the device in 8 bits, in blocks along tokens within a channel
-#   project    the input of a low-rank linear, held as X [Q | P] by projected backward
+#   project    an input X of a projected linear, held as X [Q | P]; the weight's gradient needs no more
 #   swap_host  held in pinned host memory, brought back one layer ahead
 #   swap_ssd   in host memory while there is room, else in a file
 Choice = Literal["keep", "recompute", "int8", "fp8", "project", "swap_host", "swap_ssd"]
@@ -59,9 +61,9 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 _HELD: tuple[Choice, ...] = ("keep", "int8", "fp8", "swap_host", "swap_ssd")
 _ANY: tuple[Choice, ...] = ("keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd")
 
-# `project` is not in a user's hand: it comes with hmt.optimizer.projected_backward. What enters a layer
-# must be held in some form, or there is nothing to compute the layer from again; of a norm only its input
-# is worth holding, and that is the residual.
+# What enters a layer must be held in some form, or there is nothing to compute the layer from again; of a
+# norm only its input is worth holding, and that is the residual; of a projected linear's input only what it is
+# projected on.
 LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
     "embedding": _HELD,
     "attention_qkv": _ANY,
@@ -69,10 +71,11 @@ LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
     "mlp_intermediate": _ANY,
     "residual": _ANY,
     "layernorm": ("keep", "recompute"),
+    "projected_inputs": ("project", "recompute"),
     "lm_head": _HELD,
 }
 
-# The HMT paper's table.
+# The HMT paper's table; of projected inputs it says nothing.
 PAPER_POLICY: dict[Component, Choice] = {
     "embedding": "keep",
     "attention_qkv": "recompute",
@@ -80,28 +83,25 @@ PAPER_POLICY: dict[Component, Choice] = {
     "mlp_intermediate": "int8",
     "residual": "keep",
     "layernorm": "keep",
+    "projected_inputs": "recompute",
     "lm_head": "keep",
 }
 
 SCALE_BYTES = 2  # a block's scale is bf16
 
 
-def held_bytes(
-    choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int, width: int = 0
-) -> int:
+def held_bytes(choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int) -> int:
     """Device bytes that one tensor of tokens x channels occupies until backward.
 
     Args:
+        channels: of ``project``, the columns of ``X [Q | P]``.
         itemsize: bytes of one element as computed (2 for bf16).
         block_size: tokens of a channel that share a scale (``int8``, ``fp8``).
-        width: columns of ``X [Q | P]`` (``project``).
     """
-    if choice == "keep":
+    if choice in ("keep", "project"):
         return tokens * channels * itemsize
     if choice in ("int8", "fp8"):
         return tokens * channels + -(-tokens // block_size) * channels * SCALE_BYTES
-    if choice == "project":
-        return tokens * width * itemsize
     return 0
 
 

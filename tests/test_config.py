@@ -51,13 +51,13 @@ POLICY = {
     "mlp_intermediate": "int8",
     "residual": "keep",
     "layernorm": "keep",
+    "projected_inputs": "recompute",
     "lm_head": "keep",
 }
 ACTIVATIONS = {
     "policy": POLICY,
     "overrides": {},
     "components": {},
-    "projected_inputs": "recompute",
     "rounding": "stochastic",
     "block_size": 256,
     "host_memory": "auto",
@@ -564,7 +564,7 @@ def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(comp
         path, text = problem_of_field("activations", **fields)
         assert path == f"hmt.activations.{key}"
         assert text.startswith(f"got {choice!r} (")
-        assert ("projected_backward" in text) == (choice == "project")
+        assert ("X [Q | P]" in text) == ("project" in component + choice)
         assert f"Legal: {legal}." in text
 
 
@@ -582,7 +582,8 @@ def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(comp
         ({"components": {"x": "mlp"}}, "components['x']", 'or "lm_head".'),
         ({"components": {"x": "embedding"}}, "components['x']", "got 'embedding'. Legal: "),
         ({"components": {"(": "residual"}}, "components", "not a regular expression"),
-        ({"projected_inputs": "int8"}, "projected_inputs", 'Legal: "keep" or "recompute".'),
+        ({"projected_inputs": "project"}, "projected_inputs", '"hmt.activations.policy.projected_'),
+        ({"components": {"x": "projected_inputs"}}, "components['x']", 'or "lm_head".'),
         ({"rounding": "up"}, "rounding", 'Legal: "stochastic" or "nearest".'),
         ({"block_size": 100}, "block_size", "Legal: a power of two from 16 to 1024."),
         ({"block_size": 8}, "block_size", "got 8 (not a power of two from 16 to 1024)."),

@@ -41,7 +41,6 @@ class ActivationBackend:
         model: what ``attribution`` is of.
         attribution: see :func:`hmt_deepspeed.activations.attribution.attribute`.
         policy, overrides, codecs, of_inputs: see :class:`Policy`.
-        holds_products: whether ``X [Q | P]`` of projected linears is held, else it is computed again.
         around: runs each checkpointed call; it is given what does that, the function and its arguments.
         seed: of the noise of stochastic rounding.
         error_interval: steps between two measurements of what encoding loses; 0: never.
@@ -63,7 +62,6 @@ class ActivationBackend:
         overrides: Mapping[str, Mapping[Component, Choice]] | None = None,
         *,
         of_inputs: Callable[[Codec, int], Codec] | None = None,
-        holds_products: bool = True,
         around: Callable[..., Any] | None = None,
         seed: int = 0,
         error_interval: int = 0,
@@ -79,7 +77,7 @@ class ActivationBackend:
         self._layers: dict[nn.Module, LayerSites] = {}
         for index, layer in enumerate(attribution.layers):
             self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
-        self._holds_products, self._around = holds_products, around
+        self._around = around
         self._seed, self._error_interval = seed, error_interval
         self._transfers = tuple(transfers)
         self._ledger, self._inputs = Ledger(), HeldInputs()
@@ -146,9 +144,8 @@ class ActivationBackend:
         self._last = weakref.ref(recording)
         self.calls = call = self.calls + 1
         key = functools.partial(_key, self._seed, call)
-        record = RecordMode(
-            recording, base, self._ledger, key, self._measures, self._holds_products
-        )
+        holds_products = self._policy.holds_products() if sites is None else sites.holds_products
+        record = RecordMode(recording, base, self._ledger, key, self._measures, holds_products)
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 
@@ -303,7 +300,7 @@ class ActivationBackend:
             return []
         base = Site(name, "layernorm", None)
         norm = self.model.get_submodule(name)
-        return [LayerSites(norm, base, (), "layernorm", Keep(), frozenset())]
+        return [LayerSites(norm, base, (), "layernorm", Keep(), False, frozenset())]
 
     def uninstall(self) -> None:
         """Everything as before :meth:`install`."""

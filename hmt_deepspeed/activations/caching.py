@@ -248,7 +248,7 @@ class RecordMode(_CachingMode):
         is_product = is_computing_projection()
         label, codec = self._choose(traits, site, inputs)
         if is_product:
-            label, codec = "project", self._product_codec
+            label, codec = "projected_inputs", self._product_codec
         operation = self._new_operation(func, site, label, out)
         (recording.products if is_product else recording.operations).append(operation)
         self.ledger.count(self.ledger.hits, site.layer, label)
@@ -343,7 +343,7 @@ class ReplayMode(_CachingMode):
         traits = traits_of(func)
         if traits.heavy and self.site is not None:
             if is_computing_projection():
-                return self._run_again(func, self.site.layer, "project", args, kwargs)
+                return self._run_again(func, self.site.layer, "projected_inputs", args, kwargs)
             return self._replay(func, args, kwargs)
         if traits.writes and self._aliases:
             self._copy_before_write(tensors_among(traits.written(args, kwargs)))

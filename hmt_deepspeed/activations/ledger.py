@@ -23,7 +23,7 @@ _Key = tuple[str, str]  # layer, label
 class ActivationReport:
     """Since the last :meth:`ActivationBackend.begin_step`.
 
-    Labels are components, and ``project`` (``X [Q | P]`` of projected linears), ``unattributed`` (heavy
+    Labels are components, and ``unattributed`` (heavy
     operations of no component, held raw), ``attention_scores`` and ``exit`` (what only leaves the layer).
 
     Attributes:

@@ -24,6 +24,7 @@ class LayerSites:
         module: the layer. base: of what it computes itself.
         modules: sites of modules within it.
         input_label: component of its input. input_codec: holds it.
+        holds_products: ``X [Q | P]`` of projected linears is held, else it is computed again.
         expected: components that its operations should be found for.
     """
 
@@ -32,6 +33,7 @@ class LayerSites:
     modules: tuple[tuple[nn.Module, Site], ...]
     input_label: Component
     input_codec: Codec
+    holds_products: bool
     expected: frozenset[str]
 
 
@@ -73,7 +75,7 @@ class Policy:
                     f"hmt.activations.{field}.{component} is {choice!r}, legal: {', '.join(legal)}. "
                     "Choose one of them."
                 )
-            needed = "keep" if choice == "recompute" else choice
+            needed = "keep" if choice in ("recompute", "project") else choice
             if needed not in self._codecs:
                 raise ValueError(
                     f"hmt.activations.{field}.{component} is {choice!r}, but the backend was given codecs of "
@@ -95,6 +97,10 @@ class Policy:
     def head_codec(self, name: str) -> Codec:
         """What holds the input of the language-model head of this name."""
         return self._codecs[self.choice("lm_head", name)]
+
+    def holds_products(self, *names: str) -> bool:
+        """Whether ``X [Q | P]`` is held in a layer of this name, or outside of layers."""
+        return self.choice("projected_inputs", *names) == "project"
 
     def layer(self, layer: Layer, is_first: bool) -> LayerSites:
         """The sites of a layer."""
@@ -118,6 +124,7 @@ class Policy:
             tuple((modules[name], site) for name, site in found.items()),
             label,
             input_codec,
+            self.holds_products(layer.name),
             frozenset(layer.components.values()) - {"layernorm"},
         )
 
@@ -206,6 +213,7 @@ def _owners(attribution: Attribution) -> dict[Component, list[tuple[str, ...]]]:
     found: dict[Component, list[tuple[str, ...]]] = {component: [] for component in COMPONENTS}
     for index, layer in enumerate(attribution.layers):
         found["embedding" if index == 0 else "residual"].append((layer.name,))
+        found["projected_inputs"].append((layer.name,))
         for name, component in layer.components.items():
             found[component].append((layer.name, f"{layer.name}.{name}"))
     if attribution.final_norm is not None:

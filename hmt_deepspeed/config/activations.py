@@ -31,7 +31,8 @@ PLAN = "plan"
 MIN_HOST_MEMORY = 2**20
 _BLOCK_SIZES = (16, 1024)
 
-# Components of which a module can own the output; `embedding` is the first layer's input, whoever made it.
+# Components of which a module can own the output; `embedding` is the first layer's input, whoever made it, and
+# linears that are projected are known.
 OwnedComponent = Literal[
     "attention_qkv", "attention_output", "mlp_intermediate", "residual", "layernorm", "lm_head"
 ]
@@ -60,8 +61,12 @@ def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
     component: Any = info.field_name
     if choice is None or choice in LEGAL_CHOICES[component]:
         return choice
+    if component == "projected_inputs":
+        raise ValueError(
+            "X [Q | P] of linears under hmt.optimizer.projected_backward is held, or is not"
+        )
     if choice == "project":
-        raise ValueError('it comes by itself with "hmt.optimizer.projected_backward"')
+        raise ValueError("only projected_inputs are held as X [Q | P]")
     if choice == "recompute":
         raise ValueError("the rest is computed again from it")
     raise ValueError("of a norm only the input is worth holding, which is residual")
@@ -91,6 +96,11 @@ class Policy(StrictModel):
         "layernorm",
         "Norms. Their internals are computed again from their inputs, of the final norm too; the "
         "input is residual, so keep and recompute are the same.",
+    )
+    projected_inputs: Choice = _choice(
+        "projected_inputs",
+        "X [Q | P], which projected linears in a layer save of their inputs: held, or computed again, which "
+        "costs a product of r + k columns.",
     )
     lm_head: Choice = _choice("lm_head", "Input of the language-model head.")
 
@@ -122,6 +132,7 @@ class PolicyOverride(StrictModel):
     mlp_intermediate: Choice | None = _override("mlp_intermediate")
     residual: Choice | None = _override("residual")
     layernorm: Choice | None = _override("layernorm")
+    projected_inputs: Choice | None = _override("projected_inputs")
     lm_head: Choice | None = _override("lm_head")
 
     check_choice = field_validator("*")(_check_choice)
@@ -155,11 +166,6 @@ class ActivationsConfig(StrictModel):
         json_schema_extra={
             "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}"
         },
-    )
-    projected_inputs: Literal["keep", "recompute"] = Field(
-        default="recompute",
-        description="X [Q | P], which projected linears in a layer save of their input: held, or "
-        "computed again, which costs a product of r + k columns.",
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         default="stochastic",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
@@ -23,6 +24,7 @@ from hmt_deepspeed.planner.setups import (
     setups,
     stock_setups,
 )
+from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import Simulation
 from hmt_deepspeed.planner.solve import fits
 from hmt_deepspeed.planner.workload import build_workload
@@ -129,8 +131,10 @@ def advise(request: Request) -> Advice:
     """Try every setup that runs today and rank them.
 
     Raises:
-        ValueError: sizes, stages or places that do not go together.
+        ValueError: sizes, stages or places that do not go together, or an optimizer that the model cannot have.
     """
+    for mode in request.modes:
+        mode.check(request.shape)
     answers = [
         evaluate(request, setup, mode) for mode in request.modes for setup in setups(request)
     ]
@@ -141,7 +145,7 @@ def advise(request: Request) -> Advice:
             for setup in host_setups(request)
         ]
         answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
-    for mode in request.fallbacks:
+    for mode in filter(partial(_runs, request.shape), request.fallbacks):
         if any(answer.plan is not None for answer in answers):
             break
         answers += [
@@ -159,6 +163,14 @@ def advise(request: Request) -> Advice:
         largest_batch(limited, best.problem.setup, best.mode),
         longest_in_chunks(best),
     )
+
+
+def _runs(shape: ModelShape, mode: OptimizerMode) -> bool:
+    try:
+        mode.check(shape)
+    except ValueError:
+        return False
+    return True
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down

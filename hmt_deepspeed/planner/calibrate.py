@@ -54,16 +54,13 @@ def with_rerun_rates(
 
     Args:
         problem: of the run that was measured. reference: the plan that it executed.
-        seconds: of what one micro-step's backward ran again, by component, and ``project`` for the products
-            ``X [Q | P]``.
+        seconds: of what one micro-step's backward ran again, by component.
     """
-    flops = {"project": 0.0}
+    flops: dict[str, float] = {}
     for layer, group in grouped_layers(problem.workload, reference):
         count = len(group.layers)
         for site in made_again(layer, site_choices(layer, group.choices)):
             flops[site.component] = flops.get(site.component, 0.0) + count * site.flops
-        if problem.setup.projected_inputs == "recompute":
-            flops["project"] += count * layer.projection_flops
     attention = flops.pop("attention_output", 0.0), seconds.get("attention_output", 0.0)
     timed = {name: size for name, size in flops.items() if size and seconds.get(name)}
     if not timed:

@@ -19,12 +19,14 @@ from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.modes import Method, OptimizerMode
 from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.setups import Request
+from hmt_deepspeed.planner.shapes import ModelShape, parameters
 from hmt_deepspeed.planner.simulate import simulate
 from hmt_deepspeed.sites import PAPER_POLICY
 
 __all__ = ["main"]
 
 GIB = 2**30
+_RANK = 128
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"),
         default="auto",
     )
-    add("--rank", type=int, default=128, help="of low-rank methods")
+    add("--rank", type=int, help="of low-rank methods; 128, or as much as every matrix can have")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
     add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
     add("--lossy", action="store_true", help="allow int8 where the HMT paper's policy has it")
@@ -110,14 +112,16 @@ def _request(args: argparse.Namespace) -> Request:
             raise ValueError(
                 f"--{field} is missing; legal: {', '.join(known)}, or a file. Give one."
             )
+    shape = model_shape(args.model, args.vocab_size)
+    rank = _usual_rank(shape) if args.rank is None else args.rank
     return Request(
-        shape=model_shape(args.model, args.vocab_size),
+        shape=shape,
         machine=_machine(args),
         seq_length=args.seq_length,
         micro_batch=args.micro_batch,
         global_batch=args.global_batch,
-        modes=_modes(args),
-        fallbacks=_fallbacks(args),
+        modes=_modes(args, rank),
+        fallbacks=_fallbacks(args, rank),
         cpu_adam=args.method in ("auto", "adamw"),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
@@ -128,17 +132,22 @@ def _request(args: argparse.Namespace) -> Request:
     )
 
 
-def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
+def _usual_rank(shape: ModelShape) -> int:
+    low_rank = filter(OptimizerMode().is_low_rank, parameters(shape))
+    return min(_RANK, *(min(parameter.shape) for parameter in low_rank))
+
+
+def _modes(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
     auto: tuple[Method, ...] = ("lowrank_adamw", "adamw")
     methods = auto if args.method == "auto" else (args.method,)
-    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
+    return tuple(OptimizerMode(method=method, rank=rank) for method in methods)
 
 
-def _fallbacks(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
+def _fallbacks(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
     """Smaller and less exact, from one to the next."""
     if args.method not in ("auto", "lowrank_adamw"):
         return ()
-    no_masters = OptimizerMode(rank=args.rank, master_weights="none")
+    no_masters = OptimizerMode(rank=rank, master_weights="none")
     small_states = replace(no_masters, state_dtype="int8")
     return (no_masters, small_states, replace(small_states, weight_dtype="int8"))
 

@@ -93,7 +93,7 @@ def compare(
     counted: Mapping[str, Any],
     memory: Mapping[tuple[str, str], float],
     busy: Mapping[Resource, Busy],
-    refreshing_columns: int = 0,
+    refreshing_columns: Mapping[int, int] | None = None,
 ) -> Comparison:
     """A plan's predictions beside what its iterations did.
 
@@ -102,8 +102,8 @@ def compare(
         counted: metrics of the activation backend: ``activation_bytes_per_component`` and what was moved.
         memory: bytes counted by (memory, kind), named as the planner names them.
         busy: of an iteration, the resources that somebody watches.
-        refreshing_columns: of ``X [Q | P]`` of the linears that did not project in the iteration of ``counted``,
-            because their matrices refreshed.
+        refreshing_columns: by layer, of ``X [Q | P]`` of the linears that did not project in the iteration of
+            ``counted``, because their matrices refreshed.
     """
     found = estimate(problem, plan)
     expected = predicted_seconds(plan, found)
@@ -118,9 +118,10 @@ def compare(
         if moved[amount] or counted.get(name):
             rows.append(Row(name, "bytes", float(moved[amount]), float(counted.get(name, 0))))
     held = held_by_component(problem, plan)
-    if problem.setup.projected_inputs == "keep" and refreshing_columns:
-        work = problem.workload
-        held["project"] -= refreshing_columns * work.tokens * work.itemsize
+    work = problem.workload
+    for layer, columns in (refreshing_columns or {}).items():
+        if plan.choices_of(layer).get("projected_inputs") == "project":
+            held["projected_inputs"] -= columns * work.tokens * work.itemsize
     by_component = counted["activation_bytes_per_component"]
     # the head's input is held by its own linear, which a backend need not count
     names = [name for name in held if name != "lm_head" or name in by_component]
@@ -208,7 +209,7 @@ def _moved(problem: Problem, plan: Plan) -> Any:
 
 
 def held_by_component(problem: Problem, plan: Plan) -> dict[str, float]:
-    """Device bytes held for backward of one micro-batch, by component; ``project`` for ``X [Q | P]``."""
+    """Device bytes held for backward of one micro-batch, by component."""
     workload, setup = problem.workload, problem.setup
     held: dict[str, float] = {}
     for layer, group in grouped_layers(workload, plan):
@@ -219,8 +220,6 @@ def held_by_component(problem: Problem, plan: Plan) -> dict[str, float]:
             if site in again and size:
                 size -= site.raw_bytes
             held[site.component] = held.get(site.component, 0.0) + count * size
-        if setup.projected_inputs == "keep":
-            held["project"] = held.get("project", 0.0) + count * layer.projected_bytes
     for site in workload.head.sites:
         choice = site_choices(workload.head, plan.head)[site.name]
         size = site.device_bytes(choice, setup.block_size)

@@ -273,7 +273,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
             forward += amounts(encode=site.nbytes + device)
             backward += amounts(decode=site.nbytes + device)
-        elif choice == "keep" and parts == 1:
+        elif choice in ("keep", "project") and parts == 1:
             kept += device
         if parts > 1:
             backward += amounts(network=site.nbytes * (1 - 1 / parts))
@@ -282,13 +282,9 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
     for site in again:
         kind = "attention" if site.name == "attention_output" else "flops"
         backward += amounts(**{kind: site.flops})
-    products = layer.projected_bytes if setup.projected_inputs == "keep" else 0
-    held[0] += products
-    if not products:
-        backward += amounts(flops=layer.projection_flops)
     recomputed = float(backward[Amount.FLOPS] + backward[Amount.ATTENTION])
     # what is kept is there already; what is swapped comes back one layer ahead
-    working = max(0.0, layer.working_bytes - products - kept) + swapped
+    working = max(0.0, layer.working_bytes - kept) + swapped
     working += setup.gradient_buffer_bytes + setup.refresh_bytes
     return LayerLoad(forward, backward, held, working, recomputed)
 

@@ -131,7 +131,6 @@ def activation_bytes(
         sizes["device"] += site.count * -(-site.device_bytes(choice, block_size) // parts)
         if choice in ("swap_host", "swap_ssd"):
             sizes[choice.removeprefix("swap_")] += site.count * -(-site.nbytes // parts)
-    sizes["device"] += sum(layer.count * layer.projected_bytes for layer in workload.layers)
     return ActivationBytes(**sizes)
 
 

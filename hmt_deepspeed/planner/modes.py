@@ -6,14 +6,22 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from hmt_deepspeed.planner.flops import Projected
-from hmt_deepspeed.planner.shapes import ModelShape, Parameter, by_layer, is_selected
+from hmt_deepspeed.planner.shapes import (
+    ModelShape,
+    Parameter,
+    by_layer,
+    is_selected,
+    parameters,
+)
 
-__all__ = ["REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
+__all__ = ["LEAST_INT8", "REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
 
 Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
 Projection = Literal["right", "left", "auto", "two_sided"]
 Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
+
+LEAST_INT8 = 4096  # elements of a state; smaller ones stay in fp32
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,33 @@ class OptimizerMode:
         found = [(replace(self, ranks=tuple(each.items())), 1) for each in ranks]
         others = shape.layers - len(own)
         return [(replace(self, ranks=tuple(shared.items())), others)] * bool(others) + found
+
+    def check(self, shape: ModelShape) -> None:
+        """Refuse what HMT's engine refuses of a model.
+
+        Raises:
+            ValueError: a rank above a matrix's smaller side, or INT8 moments of fewer than 4096 elements.
+        """
+        if self.method in ("adamw", "apollo_mini"):
+            return
+        for parameter in filter(self.is_low_rank, parameters(shape)):
+            m, n = parameter.shape
+            if self.rank > min(m, n):
+                raise ValueError(
+                    f"hmt.optimizer.rank is {self.rank}, but {parameter.name} is {m} x {n}; legal: 1 to "
+                    f"{min(m, n)}. Lower it."
+                )
+            rows = n if self.is_transposed(parameter) else m
+            elements = self.rank * (self.rank if self.projection == "two_sided" else rows)
+            if (
+                self.state_dtype == "int8"
+                and self.method == "lowrank_adamw"
+                and elements < LEAST_INT8
+            ):
+                raise ValueError(
+                    f'hmt.optimizer.state_dtype is "int8", but the moments of {parameter.name} have {elements} '
+                    f"elements; legal: at least {LEAST_INT8}. Raise the rank, or use fp32."
+                )
 
     def rank_of(self, parameter: Parameter) -> int:
         """r of a low-rank matrix: its own, or that of all as far as the smaller side has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -25,7 +26,7 @@ __all__ = [
     "uniform_plan",
 ]
 
-_VERSION = 1
+_VERSION = 2
 _BESIDE_THE_PLAN = ("price_per_hour", "ssd_endurance")
 
 
@@ -84,12 +85,16 @@ class Plan:
         raise ValueError(f"layer is {layer}; legal: 0 to {self.num_layers - 1}. Give one of them.")
 
     def policy(self) -> dict[Component, Choice]:
-        """The choice that most layers take, of every component: ``hmt.activations.policy``."""
+        """The choice that most layers take, of every component: ``hmt.activations.policy``.
+
+        Of projected inputs only where there are any: elsewhere that key is refused.
+        """
         usual = {
             component: max(counts, key=lambda choice: counts[choice])
             for component, counts in self.counts().items()
         }
-        return {component: usual.get(component, "keep") for component in COMPONENTS}
+        rest = [c for c in COMPONENTS if c not in usual and c != "projected_inputs"]
+        return usual | {component: "keep" for component in rest}
 
     def overrides(self, layer_path: str) -> dict[str, dict[Component, Choice]]:
         """What other layers take instead, by a regex of their names: ``hmt.activations.overrides``.
@@ -168,11 +173,18 @@ def uniform_plan(
 
 
 def regrouped(plan: Plan, workload: Workload) -> Plan:
-    """The same choices for a workload whose equal layers are others, of the same model."""
+    """The same choices for a workload whose equal layers are others, of the same model.
+
+    At other ranks a layer may project what it did not, and the other way round.
+    """
+    # where a layer has no choice of its own
+    executed: dict[Component, Choice] = {"projected_inputs": "recompute", **plan.policy()}
     groups = []
-    for group in plan.layers:
-        parts = (set(group.layers) & set(layer.layers) for layer in workload.layers)
-        groups += [LayerChoices(tuple(sorted(part)), group.choices) for part in parts if part]
+    for group, layer in itertools.product(plan.layers, workload.layers):
+        part = tuple(sorted(set(group.layers) & set(layer.layers)))
+        components = dict.fromkeys(site.component for site in layer.sites)
+        choices = {c: group.choices.get(c, executed[c]) for c in components}
+        groups += [LayerChoices(part, choices)] * bool(part)
     return replace(plan, layers=tuple(groups))
 
 

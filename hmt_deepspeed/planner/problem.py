@@ -52,8 +52,6 @@ class RunSetup:
         model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
             of them (ZeRO-R's P_a).
         block_size: of the 8-bit codecs.
-        projected_inputs: whether ``X [Q | P]`` of projected linears is held or computed again
-            (``hmt.activations.projected_inputs``).
         gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
             reduction buckets, and full gradients of matrices that refresh. refresh_bytes: of their linears'
             inputs. Both of the worst step.
@@ -72,7 +70,6 @@ class RunSetup:
     model_parallel: int = 1
     partition_activations: bool = False
     block_size: int = 256
-    projected_inputs: Literal["keep", "recompute"] = "recompute"
     gradient_buffer_bytes: float = 0.0
     refresh_bytes: float = 0.0
     engine: EngineMemory | None = None

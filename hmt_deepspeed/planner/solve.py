@@ -130,7 +130,12 @@ def fits(problem: Problem, allowed: Allowed) -> bool:
     return solve(problem, allowed, time_limit=0) is not None
 
 
-_MADE_AGAIN: tuple[Component, ...] = ("attention_qkv", "attention_output", "mlp_intermediate")
+_MADE_AGAIN: tuple[Component, ...] = (
+    "attention_qkv",
+    "attention_output",
+    "mlp_intermediate",
+    "projected_inputs",
+)
 
 
 def _least(given: tuple[Choice, ...], of_inputs: Choice) -> Choice:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from hmt_deepspeed.planner.modes import REPLICATED, OptimizerMode, Sharding
+from hmt_deepspeed.planner.modes import LEAST_INT8, REPLICATED, OptimizerMode, Sharding
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, num_parameters, parameters
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
 
 FP32 = 4
 STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
-LEAST_INT8 = 4096  # smaller states stay in fp32
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ made for (``sites.py``), its steps the heavy ops (matrix products and the attent
 
 A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
 again and are not counted. The down projection's output is the next layer's input and is never made again,
-but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``.
+but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``. Where
+linears are projected, one more site is all that they save, the products ``X [Q | P]``.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Site:
 
     Attributes:
         name: unique within a layer: ``layer_input``, ``attention_qkv``, ``attention_output``, ``residual``,
-            ``mlp_intermediate``, ``mlp_output``; outside the layers ``final_norm``, ``lm_head``.
+            ``mlp_intermediate``, ``mlp_output``, ``projected_inputs``; outside the layers ``final_norm``,
+            ``lm_head``.
         component: whose choice it follows; the first layer's input is ``embedding``.
         layers: numbers of the layers it stands for, (OUTSIDE,) outside them.
-        tokens, channels, itemsize: of the tensor, as computed.
+        tokens, channels, itemsize: of the tensor, as computed; of products of one layer, of all together.
         flops: of making it from ``depends``; 0 where nothing heavy makes it.
         raw_bytes: held beside it as they are with every choice but ``recompute`` (log-sum-exp).
         depends: names of the sites of the same layer that making it again reads.
@@ -100,7 +102,6 @@ class Layer:
         backward_flops: without any recompute but that of the attention op itself.
         model_flops: of an ordinary forward and backward, see :attr:`Workload.model_flops`.
         parameters: elements of its weights.
-        projected_bytes: products ``X [Q | P]`` for projected backward, held or made again whatever is chosen.
         freed_inputs: bytes of linears' inputs, by role, that projected backward does without when most is
             alive; the down projection's has gone by then.
         weight_gradient_bytes: of the linear with the largest, whole or projected.
@@ -116,7 +117,6 @@ class Layer:
     backward_flops: int
     model_flops: int
     parameters: int
-    projected_bytes: int
     freed_inputs: Mapping[Role, int]
     weight_gradient_bytes: int
     saved_bytes: int
@@ -126,6 +126,11 @@ class Layer:
     def count(self) -> int:
         """How many equal layers."""
         return len(self.layers)
+
+    @property
+    def projected_bytes(self) -> int:
+        """Products ``X [Q | P]`` of one layer."""
+        return sum(s.nbytes for s in self.sites if s.component == "projected_inputs")
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,7 @@ _DEPENDS: dict[str, tuple[str, ...]] = {
     "residual": ("attention_output",),
     "mlp_intermediate": ("layer_input", "residual"),
     "mlp_output": ("mlp_intermediate",),
+    "projected_inputs": ("layer_input", "attention_output", "residual", "mlp_intermediate"),
 }
 
 
@@ -323,8 +329,7 @@ def _layer(
     flops = layer_flops(shape, micro_batch, seq_length, attention, window, projected)
     saved = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused, freed=flops.freed)
     every = layer_saved(shape, micro_batch, seq_length, itemsize, fused=fused)
-    projected_bytes = flops.projection_columns * tokens * itemsize
-    saved_bytes = sum(saved.values()) + projected_bytes
+    saved_bytes = sum(saved.values()) + flops.projection_columns * tokens * itemsize
     return Layer(
         layers=numbers,
         sites=_layer_sites(shape, numbers, tokens, itemsize, fused, flops),
@@ -333,7 +338,6 @@ def _layer(
         backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
         model_flops=3 * (sum(flops.forward.values()) + _whole_attention(shape, tokens, reach)),
         parameters=sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer)),
-        projected_bytes=projected_bytes,
         freed_inputs={
             role: every.get(f"{role}_input", 0) for role in flops.freed if role != "down"
         },
@@ -378,9 +382,14 @@ def _layer_sites(
         rows.insert(3, ("residual", "residual", shape.hidden, flops.forward["out"]))
     if shape.sandwich or shape.post_norm:  # a norm reads the down projection's output
         rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
+    if flops.projection_columns:
+        rows.append(
+            ("projected_inputs", "projected_inputs", flops.projection_columns, flops.projections)
+        )
     depends = dict(_DEPENDS)
     if shape.parallel:
         depends["mlp_intermediate"] = ("layer_input",)
+        depends["projected_inputs"] = ("layer_input", "attention_output", "mlp_intermediate")
     return tuple(
         Site(
             name=name,

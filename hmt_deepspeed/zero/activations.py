@@ -20,6 +20,7 @@ from hmt_deepspeed.activations.policy import check_overrides
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
+from hmt_deepspeed.optim.linear import is_projected
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
@@ -85,7 +86,6 @@ class Activations:
                 self._codecs,
                 self.overrides,
                 of_inputs=inputs.codec,
-                holds_products=config.projected_inputs == "keep",
                 around=Boundary(inputs.keys).run,
                 error_interval=config.error_interval,
             )
@@ -170,6 +170,7 @@ class Activations:
         found["residual"] += len(self.attribution.layers) - 1
         found["lm_head"] = int(self.attribution.head is not None)
         found["layernorm"] += self.attribution.final_norm is not None
+        found["projected_inputs"] = sum(map(is_projected, self.backend.model.modules()))
         return found
 
     def close(self) -> None:
@@ -203,7 +204,7 @@ def build_codecs(
         choice: build_codec(
             choice, block_size=config.block_size, rounding=config.rounding, stores=stores
         )
-        for choice in sorted(chosen - {"recompute"})
+        for choice in sorted(chosen - {"recompute", "project"})
     }
 
 

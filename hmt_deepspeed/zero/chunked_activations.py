@@ -290,11 +290,6 @@ def refused_beside_chunks(
                     f"one of {', '.join(CHUNKED)}."
                 )
     given = config.model_fields_set
-    if config.projected_inputs == "keep":
-        yield (
-            'hmt.activations.projected_inputs is "keep", legal is "recompute" with hmt.fpdt.enabled: X [Q | P] is '
-            "there for a piece at a time. Remove it."
-        )
     if config.components:
         yield (
             f"hmt.activations.components is {config.components!r}, legal is {{}} with hmt.fpdt.enabled, which "

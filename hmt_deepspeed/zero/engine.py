@@ -145,7 +145,8 @@ class HMTEngine(DeepSpeedEngine):
         facts = self.run_facts(hmt)
         given: dict[str, Any] = {}
         if self.hmt_enabled:
-            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer)
+            layer = facts.shape.names.layer
+            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer, layer)
         if facts.rank_is_chosen:
             given["found_ranks"] = RankWatch(self.optimizer, facts.shape.names.layer).news
         return RunPlanner(

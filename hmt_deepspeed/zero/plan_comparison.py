@@ -52,7 +52,7 @@ class PlannedIterations:
         plan: Plan,
         activations: Mapping[str, Any],
         memory: Mapping[tuple[str, str], float],
-        refreshing_columns: int,
+        refreshing_columns: Mapping[int, int],
     ) -> Comparison | None:
         """Medians beside the plan's predictions; None before the first. See :func:`compare`."""
         if not self._seconds:

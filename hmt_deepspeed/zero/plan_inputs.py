@@ -24,7 +24,7 @@ from hmt_deepspeed.planner.memory import (
 )
 from hmt_deepspeed.planner.offloaded import offloaded_states
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
-from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.shapes import ModelShape, by_layer
 from hmt_deepspeed.planner.workload import Workload, build_workload
 from hmt_deepspeed.zero.entries import CacheSettings, HostSettings
 from hmt_deepspeed.zero.plan_memory import engine_memory
@@ -163,7 +163,6 @@ def run_facts(
         schedule="optimised" if pipelined else "naive",
         holds_gradients=True,
         block_size=hmt.activations.block_size,
-        projected_inputs=hmt.activations.projected_inputs,
         engine=engine_memory(engine, hmt, options, host, cache),
     )
     eager = getattr(config, "_attn_implementation", None) == "eager"
@@ -243,15 +242,23 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     )
 
 
-def refreshing_columns(optimizer: Any) -> int:
-    """Columns of ``X [Q | P]`` that no linear forms in this window, because their matrices refresh."""
-    found = {
-        entry.matrix.columns.owner: entry.matrix.width
+def refreshing_columns(optimizer: Any, layer_path: str) -> dict[int, int]:
+    """Columns of ``X [Q | P]``, by layer, that no linear forms in this window, because their matrices refresh.
+
+    Args:
+        layer_path: of a layer in the model, ``*`` for its number.
+    """
+    widths = {  # by owner, since matrices that share columns have one product
+        entry.matrix.columns.owner: (entry.name, entry.matrix.width)
         for entry in optimizer.low_rank
         if entry.gradient.refreshing and entry.gradient.site is not None
         if not (entry.matrix.transposed or entry.matrix.takes_whole)
     }
-    return sum(found.values())
+    by_name = dict(widths.values())
+    return {
+        layer: sum(by_name[name] for name in names.values())
+        for layer, names in by_layer(layer_path, by_name).items()
+    }
 
 
 # -- memory -----------------------------------------------------------------------------------------

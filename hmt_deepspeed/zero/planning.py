@@ -78,12 +78,12 @@ class RunPlanner:
         counted: Callable[[], Mapping[tuple[str, str], float]],
         busy: Callable[[], Mapping[Resource, Busy]],
         found_ranks: Callable[[], FoundRanks | None] = lambda: None,
-        refreshing_columns: Callable[[], int] = lambda: 0,
+        refreshing_columns: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self.facts, self._hmt, self._accelerator, self._device = facts, hmt, accelerator, device
         self._adopt, self._activations, self._counted = adopt, activations, counted
         self._found_ranks, self._refreshing_columns = found_ranks, refreshing_columns
-        self._not_projected = 0  # columns, in the last step
+        self._not_projected: Mapping[int, int] = {}  # columns by layer, in the last step
         self._now = self._expected = facts  # with the ranks of today, and with those to plan for
         self._ranks: FoundRanks | None = None
         self._why_again: str | None = None

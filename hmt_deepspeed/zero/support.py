@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
+from hmt_deepspeed.config.activations import Policy, PolicyOverride
 from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
 from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
@@ -96,12 +97,15 @@ def check_activations(
             "graphs bypass the modules that activations are attributed to: remove one of the two."
         )
     projected = options is not None and options["projected_backward"] is not False
-    if "projected_inputs" in activations.model_fields_set and not projected:
-        raise ValueError(
-            f"hmt.activations.projected_inputs is {activations.projected_inputs!r}, but nothing is projected "
-            'without HMT\'s optimizer and its projected backward: remove it, or set "optimizer": {"type": '
-            '"HMT"}.'
-        )
+    given: dict[str, Policy | PolicyOverride] = {"policy": activations.policy}
+    given |= {f"overrides[{name!r}]": over for name, over in activations.overrides.items()}
+    for place, choices in given.items():
+        if "projected_inputs" in choices.model_fields_set and not projected:
+            raise ValueError(
+                f"hmt.activations.{place}.projected_inputs is {choices.projected_inputs!r}, but nothing is "
+                'projected without HMT\'s optimizer and its projected backward: remove it, or set "optimizer": '
+                '{"type": "HMT"}.'
+            )
 
 
 def _check_stock_stage_3(config: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def contenders(folder: str) -> dict[str, Contender]:
         BASELINE: Contender(),
         PAPER: Contender({}),
         PROJECTED: Contender({}, projected=True),
-        HELD: Contender({"projected_inputs": "keep"}, projected=True),
+        HELD: Contender({"policy": {"projected_inputs": "project"}}, projected=True),
         FULL: Contender({"policy": dict.fromkeys(_RECOMPUTED, "recompute")}),
         TO_HOST: Contender({"policy": dict.fromkeys(_SWAPPED, "swap_host")}),
         TO_SSD: Contender({"policy": dict.fromkeys(_SWAPPED, "swap_ssd"), **swap_ssd}),

@@ -149,7 +149,11 @@ def _limit(profiled: Any, shape: Shape, part: float) -> int:
         estimate(problem, plan).peak("gpu")
         for plan in (
             _reference(planner, problem),
-            uniform_plan(work, planner.machine, dict.fromkeys(COMPONENTS, "keep")),
+            uniform_plan(
+                work,
+                planner.machine,
+                dict.fromkeys(COMPONENTS, "keep") | {"projected_inputs": "project"},
+            ),
         )
     )
     return int(max(2**20, least + part * (most - least)))

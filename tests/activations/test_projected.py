@@ -11,6 +11,7 @@ from hmt_deepspeed.optim.linear import _PATCHED, InputGroup
 pytestmark = pytest.mark.usefixtures("poison")
 
 OPTIONS = {"rank": 4, "probes": 2, "update_interval": 3, "scale": 1.0, "lr": 1e-2}
+PROJECT = {"projected_inputs": "project"}
 STEPS = 4
 
 
@@ -79,40 +80,57 @@ def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy
     computed = []
     compute = InputGroup._compute
     monkeypatch.setattr(InputGroup, "_compute", lambda *a: (computed.append(1), compute(*a))[1])
-    with installed(model, policy) as backend:
+    with installed(model, policy | PROJECT) as backend:
         model(input_ids=tokens(), labels=tokens()).loss.backward()
         report = backend.report()
     assert len(computed) == 2 * 4  # in forward; a replay does not even gather the columns
     active = [site for _, (site, _) in sorted_sites(model) if site.active]
     assert len(active) > 10  # of 14
-    assert report.bytes_by_label["project"] == 16 * (4 + 2) * 4 * len(active)
+    assert report.bytes_by_label["projected_inputs"] == 16 * (4 + 2) * 4 * len(active)
     # q, k, v share one product, gate and up one; o and down have their own
-    assert report.hits["model.layers.0"]["project"] == 4
+    assert report.hits["model.layers.0"]["projected_inputs"] == 4
     # neither a product, nor down_proj, although it saves its product after computing its output
     assert set(report.rerun) == set(rerun)
     assert report.unread == {}
 
 
 def test_products_may_be_computed_again():
-    def products(**options):
+    def products(choices):
         model = tiny("llama")
         optimizer = HMT(model, **OPTIONS | {"update_interval": 100})
         for _ in range(2):
             model(input_ids=tokens(), labels=tokens()).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        with installed(model, PAPER_KEPT, **options) as backend:
+        with installed(model, PAPER_KEPT | choices) as backend:
             model(input_ids=tokens(), labels=tokens()).loss.backward()
             report = backend.report()
         _assert_nothing_is_left(model)
         return [site.take() for _, (site, _) in sorted_sites(model)], report
 
-    held, _ = products()
-    found, report = products(holds_products=False)
+    held, _ = products(PROJECT)
+    found, report = products({})
     for one, other in zip(found, held, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
-    assert "project" not in report.bytes_by_label
-    assert report.rerun["project"] == sum(report.hits[n]["project"] for n in report.hits)
+    assert "projected_inputs" not in report.bytes_by_label
+    hits = sum(report.hits[n]["projected_inputs"] for n in report.hits)
+    assert report.rerun["projected_inputs"] == hits
+
+
+def test_one_layer_may_hold_its_products_and_another_not():
+    model = tiny("llama")
+    optimizer = HMT(model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30})
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with installed(model, PAPER_KEPT, overrides={"layers.1$": PROJECT}) as backend:
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        report = backend.report()
+    assert set(report.rerun) == {"attention_qkv", "projected_inputs"}
+    held = {layer for layer, labels in report.held_bytes.items() if "projected_inputs" in labels}
+    assert held == {"model.layers.1"}
+    again = report.hits["model.layers.0"]["projected_inputs"]
+    assert report.rerun["projected_inputs"] == again > 0
 
 
 def test_an_exception_in_the_middle_leaves_the_groups_in_step():

@@ -58,8 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = ("llama", "gemma3", "phi", "gpt2", "opt")
 
 
-@cache
 def config(name: str, **changes: Any) -> Any:
+    """A new one each time: building a model writes its dtype into the configuration."""
     import transformers
 
     kind, fields = FAMILIES[name]

@@ -110,6 +110,18 @@ def test_smaller_states_only_where_nothing_exact_fits() -> None:
     assert tight.fits
 
 
+def test_what_the_engine_refuses_is_not_proposed() -> None:
+    tiny = OptimizerMode(rank=4, master_weights="none", state_dtype="int8")
+    asked = {"modes": (MODE,), "fallbacks": (tiny,), "cpu_adam": False, "offload_param": "none"}
+    advice = advise(request_for(gpu_gib=1.6, **asked))
+    assert not advice.fits
+    assert all(answer.mode == MODE for answer in advice.answers)
+    with pytest.raises(ValueError, match=r"int8.*have \d+ elements; legal: at least 4096"):
+        tiny.check(request_for().shape)
+    with pytest.raises(ValueError, match=r"rank is 4096, but .* legal: 1 to 768\. Lower it"):
+        advise(request_for(modes=(OptimizerMode(rank=4096),)))
+
+
 ADAMW_ONLY = {"modes": (OptimizerMode(method="adamw"),)}
 
 
@@ -324,8 +336,10 @@ def test_a_config_folder_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         vocab_size=100,
     ).save_pretrained(tmp_path)
     size = ["--model", str(tmp_path), *TINY[2:], "--num_ssds", "0", "--zero_stage", "1"]
-    out = run([*size, "--method", "lowrank_adamw"], capsys)
+    written = tmp_path / "ds.json"
+    out = run([*size, "--method", "lowrank_adamw", "--write", str(written)], capsys)
     assert out.startswith("llama, ")
+    assert json.loads(written.read_text())["hmt"]["optimizer"]["rank"] == 64  # no more is legal
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hmt_deepspeed.sites import PAPER_POLICY
 RECOMPUTE = PAPER_POLICY | dict.fromkeys(
     ("attention_qkv", "attention_output", "mlp_intermediate", "residual"), "recompute"
 )
-KEEP = dict.fromkeys(PAPER_POLICY, "keep")
+KEEP = dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
 IN_PLACE = RunSetup(zero_stage=2, accumulation=2)
 MEASURED = IterationSeconds(forward=2.0, backward=7.0, update=0.5)
 
@@ -99,9 +99,9 @@ def test_what_was_run_again_gives_the_rate_of_products_and_attentions_overhead()
 def test_the_simulator_knows_the_overheads_too() -> None:
     factors = Overheads(2.0, 3.0, 5.0, 7.0, 11.0, 13.0)
     policy = PAPER_POLICY | {"attention_output": "recompute"}
-    for setup in (IN_PLACE, replace(IN_PLACE, projected_inputs="keep")):
-        problem = small_problem(setup=setup, mode=OptimizerMode(rank=64), overheads=factors)
-        plan = planned(problem, policy)
+    for products in ("recompute", "project"):
+        problem = small_problem(setup=IN_PLACE, mode=OptimizerMode(rank=64), overheads=factors)
+        plan = planned(problem, policy | {"projected_inputs": products})
         assert simulate(problem, plan).seconds == pytest.approx(estimate(problem, plan).seconds)
 
 
@@ -123,16 +123,15 @@ def test_a_processor_cannot_compute_while_it_copies() -> None:
 
 
 def test_products_of_projected_linears_are_held_or_made_again() -> None:
-    kept, again = (
-        small_problem(setup=replace(IN_PLACE, projected_inputs=how), mode=OptimizerMode(rank=64))
-        for how in ("keep", "recompute")
-    )
-    held, not_held = (held_by_component(p, planned(p, KEEP)) for p in (kept, again))
-    products = sum(x.count * x.projected_bytes for x in kept.workload.layers)
-    assert held.pop("project") == products > 0
+    problem = small_problem(setup=IN_PLACE, mode=OptimizerMode(rank=64))
+    kept, again = planned(problem, KEEP), planned(problem, KEEP | {"projected_inputs": "recompute"})
+    held, not_held = (held_by_component(problem, plan) for plan in (kept, again))
+    products = sum(x.count * x.projected_bytes for x in problem.workload.layers)
+    assert held.pop("projected_inputs") == products > 0
+    assert not_held.pop("projected_inputs") == 0
     assert held == not_held
-    flops = sum(x.count * x.projection_flops for x in kept.workload.layers)
-    by_plan = [estimate(p, planned(p, KEEP)).hardware_flops for p in (again, kept)]
+    flops = sum(x.count * x.projection_flops for x in problem.workload.layers)
+    by_plan = [estimate(problem, plan).hardware_flops for plan in (again, kept)]
     assert by_plan[0] - by_plan[1] == 2 * flops  # both micro-steps
 
 

@@ -19,7 +19,9 @@ from hmt_deepspeed.planner.simulate import simulate
 from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
-KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep")
+KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep") | {
+    "projected_inputs": "project"
+}
 RECOMPUTE: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
     "embedding": "keep",

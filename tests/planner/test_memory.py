@@ -45,7 +45,7 @@ from hmt_deepspeed.zero.shards import RowShards
 
 GIB, GB = 2**30, 10**9
 ADAMW = OptimizerMode(method="adamw")
-KEEP = dict.fromkeys(PAPER_POLICY, "keep")
+KEEP = dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
 REPLICATED = Sharding()
 
 # -- optimizer states ---------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import MACHINE, ON_SSD, small_problem, with_budget
+from problems import ADAMW, MACHINE, ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.host import EngineMemory
 from hmt_deepspeed.planner.loads import static_bytes
+from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
@@ -56,6 +57,7 @@ def random_problem(rng: np.random.Generator) -> tuple[Problem, Allowed]:
     problem = small_problem(
         layers=2,
         setup=setup,
+        mode=OptimizerMode(rank=64) if setup.offload_optimizer == "none" else ADAMW,
         device_to_host=float(rng.uniform(2e9, 4e10)),
         both_directions=2.2e10,
         ssd_write=float(rng.uniform(1e9, 4e9)),
@@ -67,6 +69,7 @@ def random_problem(rng: np.random.Generator) -> tuple[Problem, Allowed]:
     ):
         legal = ("keep", "recompute", "swap_host", "swap_ssd")
         allowed[component] = tuple(x for x in legal if rng.random() < 0.8) or ("recompute",)
+    allowed["projected_inputs"] = ("project", "recompute")
     activations = problem.workload.saved_bytes
     static = {name: sum(kinds.values()) for name, kinds in static_bytes(problem).items()}
     working = max(layer.working_bytes for layer in problem.workload.layers)
@@ -102,8 +105,27 @@ def test_the_plan_is_the_best_there_is() -> None:
     assert tight >= 4  # memory decided
 
 
+def test_projected_inputs_are_held_as_far_as_there_is_room() -> None:
+    """To make X [Q | P] again takes time and to hold it memory, layer by layer."""
+    problem = small_problem(layers=6, mode=OptimizerMode(rank=64), setup=RunSetup())
+    allowed = allowed_choices(MACHINE, fixed={**RECOMPUTE, "projected_inputs": "project"})
+    allowed["projected_inputs"] = ("project", "recompute")
+    least = estimate(problem, uniform_plan(problem.workload, problem.machine, RECOMPUTE)).peak(
+        "gpu"
+    )
+    products = sum(x.count * x.projected_bytes for x in problem.workload.layers)
+    held = []
+    for part in (1.0, 0.4):
+        plan = solve(with_budget(problem, gpu=least + part * products), allowed)
+        assert plan is not None
+        held.append(plan.counts()["projected_inputs"].get("project", 0))
+    assert held == [6, 2]
+    assert fits(with_budget(problem, gpu=least), allowed)
+
+
 def test_96_layers_are_planned_in_less_than_two_seconds() -> None:
-    problem = small_problem(layers=96, hidden=2048, batch=32, seq_length=1024)
+    mode = OptimizerMode(rank=128)
+    problem = small_problem(layers=96, hidden=2048, batch=32, seq_length=1024, mode=mode)
     static = sum(static_bytes(problem)["gpu"].values())
     problem = with_budget(problem, gpu=static + 12e9, host=40e9)
     lossy = {c: choice for c, choice in PAPER_POLICY.items() if choice == "int8"}

@@ -48,7 +48,8 @@ def compare(stage, names, gas=1, dtype=None):
     losses, weights, _ = run(stage, None, gas, dtype)
     reports = {}
     for name in names:
-        found, found_weights, reports[name] = run(stage, policies[name], gas, dtype)
+        policy = policies[name] | {"projected_inputs": "project"}
+        found, found_weights, reports[name] = run(stage, policy, gas, dtype)
         assert found == losses
         different = [n for n in weights if not torch.equal(found_weights[n], weights[n])]
         assert not different
@@ -69,7 +70,7 @@ def test_stage_3(ranks, world, policies):
         for name, report in reports.items():
             assert report["rerun"] == RERUN[name]
             assert (report["unread"], report["missed"]) == ({}, ())
-            assert "project" in report["labels"]
+            assert "projected_inputs" in report["labels"]
 
 
 def test_a_lower_stage_and_accumulation(ranks):

@@ -84,7 +84,7 @@ def runs(jobs: list[tuple[int, bool]], sections: dict[str, Any]) -> dict[str, An
     return found
 
 
-HELD_PRODUCTS = {**LOSSLESS, "projected_inputs": "keep"}
+HELD_PRODUCTS = {"policy": {**LOSSLESS["policy"], "projected_inputs": "project"}}
 EIGHT_BITS = {"policy": {"lm_head": "int8", "residual": "fp8", "attention_qkv": "int8"}}
 SECTIONS = {"without": None, "lossless": LOSSLESS, "paper": {}, "host": TO_HOST}
 PROJECTED = {"without": None, "lossless": LOSSLESS, "held": HELD_PRODUCTS}
@@ -122,8 +122,11 @@ def check_training(found: dict[str, Any]) -> None:
     assert found["paper"]["losses"] == pytest.approx(exact["losses"], rel=2e-3)
     assert found["paper"]["losses"] != exact["losses"]
     metrics = found["paper"]["metrics"]
-    assert set(metrics["activation_rerun_flops_per_component"]) == {"attention_qkv", "project"}
-    assert "project" not in metrics["activation_bytes_per_component"]
+    assert set(metrics["activation_rerun_flops_per_component"]) == {
+        "attention_qkv",
+        "projected_inputs",
+    }
+    assert "projected_inputs" not in metrics["activation_bytes_per_component"]
 
 
 def test_projected_inputs_are_held_where_that_is_asked(ranks: Ranks) -> None:
@@ -132,11 +135,11 @@ def test_projected_inputs_are_held_where_that_is_asked(ranks: Ranks) -> None:
         assert found[name]["losses"] == found["without"]["losses"]
         assert furthest(found[name]["weights"], found["without"]["weights"]) == 0
     again, held = (found[name]["metrics"] for name in ("lossless", "held"))
-    products = held["activation_bytes_per_component"]["project"]  # X [Q | P]
+    products = held["activation_bytes_per_component"]["projected_inputs"]  # X [Q | P]
     assert products > 0
     assert held["activation_bytes"] == again["activation_bytes"] + products
-    assert "project" not in held["activation_rerun_flops_per_component"]
-    assert "project" in again["activation_rerun_flops_per_component"]
+    assert "projected_inputs" not in held["activation_rerun_flops_per_component"]
+    assert "projected_inputs" in again["activation_rerun_flops_per_component"]
 
 
 def test_a_stock_optimizer_goes_with_a_block_of_activations(two_ranks: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ def test_a_stock_optimizer_goes_with_a_block_of_activations(two_ranks: dict[str,
     assert furthest(found["host"]["weights"], found["without"]["weights"]) == 0
     assert "optimizer_state_bytes" not in found["paper"]["metrics"]
     held = found["paper"]["metrics"]["activation_bytes_per_component"]
-    assert "project" not in held
+    assert "projected_inputs" not in held
     without = found["without"]["metrics"]
     assert not [name for name in without if name.startswith(("activation_", "optimizer_state"))]
 
@@ -383,7 +386,10 @@ def taken_over(enabled: bool) -> dict[str, Any]:
 def test_ours_takes_over_and_everything_is_put_back(ranks: Ranks, enabled: bool) -> None:
     found = ranks.run(taken_over, 1, enabled)[0]
     assert found["ours"]
-    assert found["rerun"] <= {"attention_qkv", "project"}  # not all, as with Hugging Face's
+    assert found["rerun"] <= {
+        "attention_qkv",
+        "projected_inputs",
+    }  # not all, as with Hugging Face's
     assert found["back"]
     assert found["hooks"] == 0
     assert found["forwards"] == []
@@ -423,9 +429,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
         "lm_head (OddLinear) has a forward of its own",
     ),
     "no projected inputs": (
-        {"projected_inputs": "keep"},
+        {"overrides": {"layers": {"projected_inputs": "project"}}},
         tiny_llama,
-        "hmt.activations.projected_inputs is 'keep', but nothing is projected",
+        "overrides['layers'].projected_inputs is 'project', but nothing is projected",
     ),
     "misspelt": ({"polcy": {}}, tiny_llama, 'did you mean "hmt.activations.policy"'),
 }

@@ -185,7 +185,7 @@ def refusals(section: dict[str, Any], checkpointing: dict[str, Any] | None = Non
         ({"policy": {"mlp_intermediate": "int8"}}, "policy.mlp_intermediate is 'int8', legal is"),
         ({"policy": {"attention_qkv": "keep"}}, "policy.attention_qkv is 'keep'"),
         ({"overrides": {"layers": {"mlp_intermediate": "fp8"}}}, r"overrides\['layers'\].mlp"),
-        ({"projected_inputs": "keep"}, "projected_inputs is"),
+        ({"policy": {"projected_inputs": "project"}}, "policy.projected_inputs is 'project'"),
         ({"components": {"mlp": "residual"}}, "components is"),
         ({"rounding": "nearest"}, "rounding is 'nearest', but nothing"),
         ({"error_interval": 3, "policy": {"residual": "keep"}}, "error_interval is 3, but"),

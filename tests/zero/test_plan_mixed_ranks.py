@@ -52,7 +52,11 @@ def run() -> dict[str, Any]:
         work = ranks.workload(BATCH, LENGTH)
         problems.append(ranks.problem(work, machine))
     planned, now = problems
-    plan = uniform_plan(planned.workload, machine, dict.fromkeys(PAPER_POLICY, "keep"))
+    plan = uniform_plan(
+        planned.workload,
+        machine,
+        dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"},
+    )
     total = sum(p.weight * p.base for p in phases(now))
     total = total + sum(p.weight * p.update for p in phases(now) if p.update is not None)
     size = engine.optimizer.settings.accumulate_dtype.itemsize

@@ -73,7 +73,9 @@ def limits(engine: Any) -> tuple[int, int]:
     planner = engine.hmt_planner
     work = planner.facts.workload(BATCH, LENGTH)
     problem = planner.facts.problem(work, planner.machine)
-    keep = uniform_plan(work, planner.machine, dict.fromkeys(PAPER_POLICY, "keep"))
+    keep = uniform_plan(
+        work, planner.machine, dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
+    )
     least, most = (
         int(estimate(problem, plan).peak("gpu"))
         for plan in (reference_plan(planner._hmt, work, planner.machine), keep)
@@ -184,10 +186,11 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 def test_the_plan_takes_over_after_the_profile(alone: dict[str, Any]) -> None:
     assert alone["plans"] == [step >= FIRST_PLANNED for step in range(9)]
-    # there is room to keep everything, so nothing but X [Q | P] is computed again from then on
+    # there is room to hold everything, so nothing is computed again from then on
     before, after = alone["reruns"][:FIRST_PLANNED], alone["reruns"][FIRST_PLANNED:]
-    assert min(before) > 2 * max(after)
-    assert set(alone["plan"].policy().values()) == {"keep"}
+    assert min(before) > max(after) == 0
+    assert alone["plan"].policy()["projected_inputs"] == "project"
+    assert set(alone["plan"].policy().values()) == {"keep", "project"}
     assert alone["losses"] == pytest.approx(alone["plain losses"], rel=1e-6)
 
 
@@ -281,12 +284,12 @@ def run_chosen(folder: str) -> dict[str, Any]:
     steps(fixed, FIRST_PLANNED + 1)
     fixed.destroy()
     profile = {"profile": f"{folder}/plan.json.profile.json"}
-    roomy = engine_of(profile, AUTO, projected_inputs="keep")
+    roomy = engine_of(profile, AUTO)
     steps(roomy, 1)
     _, half = limits(roomy)
     roomy.destroy()
 
-    engine = engine_of({**profile, "gpu_memory": half}, AUTO, projected_inputs="keep")
+    engine = engine_of({**profile, "gpu_memory": half}, AUTO)
     planner = engine.hmt_planner
     plans, texts = [], []
     for _ in range(6):  # bases are found in the first
@@ -320,7 +323,7 @@ def test_a_plan_follows_the_ranks_that_are_found(ranks: Ranks, tmp_path: Path) -
     assert "4 in the mean" in found["texts"][1]
     kept = [sum(c.get("keep", 0) for c in plan.counts().values()) for plan in (first, again)]
     assert kept[0] < kept[1]  # the room that smaller projections leave is used
-    held = found["comparison"]["activations: project"]
+    held = found["comparison"]["activations: projected_inputs"]
     assert held["predicted"] == held["measured"] > 0  # X [Q | P] at the ranks that there are
     assert abs(found["comparison"]["activations"]["error"]) < 0.05
     assert found["comparison"]["activations"]["measured"] < found["limit"]
@@ -363,14 +366,13 @@ def run_refreshing(folder: str) -> dict[str, Any]:
     options = {"rank": 8, "early_refresh": False, "update_interval": 4}
     config = ds_config(2, {**options, "max_full_gradient_bytes": 60_000})
     planner = {"profile": f"{folder}/tight/profile.json"}
-    activations = {"policy": "plan", "projected_inputs": "keep"}
-    config["hmt"] |= {"activations": activations, "planner": planner}
+    config["hmt"] |= {"activations": {"policy": "plan"}, "planner": planner}
     engine = make_engine(config, tiny_llama(layers=LAYERS))
     steps(engine, 6)
     planned, plan = engine.hmt_planner._problem, engine.hmt_planner.plan
     found = {
         "comparison": engine.hmt_planner.comparison.as_json(),
-        "of any other step": held_by_component(planned, plan)["project"],
+        "of any other step": held_by_component(planned, plan)["projected_inputs"],
         "at rest": planned.of_rank.gradients,
     }
     engine.destroy()
@@ -380,7 +382,7 @@ def run_refreshing(folder: str) -> dict[str, Any]:
 def test_a_step_that_refreshes_is_predicted_as_it_is(ranks: Ranks, alone: dict[str, Any]) -> None:
     found = ranks.run(run_refreshing, 1, str(alone["folder"]))[0]
     rows = found["comparison"]
-    products, gradients = rows["activations: project"], rows["gpu: gradients"]
+    products, gradients = rows["activations: projected_inputs"], rows["gpu: gradients"]
     assert products["predicted"] == products["measured"] < 0.9 * found["of any other step"]
     assert rows["activations"]["error"] == pytest.approx(0, abs=1e-3)
     assert gradients["predicted"] == gradients["measured"] > 1.2 * found["at rest"]

@@ -127,7 +127,12 @@ def test_training_and_evaluation_are_the_same(runs: dict[str, Any], name: str) -
 def test_the_policy_is_what_is_carried_out(runs: dict[str, Any], name: str) -> None:
     metrics = runs[name]["metrics"]
     rerun = set(metrics["activation_rerun_flops_per_component"])
-    assert rerun == {"attention_qkv", "mlp_intermediate", "residual", "project"}  # no attention
+    assert rerun == {
+        "attention_qkv",
+        "mlp_intermediate",
+        "residual",
+        "projected_inputs",
+    }  # no attention
     held = metrics["activation_bytes_per_component"]
     assert set(held) == {"embedding", "residual", "attention_output", "layernorm", "lm_head"}
     evaluated = runs[name]["held in evaluation"]
