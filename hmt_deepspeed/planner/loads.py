@@ -15,9 +15,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hmt_deepspeed.planner.layer_sites import Site
 from hmt_deepspeed.planner.offloaded import HostShare
 from hmt_deepspeed.planner.problem import Problem, RunSetup
-from hmt_deepspeed.planner.workload import Head, Layer, Site, Workload, made_again
+from hmt_deepspeed.planner.workload import Head, Layer, Workload, made_again
 from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
 
 __all__ = [

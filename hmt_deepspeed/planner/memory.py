@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.layer_sites import Site
 from hmt_deepspeed.planner.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
 from hmt_deepspeed.planner.refresh import worst_refresh
 from hmt_deepspeed.planner.states import ModelStates, communication_volume, model_states
-from hmt_deepspeed.planner.workload import Site, Workload
+from hmt_deepspeed.planner.workload import Workload
 from hmt_deepspeed.sites import Choice, Component
 
 __all__ = [

@@ -1,14 +1,6 @@
 """What one micro-batch asks of a rank: FLOPs, bytes held for backward and what recomputes from what.
 
-The unit is a decoder layer under the activation backend. Its *sites* are the tensors that a choice is
-made for (``sites.py``), its steps the heavy ops (matrix products and the attention op)::
-
-    layer_input -> [attention_qkv] -> [attention_output] -> [residual] -> [mlp_intermediate] -> [down]
-
-A site's ``flops`` make it from its ``depends``; norms, activation functions, rotary positions and sums run
-again and are not counted. The down projection's output is the next layer's input and is never made again,
-but for models where a norm of the layer reads it (Gemma 2 and 3, OPT-350m): there it is ``mlp_output``. Where
-linears are projected, one more site is all that they save, the products ``X [Q | P]``.
+The unit is a decoder layer under the activation backend, a row of sites (`layer_sites.py`).
 """
 
 from __future__ import annotations
@@ -16,78 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hmt_deepspeed.planner.flops import Attention, LayerFlops, Projected, layer_flops
+from hmt_deepspeed.planner.flops import Attention, Projected, layer_flops
+from hmt_deepspeed.planner.layer_sites import Site, head_sites, layer_sites
 from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved, shared_saved
 from hmt_deepspeed.planner.shapes import ModelShape, Role, num_parameters, parameters
-from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
+from hmt_deepspeed.sites import Choice
 
 __all__ = [
-    "OUTSIDE",
     "Head",
     "Layer",
-    "Site",
     "Workload",
     "build_workload",
     "made_again",
     "recompute_flops",
 ]
 
-OUTSIDE = -1  # number of the layer of a site that is in none
-
 _LOSSY: tuple[Choice, ...] = ("int8", "fp8")
-
-
-@dataclass(frozen=True)
-class Site:
-    """A tensor that backward needs, in ``count`` equal layers.
-
-    Attributes:
-        name: unique within a layer: ``layer_input``, ``attention_qkv``, ``attention_output``, ``residual``,
-            ``mlp_intermediate``, ``mlp_output``, ``projected_inputs``; outside the layers ``final_norm``,
-            ``lm_head``.
-        component: whose choice it follows; the first layer's input is ``embedding``.
-        layers: numbers of the layers it stands for, (OUTSIDE,) outside them.
-        tokens, channels, itemsize: of the tensor, as computed; of products of one layer, of all together.
-        flops: of making it from ``depends``; 0 where nothing heavy makes it.
-        raw_bytes: held beside it as they are with every choice but ``recompute`` (log-sum-exp).
-        depends: names of the sites of the same layer that making it again reads.
-        legal: choices open to it.
-    """
-
-    name: str
-    component: Component
-    layers: tuple[int, ...]
-    tokens: int
-    channels: int
-    itemsize: int
-    flops: int
-    raw_bytes: int
-    depends: tuple[str, ...]
-    legal: tuple[Choice, ...]
-
-    @property
-    def count(self) -> int:
-        """Layers that it stands for."""
-        return len(self.layers)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one such tensor as computed: what a swap moves."""
-        return self.tokens * self.channels * self.itemsize
-
-    def device_bytes(self, choice: Choice, block_size: int = 256) -> int:
-        """Device bytes that one such tensor holds until backward.
-
-        Raises:
-            ValueError: a choice that is not legal here.
-        """
-        if choice not in self.legal:
-            raise ValueError(
-                f"{self.name} ({self.component}): choice is {choice!r}; legal: {self.legal}. Choose one "
-                "of them."
-            )
-        raw = 0 if choice == "recompute" else self.raw_bytes
-        return raw + held_bytes(choice, self.tokens, self.channels, self.itemsize, block_size)
 
 
 @dataclass(frozen=True)
@@ -256,17 +192,6 @@ def recompute_flops(layer: Layer, choices: Mapping[str, Choice]) -> int:
 
 # -- building ---------------------------------------------------------------------------------------
 
-# What each site of a layer is made from.
-_DEPENDS: dict[str, tuple[str, ...]] = {
-    "layer_input": (),
-    "attention_qkv": ("layer_input",),
-    "attention_output": ("attention_qkv",),
-    "residual": ("attention_output",),
-    "mlp_intermediate": ("layer_input", "residual"),
-    "mlp_output": ("mlp_intermediate",),
-    "projected_inputs": ("layer_input", "attention_output", "residual", "mlp_intermediate"),
-}
-
 
 def build_workload(
     shape: ModelShape,
@@ -332,7 +257,7 @@ def _layer(
     saved_bytes = sum(saved.values()) + flops.projection_columns * tokens * itemsize
     return Layer(
         layers=numbers,
-        sites=_layer_sites(shape, numbers, tokens, itemsize, fused, flops),
+        sites=layer_sites(shape, numbers, tokens, itemsize, fused, flops),
         forward_flops=sum(flops.forward.values()) + flops.attention,
         projection_flops=flops.projections,
         backward_flops=flops.input_gradients + flops.weight_gradients + flops.attention_backward,
@@ -352,92 +277,14 @@ def _whole_attention(shape: ModelShape, tokens: int, reach: int) -> int:
     return 4 * tokens * shape.query_width * reach
 
 
-def _layer_sites(
-    shape: ModelShape,
-    numbers: tuple[int, ...],
-    tokens: int,
-    itemsize: int,
-    fused: bool,
-    flops: LayerFlops,
-) -> tuple[Site, ...]:
-    """The sites of a group of equal layers, in forward order."""
-    entering: Component = "embedding" if numbers == (0,) else "residual"
-    rows: list[tuple[str, Component, int, int]] = [  # name, component, channels, FLOPs
-        ("layer_input", entering, shape.hidden, 0),
-        (
-            "attention_qkv",
-            "attention_qkv",
-            shape.query_width + 2 * shape.kv_width,
-            flops.forward["qkv"],
-        ),
-        ("attention_output", "attention_output", shape.query_width, flops.attention),
-        (
-            "mlp_intermediate",
-            "mlp_intermediate",
-            shape.num_up * shape.intermediate,
-            flops.forward["up"],
-        ),
-    ]
-    if not shape.parallel:  # there nothing reads what attention adds
-        rows.insert(3, ("residual", "residual", shape.hidden, flops.forward["out"]))
-    if shape.sandwich or shape.post_norm:  # a norm reads the down projection's output
-        rows.append(("mlp_output", "residual", shape.hidden, flops.forward["down"]))
-    if flops.projection_columns:
-        rows.append(
-            ("projected_inputs", "projected_inputs", flops.projection_columns, flops.projections)
-        )
-    depends = dict(_DEPENDS)
-    if shape.parallel:
-        depends["mlp_intermediate"] = ("layer_input",)
-        depends["projected_inputs"] = ("layer_input", "attention_output", "mlp_intermediate")
-    return tuple(
-        Site(
-            name=name,
-            component=component,
-            layers=numbers,
-            tokens=tokens,
-            channels=channels,
-            itemsize=itemsize,
-            flops=made,
-            raw_bytes=tokens * shape.heads * 4 if fused and name == "attention_output" else 0,
-            depends=depends[name],
-            # nothing within the layer could make its input again
-            legal=tuple(
-                choice
-                for choice in LEGAL_CHOICES[component]
-                if (name, choice) != ("layer_input", "recompute")
-            ),
-        )
-        for name, component, channels, made in rows
-    )
-
-
 def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
     width = shape.embedding_size or shape.hidden
     product = 2 * tokens * width * shape.vocab
     if width != shape.hidden:  # project_in and project_out
         product += 4 * tokens * width * shape.hidden
-    inputs: list[tuple[str, Component, int]] = [("lm_head", "lm_head", width)]
-    if shape.names.final_norm:
-        inputs.insert(0, ("final_norm", "layernorm", shape.hidden))
     logits = tokens * shape.vocab
     return Head(
-        sites=tuple(
-            Site(
-                name=name,
-                component=component,
-                layers=(OUTSIDE,),
-                tokens=tokens,
-                channels=channels,
-                itemsize=itemsize,
-                flops=0,
-                raw_bytes=0,
-                depends=(),
-                # a norm's input is held whatever becomes of its internals
-                legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
-            )
-            for name, component, channels in inputs
-        ),
+        sites=head_sites(shape, tokens, itemsize),
         forward_flops=product,
         backward_flops=2 * product,
         # the logits, and in fp32 their log-softmax, its gradient and theirs

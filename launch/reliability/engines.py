@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM  # here, so that forks find it imported
 
 import hmt_deepspeed
+from hmt_deepspeed.planner.families import shape_of_config
+from hmt_deepspeed.planner.hardware import named_machine
+from hmt_deepspeed.planner.plan import uniform_plan
+from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.sites import PAPER_POLICY
 
-__all__ = ["batch", "raised_by_us", "small_model", "train_step"]
+__all__ = ["batch", "plan_of", "raised_by_us", "small_model", "train_step"]
 
 VOCAB, LENGTH = 61, 16
 
@@ -30,6 +35,12 @@ def small_model(layers: int = 2, vocabulary: int = VOCAB) -> nn.Module:
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
+
+
+def plan_of(model: nn.Module) -> str:
+    """A saved plan for micro-batches of two rows: the HMT paper's table in every layer."""
+    work = build_workload(shape_of_config(model.config), micro_batch=2, seq_length=LENGTH)
+    return uniform_plan(work, named_machine("rtx4090"), PAPER_POLICY).to_json()
 
 
 def batch(step: int, rank: int, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.problems import walk_fields
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES
 
-__all__ = ["random_config"]
+__all__ = ["PLAN", "random_config"]
 
 Draw = random.Random
 
@@ -19,6 +19,7 @@ _FIELDS = dict(walk_fields(HMTConfig, "hmt"))  # full key -> JSON schema
 _PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
 _HELD_IN_8_BITS = tuple(c for c in COMPONENTS if "int8" in LEGAL_CHOICES[c])
 _DISK = "DISK"  # stands for the folder that the caller names
+PLAN = "given_plan.json"  # that the caller has put there
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
 _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does not say what is inside
     "hmt.optimizer.rank_candidates": lambda draw: sorted(draw.sample((1, 2, 4, 8, 16, 64), 3)),
@@ -44,7 +45,7 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
         c: draw.choice(("int8", "fp8")) for c in draw.sample(_HELD_IN_8_BITS, draw.randint(1, 2))
     },
     "hmt.planner.profile": lambda draw: None,  # the others are files, or machines with CUDA
-    "hmt.planner.plan": lambda draw: None,
+    "hmt.planner.plan": lambda draw: draw.choice([None, f"{_DISK}/{PLAN}"]),
     "hmt.planner.save_plan": lambda draw: draw.choice([None, f"{_DISK}/plan.json"]),
     "hmt.snapshot.path": lambda draw: f"{_DISK}/snapshots{draw.randrange(10**6)}",
     "hmt.snapshot.interval": lambda draw: draw.choice([0, 1, 2]),
@@ -60,10 +61,10 @@ def random_config(seed: int, nvme_path: str) -> dict[str, Any]:
     What is legal by itself may still not go together.
 
     Args:
-        nvme_path: folder for what is drawn to lie on an SSD.
+        nvme_path: folder for what is drawn to lie on an SSD, with a plan of the model in the file ``PLAN``.
     """
     draw = random.Random(seed)
-    config = _deepspeed_keys(draw)
+    config = _deepspeed_keys(draw, nvme_path)
     if draw.random() < 0.98:
         config["hmt"] = _block(draw, nvme_path)
     if draw.random() < 0.85:
@@ -87,13 +88,13 @@ def random_config(seed: int, nvme_path: str) -> dict[str, Any]:
 # -- DeepSpeed's keys -------------------------------------------------------------------------------
 
 
-def _deepspeed_keys(draw: Draw) -> dict[str, Any]:
+def _deepspeed_keys(draw: Draw, nvme_path: str) -> dict[str, Any]:
     accumulation = draw.choice([1, 1, 2])
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "HMT", "params": {"lr": 1e-3}},
-        "zero_optimization": _zero(draw),
+        "zero_optimization": _zero(draw, nvme_path),
         "steps_per_print": 10**9,
     }
     config |= draw.choice([{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}])
@@ -123,13 +124,10 @@ def _deepspeed_keys(draw: Draw) -> dict[str, Any]:
     return config
 
 
-def _zero(draw: Draw) -> dict[str, Any]:
+def _zero(draw: Draw, nvme_path: str) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": draw.choice([0, 1, 2, 2, 3, 3])}
     optional: dict[str, Callable[[], Any]] = {
-        "offload_optimizer": lambda: {
-            "device": draw.choice(["cpu", "cpu", "none"]),
-            "pin_memory": draw.random() < 0.5,
-        },
+        "offload_optimizer": lambda: _states(draw, nvme_path),
         "offload_param": lambda: {"device": draw.choice(["cpu", "none"])},
         "overlap_comm": lambda: draw.random() < 0.5,
         "contiguous_gradients": lambda: draw.random() < 0.5,
@@ -149,6 +147,14 @@ def _zero(draw: Draw) -> dict[str, Any]:
     for key in draw.sample(list(optional), draw.choice([0, 0, 1, 2, 3])):
         zero[key] = optional[key]()
     return zero
+
+
+def _states(draw: Draw, nvme_path: str) -> dict[str, Any]:
+    section = {
+        "device": draw.choice(["cpu", "cpu", "nvme", "nvme", "none"]),
+        "pin_memory": draw.random() < 0.5,
+    }
+    return section | ({"nvme_path": nvme_path} if section["device"] == "nvme" else {})
 
 
 def _checkpointing(draw: Draw) -> dict[str, Any]:
@@ -210,9 +216,11 @@ def _quoted(legal: str) -> list[str]:
 def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
     """Mend what most draws get wrong, so that enough of them train."""
     block, zero = config.get("hmt", {}), config["zero_optimization"]
-    if zero.get("offload_optimizer", {}).get("device") != "cpu":
+    states = zero.get("offload_optimizer", {}).get("device", "none")
+    if states == "none":
         block.pop("offload", None)
-    block.get("offload", {}).pop("schedule", None)  # of states on an SSD, which are not drawn
+    if states != "nvme":
+        block.get("offload", {}).pop("schedule", None)
     if zero["stage"] == 0:
         zero.pop("offload_optimizer", None)
         block.pop("offload", None)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from benchmarks.setting import free_port
-from reliability.engines import small_model
-from reliability.json_configs import random_config
+from reliability.engines import plan_of, small_model
+from reliability.json_configs import PLAN, random_config
 from reliability.processes import ROOT, environment, run
 from reliability.results import CaseReport
 
@@ -27,6 +29,7 @@ def run_case(seed: int, small: bool) -> CaseReport:
     number, launched = (40, 1) if small else (500, 40)
     report = CaseReport(f"{number} random JSONs built and trained, {launched} of them launched")
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / PLAN).write_text(plan_of(small_model(layers=1)))
         found = dict(_built(seed, seed + number, folder))
         for at, (outcome, text) in found.items():
             if outcome == "failed":
@@ -74,6 +77,7 @@ def _launch(at: int, expected: str, folder: Path, report: CaseReport) -> None:
     """``deepspeed launch/run.py`` on one of them, two steps of a small model on two files of text."""
     path, disk = folder / f"config{at}.json", folder / f"disk{at}"  # not where it ran before
     disk.mkdir()
+    (disk / PLAN).write_text(plan_of(_launched_model()))
     path.write_text(json.dumps(random_config(at, str(disk))), encoding="utf-8")
     ended = run(_command(path, folder / f"run{at}", folder), _LAUNCH_SECONDS)
     problem = _problem(ended.code, ended.output, expected)
@@ -105,11 +109,15 @@ def _model_and_text(folder: Path) -> tuple[Path, Path]:
     """A folder with the small model's config and weights, and a file of text."""
     model, text = folder / "model", folder / "text"
     if not text.exists():
-        small_model(layers=1, vocabulary=320).save_pretrained(model)
+        _launched_model().save_pretrained(model)
         text.mkdir()
         for number in range(40):
             (text / f"{number}.txt").write_text(f"The {number}. file of some text.\n" * 20)
     return model, text
+
+
+def _launched_model() -> nn.Module:
+    return small_model(layers=1, vocabulary=320)
 
 
 def _problem(code: int | None, output: str, expected: str) -> str | None:
