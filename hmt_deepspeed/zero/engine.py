@@ -41,6 +41,7 @@ from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
+    check_stock_dtypes,
     check_supported,
 )
 
@@ -186,6 +187,7 @@ class HMTEngine(DeepSpeedEngine):
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         if not self.hmt_enabled:
+            check_stock_dtypes(self)
             return super()._do_optimizer_sanity_check(basic_optimizer)
         # Stock would send stage 1 with bf16 weights and fp32 accumulation to BF16_Optimizer.
         return ZERO_OPTIMIZATION

@@ -20,6 +20,7 @@ from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 __all__ = [
     "check_activations",
     "check_engine",
+    "check_stock_dtypes",
     "check_supported",
     "checks_overflow",
     "resolved_overlap",
@@ -121,6 +122,22 @@ def _check_stock_stage_3(config: dict[str, Any]) -> None:
                 'reduce_scatter divides by the number of ranks itself. Remove the key, set "reduce_scatter": false '
                 'in zero_optimization, or use "optimizer": {"type": "HMT"}.'
             )
+
+
+def check_stock_dtypes(engine: Any) -> None:
+    """Refuse what DeepSpeed's own optimizer does not have without ZeRO.
+
+    Raises:
+        ValueError: gradients summed in another dtype than the model's.
+    """
+    dtype, summed_in = engine.get_data_types()
+    if not engine.zero_optimization() and dtype != summed_in:
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        raise ValueError(
+            f"data_types.grad_accum_dtype is {names[summed_in]!r}, legal at stage 0 with DeepSpeed's own optimizer "
+            f"is {names[dtype]!r}, the model's dtype. Remove the key, set a higher stage in zero_optimization, or "
+            'use "optimizer": {"type": "HMT"}.'
+        )
 
 
 def check_engine(engine: Any) -> None:

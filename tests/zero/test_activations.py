@@ -453,6 +453,9 @@ def refused(names: list[str]) -> dict[str, str]:
     deepcompile = with_activations(stock_config(0, compile={"deepcompile": True}), {})
     with pytest.raises(ValueError, match=r"compile.deepcompile is True.*hmt.activations"):
         make_engine(deepcompile)
+    summed = stock_config(0, data_types={"grad_accum_dtype": "bf16"})
+    with pytest.raises(ValueError, match=r"grad_accum_dtype is 'bf16', legal at stage 0 .* 'fp32'"):
+        make_engine(with_activations(summed, {}))
     for key, value in (("gradient_predivide_factor", 2.0), ("prescale_gradients", True)):
         with pytest.raises(
             ValueError, match=f"{key} is {value}, legal at stage 3 with DeepSpeed's own"
