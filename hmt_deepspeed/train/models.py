@@ -111,8 +111,15 @@ def build_model(
 
     Under ZeRO-3 `deepspeed.init_distributed()` must have been called. A preset's weights depend
     on `seed` alone, not on stage or world size. Raises ValueError for a model that is not there
-    or takes fewer than `seq_length` positions or tokens than the tokeniser has.
+    or takes fewer than `seq_length` positions or tokens than the tokeniser has, and for tensor
+    parallelism, which transformers stops at while it loads.
     """
+    ranks_per_model = (ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1
+    if ranks_per_model > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size is {ranks_per_model!r}; legal: 0 or 1. This run gives every rank "
+            "data of its own: use ZeRO-3 to split weights over ranks."
+        )
     dtype = config_dtype(ds_config)
     with _partitioned(ds_config):
         if name in PRESETS:

@@ -165,3 +165,9 @@ def test_unreachable_hub_id_says_so(tokenizer, monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
     with pytest.raises(ValueError, match=r"--model 'owner/name' is neither.*couldn't connect"):
         build_model("owner/name", tokenizer, 8, 0, BATCH)
+
+
+def test_tensor_parallelism_is_refused_before_a_model_is_loaded(tokenizer):
+    parallel = {**BATCH, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ValueError, match=r"tensor_parallel.autotp_size is 2; legal: 0 or 1"):
+        build_model("/no/such/model", tokenizer, 8, 0, parallel)
