@@ -50,6 +50,7 @@ Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
+Refresh = Literal["staggered", "together"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
 
 
@@ -114,6 +115,11 @@ class OptimizerConfig(StrictModel):
         default=200,
         ge=1,
         description="Optimizer steps between two basis refreshes of one matrix.",
+    )
+    refresh: Refresh = Field(
+        default="staggered",
+        description="When matrices refresh: each at a step of its own, spread over the interval, so that no "
+        "step stalls; or together where an interval begins, as far as max_full_gradient_bytes allows.",
     )
     early_refresh: bool = Field(
         default=True,

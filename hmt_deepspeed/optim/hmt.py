@@ -203,7 +203,8 @@ class HMT(Optimizer):
                 'Raise it, use "auto", or exclude the module.'
             )
         old, interval = self._schedule, int(self.options["update_interval"])
-        new = self._schedule = RefreshSchedule(sizes, interval, budget)
+        together = self.options["refresh"] == "together"
+        new = self._schedule = RefreshSchedule(sizes, interval, budget, together=together)
         new.take_times(old)
         self._form_groups()
 

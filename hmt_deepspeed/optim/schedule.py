@@ -1,9 +1,10 @@
-"""Which matrices refresh their basis at which step, so that no step stalls.
+"""Which matrices refresh their basis at which step.
 
 A refresh needs the matrix's full gradient. The bytes of full gradients alive at once are bounded, so
-at the first step as many matrices refresh as the bound allows, the others in the steps that follow;
-their next refreshes are then spread evenly over one interval and repeat every interval. Matrices that
-share a basis form a group and refresh together.
+at the first step as many matrices refresh as the bound allows, the others in the steps that follow.
+Their next refreshes are spread evenly over one interval (``staggered``), so that no step stalls, or all
+due where the next interval begins (``together``), as the first ones were; both repeat every interval.
+Matrices that share a basis form a group and refresh at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class RefreshSchedule:
         budget: bytes of full gradients alive at once, >= the largest matrix and the largest group.
         groups: indices that refresh together and count their bytes together; whoever is in none is
             alone.
+        together: all are due where an interval begins, instead of each at a step of its own.
 
     Attributes:
         next_refresh, num_refreshes: per matrix: the step from which it is due, and how often it was
@@ -46,10 +48,12 @@ class RefreshSchedule:
         interval: int,
         budget: int,
         groups: Sequence[Sequence[int]] = (),
+        together: bool = False,
     ) -> None:
         self.matrix_bytes = list(matrix_bytes)
         self.interval = interval
         self.budget = budget
+        self.together = together
         count = len(self.matrix_bytes)
         self.groups = _all_groups(groups, count)
         self.group_of = {index: place for place, g in enumerate(self.groups) for index in g}
@@ -87,11 +91,12 @@ class RefreshSchedule:
     def refreshed(self, index: int, step: int) -> None:
         """Note that matrix ``index`` refreshed at ``step`` and set its next time.
 
-        Each group has its own phase of the interval, evenly spread over them. A refresh that had to
-        wait for the budget does not move the later ones: they would drift into one another. Nor does an
-        early one, but a regular one less than a quarter of the interval after it is left out.
+        Each group has its own phase of the interval, evenly spread over them, or all have one. A refresh
+        that had to wait for the budget does not move the later ones: they would drift into one another.
+        Nor does an early one, but a regular one less than a quarter of the interval after it is left out.
         """
-        phase = ceil(self.interval * (self.group_of[index] + 1) / len(self.groups))
+        place = len(self.groups) if self.together else self.group_of[index] + 1
+        phase = ceil(self.interval * place / len(self.groups))
         wait = (phase - step - 1) % self.interval + 1
         was_early = self.num_refreshes[index] and (self.next_refresh[index] - phase) % self.interval
         if was_early and 4 * wait < self.interval:
@@ -109,7 +114,7 @@ class RefreshSchedule:
         sizes, budget = self.matrix_bytes, self.budget
         if not fixed_budget:
             budget = max(budget, default_full_gradient_bytes(sizes, groups))
-        new = RefreshSchedule(sizes, self.interval, budget, groups)
+        new = RefreshSchedule(sizes, self.interval, budget, groups, self.together)
         new.take_times(self)
         return new
 

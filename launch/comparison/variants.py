@@ -17,6 +17,8 @@ INTERVAL = 50
 # Full gradients that HMT may hold at once. By its default, a thirty-second of all, the matrices of the small
 # model wait up to 28 steps for their first basis: nothing in 10,000 steps, much in a few hundred.
 FIRST_ROUND = "gradients/4"
+# The peers refresh all bases in one step; HMT in as many as the bytes above ask for, one after the other.
+REFRESH = "together"
 STAGES = ("sweep", "final", "finetune", "speed")
 
 
@@ -44,8 +46,9 @@ def _apollo(**options: Any) -> dict[str, Any]:
 
 
 def _hmt(**options: Any) -> dict[str, Any]:
-    common = {"update_interval": INTERVAL, "max_full_gradient_bytes": FIRST_ROUND}
-    return {"rank": "d/4", "scale": 0.25, **common, **options}
+    common = {"rank": "d/4", "scale": 0.25, "update_interval": INTERVAL}
+    refresh = {"refresh": REFRESH, "max_full_gradient_bytes": FIRST_ROUND}
+    return {**common, **refresh, **options}
 
 
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
@@ -82,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
-    # refresh, the finder
+    # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
     "hmt_d4_no_residual": Variant("hmt", _hmt(residual="none"), _QUARTER),
     "hmt_d4_probes_8": Variant("hmt", _hmt(probes=8), _QUARTER),
@@ -90,6 +93,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_d4_residual_1": Variant("hmt", _hmt(residual_scale=1.0), _QUARTER),
     "hmt_d4_residual_4": Variant("hmt", _hmt(residual_scale=4.0), _QUARTER),
     "hmt_d4_unlimited": Variant("hmt", _hmt(norm_growth_limit=None), _QUARTER),
+    "hmt_d4_staggered": Variant("hmt", _hmt(refresh="staggered"), _QUARTER),
     "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
     "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
     "hmt_d4_random": Variant("hmt", _hmt(range_finder="random"), _QUARTER),

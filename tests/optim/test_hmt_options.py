@@ -59,6 +59,7 @@ def test_options_and_settings():
         ("state_dtype", "fp8", "int8"),
         ("share_basis", "auto", "False"),
         ("early_refresh", None, "False"),
+        ("refresh", "at once", "staggered"),
         ("rank_budget", 0, "above 0"),
         ("rank_budget", 1.5, "at most 1"),
         ("full_rank_budget", -0.1, "from 0 to 1"),

@@ -168,3 +168,16 @@ def test_replicas_without_masters_stay_bit_identical(ranks: Ranks, world: int) -
         for other in others:
             for name, weight in held.items():
                 assert torch.equal(weight, other[key][1][name]), (key, name)
+
+
+def next_refreshes(refresh: str) -> list[int]:
+    options = {"rank": 8, "update_interval": 10, "max_full_gradient_bytes": 10**7}
+    engine = mode_engine({**options, "refresh": refresh}, 2)
+    train(engine, 1)
+    times: list[int] = engine.optimizer.schedule.next_refresh
+    return times
+
+
+def test_refreshes_are_spread_over_the_interval_or_come_together(ranks: Ranks) -> None:
+    assert set(ranks.run(next_refreshes, 1, "together")[0]) == {10}
+    assert len(set(ranks.run(next_refreshes, 1, "staggered")[0])) > 4
