@@ -87,7 +87,9 @@ def test_every_random_block_is_taken_or_refused_with_its_keys() -> None:
     assert 30 < len(messages) < 200
     for message in messages:
         assert message.startswith('The "hmt" ')
-        assert re.search(r"remove|[Cc]hange|set |Write|Move|Rename|choose|Use ", message), message
+        assert re.search(r"remove|[Cc]hange|set |[Ww]rite|Move|Rename|choose|Use ", message), (
+            message
+        )
 
 
 def built(first: int, last: int, folder: str) -> dict[int, tuple[str, str]]:

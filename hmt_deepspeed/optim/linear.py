@@ -325,11 +325,6 @@ def can_project(module: nn.Module) -> bool:
     )
 
 
-def is_projected(module: nn.Module) -> bool:
-    """Whether it is patched; it may form the full gradient all the same where its matrix refreshes."""
-    return module in _PATCHED
-
-
 def patch_linear(module: nn.Linear, site: ProjectedSite, shared: SharedInputs) -> None:
     """Give one linear the projected backward. Without grad mode it computes what it always did."""
     _PATCHED[module] = (site, shared)

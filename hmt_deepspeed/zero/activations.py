@@ -20,7 +20,6 @@ from hmt_deepspeed.activations.policy import check_overrides
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
-from hmt_deepspeed.optim.linear import is_projected
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
@@ -170,7 +169,7 @@ class Activations:
         found["residual"] += len(self.attribution.layers) - 1
         found["lm_head"] = int(self.attribution.head is not None)
         found["layernorm"] += self.attribution.final_norm is not None
-        found["projected_inputs"] = sum(map(is_projected, self.backend.model.modules()))
+        found["projected_inputs"] = len(self.attribution.layers)  # each has one choice
         return found
 
     def close(self) -> None:
