@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 from problems import MACHINE, small_problem
 
+from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.plan import (
     LayerChoices,
     Plan,
     fingerprint,
     plan_from_json,
+    regrouped,
     spread,
     uniform_plan,
 )
@@ -90,6 +92,18 @@ def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
     assert all(c[x] != policy[x] for c in overrides.values() for x in c)
     assert not any(re.search(pattern, "model.layers.12") for pattern in overrides)
     assert not any(re.search(pattern, "model.layers.2.self_attn") for pattern in overrides)
+
+
+def test_layers_that_project_at_other_ranks_only_take_what_is_executed_there() -> None:
+    """A plan made where some layer projects nothing has no choice for it: the policy is in force then."""
+    projecting = small_problem(layers=6, mode=OptimizerMode(rank=64)).workload
+    held = PAPER_POLICY | {"projected_inputs": "project"}
+    without = uniform_plan(WORKLOAD, MACHINE, PAPER_POLICY)
+    whole = uniform_plan(projecting, MACHINE, held)
+    assert regrouped(whole, WORKLOAD).layers == without.layers
+    assert regrouped(without, projecting) == uniform_plan(projecting, MACHINE, PAPER_POLICY)
+    mixed = replace(whole, layers=(without.layers[0], whole.layers[1]))
+    assert regrouped(mixed, projecting) == whole
 
 
 def test_counts(plan: Plan) -> None:
