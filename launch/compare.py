@@ -5,6 +5,7 @@
     python launch/compare.py finetune                 from a checkpoint that it pretrains itself
     python launch/compare.py speed                    step times, all variants in one process
     python launch/compare.py report                   CSV, JSON, Markdown and plots of what there is
+    python launch/compare.py table                    the README's: finals and fine-tuning against AdamW
 
 Every run is a cell: launch/results/compare/cells/KEY.json. A finished cell is not run again and an
 interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on
@@ -27,6 +28,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from benchmarks.results import RESULTS, machine, machine_slug  # noqa: E402
 from comparison.cells import DTYPES, SHAPES, Setting, Store, choose_device  # noqa: E402
 from comparison.corpus import pretraining_text  # noqa: E402
+from comparison.headline import headline  # noqa: E402
 from comparison.report import write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import Plan, run_one, run_queue  # noqa: E402
@@ -42,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=(*TRAINS, "speed", "report"))
+    parser.add_argument("stage", choices=(*TRAINS, "speed", "report", "table"))
     add = parser.add_argument
     add("--variants", type=_words, help=f"comma-separated, of: {', '.join(VARIANTS)}")
     add("--lrs", type=_rates, help="instead of the table's learning rates, comma-separated")
@@ -130,6 +132,9 @@ def main(args: argparse.Namespace) -> int:
     speed = folder / f"speed-{machine_slug(machine())}.json"
     if args.stage == "report":
         print(write_report(store, speed))
+        return 0
+    if args.stage == "table":
+        print(headline(store))
         return 0
     if args.stage == "speed":
         names = select(args.variants, "speed")

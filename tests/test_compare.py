@@ -25,7 +25,8 @@ from comparison.cells import Cell, Setting, Store  # noqa: E402
 from comparison.contenders import Unavailable, build  # noqa: E402
 from comparison.corpus import documentation, finetuning_texts, pretraining_text  # noqa: E402
 from comparison.fira import Fira  # noqa: E402
-from comparison.report import write_report  # noqa: E402
+from comparison.headline import headline  # noqa: E402
+from comparison.report import summaries, write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import Plan, best_rate, check_variants, make_queue  # noqa: E402
 from comparison.training import Run, build_model, train_cell  # noqa: E402
@@ -412,3 +413,35 @@ def test_the_report_writes_csv_json_markdown_and_plots(
 def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compare\.py sweep"):
         write_report(Store(tmp_path, tmp_path), tmp_path / "speed.json")
+
+
+def test_finals_are_compared_with_adamw_at_the_same_seeds(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    for variant, seed, loss in (("adamw", 0, 2.0), ("adamw", 1, 4.0), ("hmt_d4", 1, 3.0)):
+        final = replace(cell(setting, data, variant), stage="final", seed=seed)
+        store.write(final, {**results[variant], "val_loss": loss})
+    head, _, *rows = (line.split(" | ") for line in headline(store).splitlines())
+    found = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
+    assert found["hmt_d4"]["against AdamW"] == "-25.0%"
+    assert (found["adamw"]["against AdamW"], found["adamw"]["seeds"]) == ("", "2")
+    assert found["adamw"]["validation loss"].startswith("3.000 ±")
+    with pytest.raises(ValueError, match=r"compare\.py final"):
+        headline(Store(tmp_path / "empty", tmp_path))
+
+
+def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    middle = cell(setting, data, "adamw")
+    other_text = replace(middle, text="another")
+    store.write(replace(middle, stage="final"), results["adamw"])
+    for swept in (middle, replace(middle, lr=middle.lr * 2), replace(other_text, lr=middle.lr / 2)):
+        store.write(swept, results["adamw"])
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert final["variants"]["adamw"]["lr_at_the_edge"]
+    store.write(replace(middle, lr=middle.lr / 2), results["adamw"])
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert not final["variants"]["adamw"]["lr_at_the_edge"]

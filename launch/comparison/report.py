@@ -97,7 +97,7 @@ def write_report(store: Store, speed_file: Path) -> Path:
         )
     speed = read_json(speed_file) or {}
     _write_csv(store.results / "cells.csv", records)
-    experiments = [summarize(own, speed) for own in group(records)]
+    experiments = summaries(records, speed)
     write_rows(store.results / "report.json", {e["name"]: e for e in experiments})
     text = "# compare\n\n" + "\n\n".join(markdown(e) for e in experiments) + "\n"
     (store.results / "report.md").write_text(text, encoding="utf-8")
@@ -116,9 +116,13 @@ def group(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _identity(record: Record) -> str:
+    return f"{record['stage']}-{record['tokens']}-{_common(record)}"
+
+
+def _common(record: Record) -> str:
+    """What a sweep and the finals that take its rates share."""
     fields = [record[key] for key in ("setting", "text", "start")]
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return f"{record['stage']}-{record['tokens']}-{digest[:6]}"
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _write_csv(path: Path, records: Sequence[Record]) -> None:
@@ -134,8 +138,20 @@ def _write_csv(path: Path, records: Sequence[Record]) -> None:
 # -- one experiment ---------------------------------------------------------------------------------
 
 
-def summarize(records: Sequence[Record], speed: Mapping[str, Any]) -> dict[str, Any]:
-    """The best learning rate of every variant, by mean loss over seeds, and what it measured."""
+def summaries(records: Sequence[Record], speed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """:func:`summarize` of every experiment among the records."""
+    sweeps = [record for record in records if record["stage"] == "sweep"]
+    return [summarize(own, speed, sweeps) for own in group(records)]
+
+
+def summarize(
+    records: Sequence[Record], speed: Mapping[str, Any], sweeps: Sequence[Record] = ()
+) -> dict[str, Any]:
+    """The best learning rate of every variant, by mean loss over seeds, and what it measured.
+
+    Args:
+        sweeps: where the finals' rates come from; those of another setting or text are left out.
+    """
     first = records[0]
     lines, skipped = {}, {}
     for name in [n for n in VARIANTS if any(r["variant"] == n for r in records)]:
@@ -143,7 +159,9 @@ def summarize(records: Sequence[Record], speed: Mapping[str, Any]) -> dict[str, 
         reasons = [r["skipped"] for r in own if "skipped" in r]
         finished = [r for r in own if r.get("val_loss") is not None]
         if finished:
-            lines[name] = _best(finished, own, _comparable(speed.get(name), first["setting"]))
+            swept = [r for r in sweeps if r["variant"] == name and _common(r) == _common(first)]
+            rates = sorted({r["lr"] for r in [*own, *swept]})
+            lines[name] = _best(finished, rates, _comparable(speed.get(name), first["setting"]))
         else:
             skipped[name] = reasons[0] if reasons else "every learning rate diverged"
     return {
@@ -166,14 +184,13 @@ def _comparable(speed: Mapping[str, Any] | None, setting: Mapping[str, Any]) -> 
     return dict(speed)
 
 
-def _best(finished: Sequence[Record], tried: Sequence[Record], speed: Record | None) -> Record:
+def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | None) -> Record:
     by_rate: dict[float, list[Record]] = {}
     for record in finished:
         by_rate.setdefault(record["lr"], []).append(record)
     losses = {lr: mean(r["val_loss"] for r in own) for lr, own in by_rate.items()}
     rate = min(losses, key=losses.__getitem__)
     own = by_rate[rate]
-    rates = sorted({r["lr"] for r in tried})
     last = {name: values[-1] for name, values in own[0]["curves"]["ranks"].items()}
     timed = speed or own[0]
     values = [r["val_loss"] for r in own]
@@ -183,7 +200,7 @@ def _best(finished: Sequence[Record], tried: Sequence[Record], speed: Record | N
         "losses_by_lr": {f"{lr:g}": loss for lr, loss in sorted(losses.items())},
         "val_loss": mean(values),
         "val_loss_std": stdev(values) if len(values) > 1 else None,
-        "seeds": [r["seed"] for r in own],
+        "losses_by_seed": {str(r["seed"]): r["val_loss"] for r in own},
         "state_bytes": own[0]["state_bytes"],
         "rank_smallest": min(last.values()) if last else None,
         "rank_largest": max(last.values()) if last else None,
@@ -240,7 +257,7 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
     return [
         f"{line['lr']:g}{'*' if line['lr_at_the_edge'] else ''}",
         f"{line['val_loss']:.4f}{spread}",
-        str(len(line["seeds"])),
+        str(len(line["losses_by_seed"])),
         _share(states["moments_share"]),
         _share(states["moments_and_bases_share"]),
         ranks,

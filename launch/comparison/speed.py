@@ -82,6 +82,7 @@ def measure_speed(
         "interval": INTERVAL,
         "threads": torch.get_num_threads(),
         "load_average_before": before,
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
         "together": list(contenders),
     }
