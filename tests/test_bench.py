@@ -117,6 +117,16 @@ def test_range_finder_of_another_suite(tmp_path: Path) -> None:
     assert "| range_finder |" in done.stdout
 
 
+def test_rank_rules(tmp_path: Path) -> None:
+    case = toy_case("rank_rules", tmp_path, "optimizer")
+    check_fields(case)
+    for threshold in ("0.7", "0.8", "0.9"):
+        assert value(case, f"{threshold}: captured energy at equal bytes") > 0
+        assert 0 < value(case, f"{threshold}: bytes for the same captured energy") <= 1
+    for compared in case["samples"].values():
+        assert all(0 < c["captured"] < c["captured by budget"] < 1 for c in compared)
+
+
 def test_bytes_held_by_activations(tmp_path: Path) -> None:
     case = toy_case("held_bytes", tmp_path, "activations")
     check_fields(case)
