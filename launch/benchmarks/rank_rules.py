@@ -17,10 +17,12 @@ from hmt_deepspeed.train.data import prepare_data
 from hmt_deepspeed.train.packing import GlobalOrder
 
 SHAPE = Shape(256, 4, 4, vocabulary=512, sequence=256, micro_batch=8)
-STEPS, TOY_STEPS = (50, 200, 400), (2, 4)
+STEPS, TOY_STEPS = (100, 200, 400), (2, 4)
 SPREAD = "the spread is from the least to the most over the steps at which gradients were taken"
 THRESHOLDS = (0.7, 0.8, 0.9)
-CANDIDATES = (32, 16, 8, 4, 2)  # rank candidates are the hidden size over these
+# Rank candidates are the hidden size over these. Early gradients are of so low a rank that with larger
+# ones alone every matrix would sit at the smallest, and the rules would not differ.
+CANDIDATES = (64, 32, 16, 8, 4, 2)
 
 
 def rank_rules(setting: Setting) -> CaseResult:
