@@ -110,7 +110,7 @@ class ChunkMemory:
         nbytes += 3 * largest
         if self._host is None or self._host.pool.nbytes < nbytes or self._moves_other(device):
             self.close()
-            self.engine = TransferEngine(device, largest)
+            self.engine = TransferEngine(device, 1, outgoing_bytes=largest)
             self._host = HostStore(self.engine, nbytes)
         return Chunks(self._host)
 

@@ -110,11 +110,25 @@ class CudaAttention:
     """FlashAttention-2 as torch ships it: fp16 and bf16, head sizes that are multiples of 8 up to 256.
 
     Its masks are aligned to the bottom right: query ``a`` of Tq sees keys from ``a + Tk - Tq - left`` to
-    ``a + Tk - Tq + right``. Bands need no bias and are not split.
+    ``a + Tk - Tq + right``. Bands need no bias. A limit of Tk or more is taken for none, which is wrong
+    where there are more queries than keys: such a tile goes in up to three pieces.
     """
 
     def split(self, tile: Tile) -> list[Tile]:
-        return [tile]
+        (q0, q1), (k0, k1) = tile.queries, tile.keys
+        if tile.shape == "full" or q1 - k1 < k1 - k0:
+            return [tile]
+        # Queries among the keys; behind them, those that see all; those that the window cuts.
+        inside = max(q0, k1)
+        all_seen = q1 if tile.window is None else max(inside, min(q1, k0 + tile.window))
+        pieces = []
+        for begin, end in ((q0, k1), (inside, all_seen), (all_seen, q1)):
+            if begin < end:
+                first = k0 if tile.window is None else max(k0, begin - tile.window + 1)
+                is_cut = tile.window is not None and end - 1 - first >= tile.window
+                window = tile.window if is_cut else None
+                pieces.append(Tile(tile.batch, (begin, end), (first, k1), window))
+        return pieces
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float

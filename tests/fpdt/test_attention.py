@@ -1,5 +1,7 @@
 """Attention alone against torch's own with a mask written out."""
 
+import random
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -229,17 +231,43 @@ def test_refuses_what_flash_attention_on_cuda_cannot():
         ops.attention_ops(on_meta)
 
 
-def test_flash_windows_are_aligned_to_the_bottom_right():
-    """left and right of FlashAttention, whose query a of Tq sees a + Tk - Tq - left ... + right."""
-    visibility = Visibility(40, ((0, 7),), (31,), 9)
-    for queries in spans_of(40, 8):
-        for keys in spans_of(40, 8):
-            for tile in visibility.tiles(queries, keys):
-                left, right = ops._flash_window(tile)
-                (q0, q1), (k0, k1) = tile.queries, tile.keys
-                for a in range(q1 - q0):
-                    middle = a + (k1 - k0) - (q1 - q0)
-                    low = 0 if left < 0 else middle - left
-                    high = k1 - k0 if right < 0 else middle + right
-                    seen = [k0 + s for s in range(k1 - k0) if low <= s <= high]
-                    assert seen == [k for k in range(k0, k1) if visibility.allowed(0, q0 + a, k)]
+def flash_limits(tile):
+    """``_flash_window`` as torch's flash_api.cpp takes it: Tk or more is no limit, a lone none is Tk."""
+    num_keys = tile.keys[1] - tile.keys[0]
+    left, right = (-1 if limit >= num_keys else limit for limit in ops._flash_window(tile))
+    if (left < 0) != (right < 0):
+        left, right = (num_keys if limit < 0 else limit for limit in (left, right))
+    return left, right
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 9])
+def test_flash_windows_are_aligned_to_the_bottom_right(window):
+    """left and right of FlashAttention, whose query a of Tq sees a + Tk - Tq - left ... + right.
+
+    Padding and documents that begin before a chunk border make tiles of more queries than keys.
+    """
+    draw, split = random.Random(0), 0
+    for _ in range(40):
+        starts = (0, *sorted(draw.sample(range(1, 40), draw.randrange(3))))
+        visibility = Visibility(40, (starts,), (draw.randrange(1, 41),), window)
+        for queries in spans_of(40, 8):
+            for keys in spans_of(40, 8):
+                for tile in visibility.tiles(queries, keys):
+                    pieces = ops.CudaAttention().split(tile)
+                    split += len(pieces) > 1
+                    asked = [q for piece in pieces for q in range(*piece.queries)]
+                    assert asked == list(range(*tile.queries))
+                    for piece in pieces:
+                        check_flash_rows(piece, visibility, keys)
+    assert (split > 5) == (window != 1)
+
+
+def check_flash_rows(tile, visibility, keys):
+    left, right = flash_limits(tile)
+    (q0, q1), (k0, k1) = tile.queries, tile.keys
+    for a in range(q1 - q0):
+        middle = a + (k1 - k0) - (q1 - q0)
+        low = 0 if left < 0 else middle - left
+        high = k1 - k0 if right < 0 else middle + right
+        seen = [k0 + s for s in range(k1 - k0) if low <= s <= high]
+        assert seen == [k for k in range(*keys) if visibility.allowed(0, q0 + a, k)]
