@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from .counters import Counters, run_in_background
+from .counters import Counters
 from .errors import StoreError, TransferError
 from .file_io import FileIO, PositionalIO
 from .layout import Layout, flatten
 from .own_folder import OwnFolder
 from .pool import GRANULE, whole_pages
 from .slots import Slot, SlotFolder
+from .threads import background_threads
 from .transfer import Arrival, Transfer, TransferEngine
 
 __all__ = ["FileStore"]
@@ -105,8 +106,8 @@ class FileStore:
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._writers = _threads(num_threads, "hmt-ssd-write")
-        self._readers = _threads(num_threads, "hmt-ssd-read")
+        self._writers = background_threads(num_threads, "hmt-ssd-write")
+        self._readers = background_threads(num_threads, "hmt-ssd-read")
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Starts the way of a tensor to the SSD; it may be freed at once, not written to.
@@ -282,7 +283,3 @@ class FileStore:
             arrival, entry.arrival = entry.arrival, None  # part of a cycle: free it now
         if arrival is not None:
             self.engine.abandon(arrival)
-
-
-def _threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, name, initializer=run_in_background)

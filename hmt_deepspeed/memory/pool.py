@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -60,6 +61,9 @@ class PinnedPool:
         start = -whole.data_ptr() % GRANULE
         self._memory = whole[start : start + self.nbytes]
         streams.pin(self._memory)
+        # A pool that nobody closes: memory that is freed while page-locked would stay so for its next owner.
+        self._unpin = weakref.finalize(self, streams.unpin, self._memory)
+        self._unpin.atexit = False
         self._num_touched = (
             0  # bytes that were ever taken; the rest may not even be backed by pages
         )
@@ -130,7 +134,7 @@ class PinnedPool:
             for buffer in self._retiring:
                 _finish(buffer.uses)
             self._reclaim()
-            self._streams.unpin(self._memory)
+            self._unpin()
             self._memory = self._memory.new_empty(0)
 
     def _allocate(self, need: int, owner: str, lent: bool) -> Buffer | None:

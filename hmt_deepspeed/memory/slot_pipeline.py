@@ -6,15 +6,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .alternate import AlternateSlots, Piece
-from .counters import Counters, run_in_background
+from .counters import Counters
 from .pool import Buffer, PinnedPool, whole_pages
+from .threads import background_threads
 
 __all__ = ["Event", "Lease", "SlotPipeline"]
 
@@ -117,8 +118,8 @@ class SlotPipeline:
         self.slots, self.counters = slots, Counters()
         self.events: list[Event] | None = None
         self._pool, self._failed = pool, failed
-        self._reader = _thread("hmt-states-read") if read_ahead else None
-        self._writer = _thread("hmt-states-write") if write_behind else None
+        self._reader = background_threads(1, "hmt-states-read") if read_ahead else None
+        self._writer = background_threads(1, "hmt-states-write") if write_behind else None
         self._last: dict[Piece, Lease] = {}  # of each piece, unless it is known to be over
         self._expected: deque[Lease] = deque()
 
@@ -235,7 +236,3 @@ class SlotPipeline:
     def _log(self, verb: str, piece: Piece, begin: float) -> None:
         if self.events is not None:
             self.events.append(Event(verb, piece.name, begin, time.perf_counter()))
-
-
-def _thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, name, initializer=run_in_background)

@@ -71,7 +71,7 @@ class Streams(Protocol):
         """Page-locks host memory."""
 
     def unpin(self, memory: Tensor) -> None:
-        """Undoes :meth:`pin`."""
+        """Undoes :meth:`pin`, when no copy runs any more."""
 
     def scrub(self, memory: Tensor) -> None:
         """Destroys bytes that nobody may read any more (twin only)."""
@@ -117,7 +117,8 @@ class CudaStreams:
             stream.wait_event(event.event)
         begin = torch.cuda.Event(enable_timing=True)
         begin.record(stream)
-        with torch.cuda.stream(stream):
+        # A thread begins on device 0, and leaving a stream's context alone would open a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
         return _CudaEvent(stream, begin)
 
@@ -145,6 +146,7 @@ class CudaStreams:
             )
 
     def unpin(self, memory: Tensor) -> None:
+        self.drain()
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def scrub(self, memory: Tensor) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.memory.counters import run_in_background
+from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
 from hmt_deepspeed.zero.cpu_adam import CpuAdam
 from hmt_deepspeed.zero.ssd import Ssd, SsdSettings
@@ -68,7 +68,7 @@ class HostWorker:
         self.scratch = torch.empty(CHUNK)  # for a job's own use
         self._outbound = self.engine.new_pool(pool_bytes(), "pool of updated weights")
         self._pinned = pinned
-        self._thread = ThreadPoolExecutor(1, "hmt-optimizer", initializer=run_in_background)
+        self._thread = background_threads(1, "hmt-optimizer")
         self._failure: RuntimeError | None = None
         self.nbytes = 0
         self.addition_seconds = 0.0

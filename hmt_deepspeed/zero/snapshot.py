@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +26,10 @@ from deepspeed import comm as dist
 from deepspeed.utils import logger
 from torch import Tensor
 
-from hmt_deepspeed.memory.counters import run_in_background
 from hmt_deepspeed.memory.errors import PoolFull
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.pool import whole_pages
+from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.checkpoint_state import hmt_state
@@ -78,7 +78,7 @@ class Snapshots:
         self._offloaded = OffloadedStates(self._engine.optimizer)
         self._staged: list[str] = []
         self._put: Callable[[str, Tensor], None]
-        self._thread = ThreadPoolExecutor(1, "hmt-snapshot", initializer=run_in_background)
+        self._thread = background_threads(1, "hmt-snapshot")
         self._writing: Future[None] | None = None
         self._is_busy = False  # with one that is taken; it is written once its step counts
         self._copied, self._stopping = threading.Event(), threading.Event()

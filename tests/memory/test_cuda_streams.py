@@ -5,6 +5,7 @@ The simulated streams, the caller's own included, run nothing before somebody wa
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import contextmanager
 
@@ -69,12 +70,19 @@ class Cuda:
 
     def __init__(self, patch):
         self.compute = self.now = Stream()
-        self.recorded, self.locked = [], {}
+        self.recorded, self.locked, self.devices = [], {}, []
         copy = torch.Tensor.copy_
 
         def copy_(target, source, non_blocking=False):
             assert non_blocking
+            assert self.devices, "the device that a thread begins on may be another"
             self.now.work.append(lambda: copy(target, source))
+
+        @contextmanager
+        def device(device):
+            self.devices.append(device)
+            yield
+            self.devices.pop()
 
         @contextmanager
         def stream(side):
@@ -89,6 +97,7 @@ class Cuda:
 
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "device", device)
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         patch.setattr(torch.cuda, "cudart", lambda: self)
@@ -110,7 +119,9 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def engine(cuda):
-    return TransferEngine(CPU, 16 * PAGE, CudaStreams(CPU))
+    made = TransferEngine(CPU, 16 * PAGE, CudaStreams(CPU))
+    yield made
+    made.close()  # while there is a CUDA to ask
 
 
 def late(cuda, size=10):
@@ -124,6 +135,22 @@ def test_the_copy_waits_for_the_producer(cuda, engine):
     handle = engine.put(late(cuda), "x")
     assert not handle.stored.done()
     assert engine.host_bytes(handle).view(torch.float32).eq(7).all()
+
+
+def test_memory_is_not_freed_while_it_is_page_locked(cuda):
+    """Neither by the owner's close nor without one, and not before its copies have ended."""
+    for closes in (True, False):
+        engine = TransferEngine(CPU, 16 * PAGE, CudaStreams(CPU))
+        assert list(cuda.locked.values()) == [16 * PAGE]
+        handle = engine.put(late(cuda), "x")
+        stored = handle.stored
+        if closes:
+            engine.drop(handle)
+            engine.close()
+        del engine, handle
+        gc.collect()
+        assert not cuda.locked
+        assert stored.done()
 
 
 def test_the_consumer_waits_for_the_fetch_and_the_host_does_not(cuda, engine):
