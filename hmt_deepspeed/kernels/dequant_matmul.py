@@ -18,6 +18,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
 from hmt_deepspeed.kernels.fp8_activation import decode_fp8_reference
 from hmt_deepspeed.kernels.int8_activation import decode_int8_reference
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.token_blocks import FLOATS, check_blocks
 
 try:
@@ -91,6 +92,7 @@ if triton is not None:
         mask = (row < m)[:, None] & (column < n)[None, :]
         store_rounded_jit(target, total, mask, TO_BF16)
 
+    @on_its_device
     def dequant_matmul_triton(
         delta: Tensor, codes: Tensor, scales: Tensor, block_size: int, dtype: torch.dtype
     ) -> Tensor:

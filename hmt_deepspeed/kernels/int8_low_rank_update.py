@@ -27,6 +27,7 @@ from hmt_deepspeed.kernels.int8_weight import (
     encode_rows,
     tile_grid,
 )
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.low_rank_update import add_product_, as_factors, check_low_rank
 from hmt_deepspeed.kernels.noise import key_halves
 
@@ -90,6 +91,7 @@ if triton is not None:
             STOCHASTIC, BLOCK,
         )  # fmt: skip
 
+    @on_its_device
     def int8_low_rank_update_triton_(
         codes: Tensor,
         scales: Tensor,

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
 
 try:
@@ -178,6 +179,7 @@ if triton is not None:
         scale = tl.load(scales_ptr + block, mask=block * BLOCK < numel, other=0.0)
         tl.store(out_ptr + position, tl.load(levels_ptr + code) * scale[:, None], mask=mask)
 
+    @on_its_device
     def encode_state_triton(
         value: Tensor, signed: bool, key: int | None, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -206,6 +208,7 @@ if triton is not None:
         )
         return codes, scales
 
+    @on_its_device
     def decode_state_triton(
         codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
     ) -> Tensor:

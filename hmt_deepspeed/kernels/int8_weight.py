@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
 
 try:
@@ -175,6 +176,7 @@ if triton is not None:
             value = round_bits_jit(bits, 0x7FFF + ((bits >> 16) & 1)).to(tl.int16)
         tl.store(out_ptr + row[:, None] * n + column[None, :], value, mask=mask)
 
+    @on_its_device
     def encode_weight_triton(
         value: Tensor, key: int | None, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -189,6 +191,7 @@ if triton is not None:
             )  # fmt: skip
         return codes, scales
 
+    @on_its_device
     def decode_weight_triton(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Triton launcher; see :func:`decode_weight`."""
         rows, n = codes.shape

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
+from hmt_deepspeed.kernels.launching import on_its_device
 
 try:
     import triton
@@ -72,6 +73,7 @@ if triton is not None:
         mask = (row[:, None] < rows) & (column[None, :] < width)
         tl.store(out_ptr + row[:, None] * width + column[None, :], total, mask=mask)
 
+    @on_its_device
     def project_triton(gradient: Tensor, projection: Tensor) -> Tensor:
         """Triton launcher; see :func:`project`."""
         (rows, n), width = gradient.shape, projection.shape[1]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks, scratch_like
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
@@ -181,6 +182,7 @@ if triton is not None:
         # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
         return factor.dtype == torch.float32 or not factor.is_cuda
 
+    @on_its_device
     def low_rank_update_triton_(
         weight: Tensor,
         update: Tensor,

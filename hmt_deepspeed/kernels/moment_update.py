@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.launching import on_its_device
+
 try:
     import triton
     import triton.language as tl
@@ -75,6 +77,7 @@ if triton is not None:
         tl.store(exp_avg_sq_ptr + position, square, mask=mask)
         tl.store(direction_ptr + position, direction, mask=mask)
 
+    @on_its_device
     def moment_update_triton_(
         projected: Tensor,
         exp_avg: Tensor,

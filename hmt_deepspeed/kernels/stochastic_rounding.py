@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import counters, key_halves, noise_bits
 
 try:
@@ -68,6 +69,7 @@ if triton is not None:
         rounded = round_bits_jit(bits, noise)
         tl.store(out_ptr + position, rounded.to(tl.int16), mask=mask)
 
+    @on_its_device
     def stochastic_round_triton(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:
         """Triton launcher; see :func:`stochastic_round`. Works on integer views of both tensors."""
         numel, (low, high) = value.numel(), key_halves(key)

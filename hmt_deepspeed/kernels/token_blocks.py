@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
 
 try:
@@ -184,6 +185,7 @@ if triton is not None:
 
     TILE_TOKENS, TILE_CHANNELS = 32, 64  # of a program's registers
 
+    @on_its_device
     def launch_encode(
         kernel: Any, value: Tensor, block_size: int, key: int | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
@@ -199,6 +201,7 @@ if triton is not None:
             )  # fmt: skip
         return codes, scales
 
+    @on_its_device
     def launch_decode(
         kernel: Any, codes: Tensor, scales: Tensor, block_size: int, out: Tensor
     ) -> None:
