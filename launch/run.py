@@ -8,6 +8,7 @@ Without more options: a small Llama on the source of Python's standard library, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -72,12 +73,15 @@ def main() -> None:
     args = parse_arguments()
     finish.check_loop_options(loop_options(args, Path()))
     accelerator = get_accelerator()
+    local_rank = (
+        args.local_rank if args.local_rank >= 0 else int(os.environ.get("LOCAL_RANK", "-1"))
+    )
+    if local_rank >= 0:  # torchrun and srun tell it by the environment alone
+        accelerator.set_device(local_rank)
     config = models.resolve_bf16(
         read_json_config(args.deepspeed_config), models.bf16_is_fast(accelerator.device_name())
     )
     models.model_config(args.model)
-    if args.local_rank >= 0:
-        accelerator.set_device(args.local_rank)
     deepspeed.init_distributed()
     default = f"runs/{Path(args.deepspeed_config).stem}-{Path(args.model).name}"
     output_dir = finish.choose_output_dir(args.output_dir, default, args.resume)

@@ -41,6 +41,7 @@ from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
     check_engine,
+    check_same_gpus,
     check_stock_dtypes,
     check_supported,
 )
@@ -197,6 +198,7 @@ class HMTEngine(DeepSpeedEngine):
         if resolved is None:
             return super()._configure_zero_optimizer(optimizer)
         check_engine(self)
+        check_same_gpus(self.device)
         return HMTZeroOptimizer(
             optimizer,
             resolved.options,

@@ -163,6 +163,8 @@ class GradientReducer:
         self.scale = scale
         self.events: list[tuple[str, str | int]] | None = None
         self.peak_bytes = 0
+        self._counted = {gradient.index: 0 for gradient in self.gradients}  # bytes alive
+        self._alive = 0
         self.last = False
         self._pool: list[Tensor] = []
         self._in_flight: list[_InFlight] = []
@@ -206,6 +208,7 @@ class GradientReducer:
         """A round reduces every bucket once."""
         for bucket in self._buckets:
             bucket.waiting, bucket.left = {g.index for g in bucket.members}, False
+        self._count(self.gradients)  # the step between two rounds has taken some
 
     # -- during backward ------------------------------------------------------------------------
 
@@ -220,10 +223,12 @@ class GradientReducer:
         if not reduce_now or bucket.left:
             # A parameter that fires again after its bucket left waits for the end of the backward.
             gradient.local = self._accumulated(gradient.local, contribution)
+            self._count([gradient])
             return
         gradient.arrived = (
             contribution if gradient.arrived is None else gradient.arrived + contribution
         )
+        self._count([gradient])
         bucket.waiting.discard(gradient.index)
         if self.collectives.world == 1:
             candidates = iter([bucket])
@@ -275,6 +280,7 @@ class GradientReducer:
             if len(self._in_flight) >= self.MAX_IN_FLIGHT:
                 self._land()
             self._launch_rows(bucket)
+        self._count(bucket.members)
 
     def _launch_full(self, bucket: _Bucket) -> None:
         gradient = bucket.members[0]
@@ -323,12 +329,14 @@ class GradientReducer:
         if members[0].refreshing:
             if self.collectives.rank == members[0].owner:
                 self._deliver(members[0], result)
+                self._count(members)
             return
         for gradient, offset in zip(members, flight.bucket.offsets, strict=True):
             rows = gradient.shards.rows(self.collectives.rank) if self.sharded else None
             count = gradient.shards.m if rows is None else rows[1] - rows[0]
             part = result[offset : offset + count * gradient.width]
             self._deliver(gradient, part.view(count, gradient.width))
+        self._count(members)
         if flight.buffer is not None:
             self._pool.append(flight.buffer)
 
@@ -365,8 +373,14 @@ class GradientReducer:
                 return buffer
         return torch.empty(largest, dtype=self.comm_dtype, device=device)
 
+    def _count(self, changed: Sequence[Gradient]) -> None:
+        """Bytes alive, brought up to date for those that changed: a sum over all would be paid per bucket."""
+        for gradient in changed:
+            nbytes = gradient.nbytes()
+            self._alive += nbytes - self._counted[gradient.index]
+            self._counted[gradient.index] = nbytes
+
     def _watch(self) -> None:
-        alive = sum(g.nbytes() for g in self.gradients)
         pooled = sum(b.numel() * b.element_size() for b in self._pool)
         flying = sum(f.buffer.nbytes for f in self._in_flight if f.buffer is not None)
-        self.peak_bytes = max(self.peak_bytes, alive + pooled + flying)
+        self.peak_bytes = max(self.peak_bytes, self._alive + pooled + flying)

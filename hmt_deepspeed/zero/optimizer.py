@@ -168,7 +168,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
                     entry.weight.encode(module)
 
     def _register_hooks(self) -> list[Any]:
-        hooks = []
+        hooks: list[Any] = []
+        if self.parameter_offload is not None:
+            hooks.append(self.module.register_forward_pre_hook(self._order_gathers, prepend=True))
         params = [entry.gradient.param for entry in self.entries]
         for entry in self.entries:
             param: Any = entry.gradient.param
@@ -178,6 +180,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
             if self.parameter_offload is not None:
                 param.partition()
         return hooks
+
+    def _order_gathers(self, *_: object) -> None:
+        """ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing: neither for what a
+        step has written to the partitions, nor a loaded checkpoint."""
+        stream = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream  # type: ignore[union-attr]
+        if stream is not None:
+            stream.wait_stream(get_accelerator().current_stream())
 
     def _gradient_hook(self, gradient: Gradient, params: Sequence[nn.Parameter]) -> Any:
         """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""

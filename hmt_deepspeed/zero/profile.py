@@ -114,7 +114,7 @@ def measure_machine(
     device = torch.device(device)
     seconds = probe.seconds / probe.num_measurements
     synchronize = accelerator.synchronize
-    gpu_memory = int(accelerator.available_memory())
+    gpu_memory = _gpu_memory(accelerator, device)
     matmul = probe.matmul or MatmulRates(
         **{n: _matmul_rate(probe.products, n, device, seconds, synchronize) for n in DTYPES}
     )
@@ -218,6 +218,14 @@ def _peak_flops(name: str) -> float:
     return max(
         (m.peak_flops for key, m in MACHINES.items() if key.split("-")[0] in plain), default=0.0
     )
+
+
+def _gpu_memory(accelerator: Any, device: torch.device) -> int:
+    """Bytes of the device that this process has or could have, also in the middle of a run."""
+    if device.type != "cuda":
+        return int(accelerator.available_memory())
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_reserved(device) + free
 
 
 def _matmul_rate(

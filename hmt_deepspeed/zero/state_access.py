@@ -171,6 +171,7 @@ class StateAccess:
 
     def _whole_rows(self, entry: Entry, rows: Tensor) -> Tensor:
         shards, collectives = entry.gradient.shards, self.optimizer.collectives
+        rows = rows.to(entry.weight.device)  # from the host, if it lives there
         if shards.world == 1:
             return rows.clone()
         width = rows.shape[1]

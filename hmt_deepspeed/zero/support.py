@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -20,6 +21,7 @@ from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 __all__ = [
     "check_activations",
     "check_engine",
+    "check_same_gpus",
     "check_stock_dtypes",
     "check_supported",
     "checks_overflow",
@@ -45,6 +47,7 @@ def check_supported(
     refusals += _parallelism(config, parsed)
     refusals += _int8_weights(parsed, options)
     refusals += _optimizer_params(config)
+    refusals += _clipping(parsed, options)
     if refusals:
         raise ValueError(
             "\n".join(
@@ -137,6 +140,27 @@ def check_stock_dtypes(engine: Any) -> None:
             f"data_types.grad_accum_dtype is {names[summed_in]!r}, legal at stage 0 with DeepSpeed's own optimizer "
             f"is {names[dtype]!r}, the model's dtype. Remove the key, set a higher stage in zero_optimization, or "
             'use "optimizer": {"type": "HMT"}.'
+        )
+
+
+def check_same_gpus(device: torch.device) -> None:
+    """Refuse ranks on GPUs of several kinds, for each draws its own bases and probes from the same seeds.
+
+    How CUDA deals the numbers of one seed over a tensor depends on how many threads the device runs at
+    once, so that other devices would draw other columns, and gradients of different columns be added.
+
+    Raises:
+        ValueError: the names or the numbers of multiprocessors differ.
+    """
+    if device.type != "cuda" or dist.get_world_size() == 1:
+        return
+    own = torch.cuda.get_device_properties(device)
+    kinds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, (own.name, own.multi_processor_count))
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"the ranks run on {sorted(set(kinds))} (GPU, multiprocessors), legal with HMT's optimizer is one "
+            "kind: the same seed draws other random numbers on another. Use GPUs of one kind."
         )
 
 
@@ -251,6 +275,18 @@ def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     if parsed.float16_config.enabled:
         remedy = 'Codes decode to bf16 or fp32: use "bf16": {"enabled": true}.'
         yield "fp16.enabled", True, f"false {given}", remedy
+
+
+def _clipping(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+    """Without probe columns nobody knows the norm of what is outside the bases."""
+    if parsed.gradient_clipping and options["probes"] == 0:
+        legal = f'"auto" or at least 1 with "gradient_clipping": {parsed.gradient_clipping!r}'
+        yield (
+            "hmt.optimizer.probes",
+            0,
+            legal,
+            'The gradient norm is estimated from them: set "auto", or remove "gradient_clipping".',
+        )
 
 
 def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:

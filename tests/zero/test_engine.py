@@ -220,6 +220,34 @@ def test_stage_3_parameters_persistent_or_not(ranks: Ranks) -> None:
         assert_same(found["none"], found[how])
 
 
+class GatherStream:
+    """In the place of DeepSpeed's stream for all-gathers, which a CPU has not."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.found = engine, list[tuple[object, bool]]()
+
+    def wait_stream(self, stream: object) -> None:
+        dense = [p for p in self.engine.module.parameters() if not p.ds_persist]
+        self.found.append((stream, any(p.numel() for p in dense)))
+
+
+def forward_orders_gathers() -> list[tuple[object, bool]]:
+    engine = make_engine(ds_config(3), tiny_llama())
+    stream = GatherStream(engine)
+    engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream = stream
+    train(engine, 2)
+    engine.eval()
+    with torch.no_grad():
+        loss_of(engine, micro_batches(engine, 0)[0])
+    engine.destroy()
+    return stream.found
+
+
+def test_stage_3_gathers_wait_for_what_the_step_wrote(ranks: Ranks) -> None:
+    """Before every forward, while nothing is gathered yet."""
+    assert ranks.run(forward_orders_gathers, 2)[0] == [(None, False)] * 3
+
+
 # -- Hugging Face's checkpointing ----------------------------------------------------------------------
 
 
