@@ -272,6 +272,9 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"projection": "rigth"}, ".projection", 'Did you mean "right"?'),
         ({"scale": 0}, ".scale", "a number > 0"),
         ({"seed": 3}, ".seed", 'it belongs at "hmt.optimizer.seed"'),
+        ({"method": "adamw", "rank": 8}, "", 'rank: It means nothing with "method": "adamw"'),
+        ({"method": "apollo_mini", "rank": 4}, "", 'rank: "apollo_mini" is rank 1'),
+        ({"method": "apollo", "projection": "left"}, "", "projection: It means nothing"),
         (3, "", "Legal: an object."),
     ],
 )
@@ -426,6 +429,7 @@ CONFLICTS = [
         {"rank_candidates", "energy_threshold"},
     ),
     ({"probes": 0}, {"probes"}),
+    ({"probes": 0, "residual": "none", "early_refresh": True}, {"early_refresh"}),
     ({"probes": 0, "residual": "probe"}, {"probes"}),
     ({"residual": "none", "residual_scale": "auto"}, {"residual_scale"}),
     ({"residual": "none", "norm_growth_limit": None}, {"norm_growth_limit"}),

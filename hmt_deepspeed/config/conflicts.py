@@ -6,7 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Conflict", "conflict_problems", "conflicts_of", "snapshot_conflicts"]
+__all__ = [
+    "Conflict",
+    "conflict_problems",
+    "conflicts_of",
+    "conflicts_of_method",
+    "snapshot_conflicts",
+]
 
 Given = Mapping[str, object]  # the fields that were written down, not the defaults
 
@@ -135,6 +141,12 @@ _RULES = (
         'With "residual": "none" it is ignored: remove it or set "residual": "probe".',
     ),
     _Rule(
+        ("early_refresh",),
+        "probes",
+        _all(_is("early_refresh", True), _is("probes", 0)),
+        "Without probes nothing shows that a basis captures less: set it to false.",
+    ),
+    _Rule(
         ("probes",),
         "residual",
         lambda given: given["probes"] == 0 and given.get("residual", "probe") == "probe",
@@ -146,9 +158,8 @@ _RULES = (
 
 def conflicts_of(given: Given) -> list[Conflict]:
     """Combinations of explicitly given `hmt.optimizer` fields in which one would be ignored."""
-    method = given.get("method")
-    if method in ("adamw", "apollo", "apollo_mini"):
-        return _conflicts_of_method(str(method), given)
+    if given.get("method") in ("adamw", "apollo", "apollo_mini"):
+        return conflicts_of_method(given)
     return [
         Conflict(
             key,
@@ -162,7 +173,12 @@ def conflicts_of(given: Given) -> list[Conflict]:
     ]
 
 
-def _conflicts_of_method(method: str, given: Given) -> list[Conflict]:
+def conflicts_of_method(given: Given) -> list[Conflict]:
+    """Fields that mean nothing to the `method` among them; none where it is left open or low-rank."""
+    method = given.get("method", "lowrank_adamw")
+    if method == "lowrank_adamw":
+        return []
+
     def conflict(key: str, advice: str) -> Conflict:
         return Conflict(key, given[key], ("method",), advice)
 

@@ -15,6 +15,7 @@ from hmt_deepspeed.config.activations import (
 from hmt_deepspeed.config.conflicts import (
     conflict_problems,
     conflicts_of,
+    conflicts_of_method,
     snapshot_conflicts,
 )
 from hmt_deepspeed.config.fields import (
@@ -64,6 +65,16 @@ class ModuleRule(StrictModel):
     residual: Residual | None = None
     scale: Auto | PositiveFloat | None = None
 
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> ModuleRule:
+        given = {key: getattr(self, key) for key in self.model_fields_set}
+        conflicts = conflicts_of_method(
+            {k: value for k, value in given.items() if value is not None}
+        )
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
+        return self
+
 
 class OptimizerConfig(StrictModel):
     """`hmt.optimizer`: what the optimizer does with each linear's gradient.
@@ -109,7 +120,7 @@ class OptimizerConfig(StrictModel):
         ge=0,
         le=1,
         description="Bytes, as a share of AdamW's moments of all matrices, that matrices may take for "
-        "full-rank AdamW when no candidate reaches the threshold.",
+        "full-rank AdamW, at the same learning rate and scale, when no candidate reaches the threshold.",
     )
     update_interval: int = Field(
         default=200,
@@ -148,11 +159,13 @@ class OptimizerConfig(StrictModel):
     )
     probes: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto",
-        description='Probe columns per matrix; 0 only with "residual": "none".',
+        description='Probe columns per matrix; "auto" is a quarter of its rank, at least 8. 0 only with '
+        '"residual": "none" and without gradient clipping, whose norm is estimated from them.',
     )
     residual_scale: Auto | PositiveFloat = Field(
         default="auto",
-        description="Factor on the probe residual.",
+        description="Factor c on the probe residual of a matrix with n columns; never above (n - r) / k, at "
+        'which it is unbiased, and with "auto" never above 8, since its noise grows with c.',
     )
     projected_backward: Auto | bool = Field(
         default="auto",
@@ -166,8 +179,8 @@ class OptimizerConfig(StrictModel):
     )
     norm_growth_limit: Auto | Annotated[float, Field(ge=1)] | None = Field(
         default="auto",
-        description="The residual's norm may grow by at most this factor from step to step; "
-        '"auto" is 1.01, Fira\'s published value; null turns the limit off.',
+        description="The norm of the residual, or of APOLLO's whole update, may grow by at most this factor "
+        'from step to step; "auto" is 1.01, the published value of both; null turns the limit off.',
     )
     max_full_gradient_bytes: Auto | PositiveInt = Field(
         default="auto",

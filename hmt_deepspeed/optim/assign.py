@@ -132,11 +132,11 @@ def _check(assigned: Assignment) -> None:
             "matrix), or exclude the module."
         )
     if settings.state_dtype == "int8":
-        rank = settings.rank or settings.rank_candidates[0]
+        rank = min(settings.rank or settings.rank_candidates[0], *shape)
         rows = rank if settings.projection == "two_sided" else settings.oriented(*shape)[0]
-        if rows * min(rank, *shape) < MIN_INT8_ELEMENTS and not settings.is_apollo:
+        if rows * rank < MIN_INT8_ELEMENTS and not settings.is_apollo:
             raise ValueError(
                 f'hmt.optimizer.state_dtype is "int8", but the moments of {assigned.name} have '
-                f"{rows * min(rank, *shape)} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise the "
+                f"{rows * rank} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise the "
                 'rank, use "bf16", or exclude the module.'
             )

@@ -36,6 +36,7 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.settings import LOW_RANK
 from hmt_deepspeed.optim.sharing import share_bases, shareable, takes_projection
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
@@ -342,9 +343,17 @@ class HMT(Optimizer):
 
         Returns:
             The norm before clipping, 0-dim fp32.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive, or there are no probes to estimate a norm from.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm!r}; legal: > 0, infinity to measure only")
+        if self.options["probes"] == 0 and self.options["method"] == LOW_RANK:
+            raise ValueError(
+                "hmt.optimizer.probes is 0, so that the norm of what is outside the bases is unknown; "
+                'legal where gradients are clipped: "auto" or an integer >= 1. To do: use "auto".'
+            )
         self._ready()
         slots = self._slots.values()
         squares = [s for s in (slot.square_norm() for slot in slots) if s is not None]

@@ -31,6 +31,7 @@ from hmt_deepspeed.optim.rules import (
     growth_factor,
     probe_residual,
 )
+from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["Columns", "LowRankMatrix", "adopt_together", "overlap_of"]
 
@@ -133,9 +134,8 @@ class LowRankMatrix(MatrixRule):
         return self.moments.nbytes + held.nbytes
 
     def moment_bytes_at(self, rank: int) -> int:
-        """Bytes of the moments of all rows at a rank, scales and evidence not counted."""
-        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.settings.state_dtype]
-        return 2 * self.shape[0] * rank * each
+        """Bytes of the moments of all rows at a rank, evidence not counted."""
+        return 2 * stored_bytes(self.shape[0] * rank, self.settings.state_dtype)
 
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
@@ -172,7 +172,7 @@ class LowRankMatrix(MatrixRule):
         return self.columns.basis
 
     def _drawn_basis(self) -> Tensor:
-        return self.seeded_basis(self.rank, self.draw)[: self.shape[1]].to(self.dtype)
+        return self._seeded_right(self.rank, self.draw).to(self.dtype)
 
     def _probes(self, basis: Tensor) -> Tensor:
         seed, owner = self.settings.seed, self.columns.owner
@@ -184,7 +184,10 @@ class LowRankMatrix(MatrixRule):
         return self.settings.range_finder == "random"
 
     def seeded_basis(self, rank: int, number: int) -> Tensor:
-        """Random orthonormal basis ``number`` of this matrix, n x rank fp32."""
+        """Random orthonormal basis ``number`` of this matrix, fp32, as :meth:`adopt` takes it."""
+        return self._seeded_right(rank, number)
+
+    def _seeded_right(self, rank: int, number: int) -> Tensor:
         generator = keyed_generator(
             self.device,
             self.settings.seed,
@@ -213,7 +216,8 @@ class LowRankMatrix(MatrixRule):
 
         None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
         """
-        if not torch.isfinite(gradient).all() or not gradient.any():
+        largest = torch.linalg.vector_norm(gradient, ord=float("inf"), dtype=torch.float32).item()
+        if not 0 < largest < float("inf"):
             return None
         generator = keyed_generator(
             self.device, self.settings.seed, self.columns.owner, "sketch", step
@@ -393,10 +397,10 @@ class LowRankMatrix(MatrixRule):
 
     @property
     def scale(self) -> float:
-        """Factor on the update; a full-rank matrix takes AdamW's own step."""
+        """Factor on the update, at full rank too: the learning rate is one for all ranks."""
         default = 0.25  # GaLore's published value
         wanted = self.settings.scale
-        return 1.0 if self.full_rank else default if wanted is None else wanted
+        return default if wanted is None else wanted
 
     # -- checkpoint -----------------------------------------------------------------------------
 

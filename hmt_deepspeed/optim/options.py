@@ -32,6 +32,12 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "weight_dtype": ("auto", "int8"),
 }
 _RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale")
+_RULE_FIELDS_OF = {
+    LOW_RANK: _RULE_FIELDS,
+    APOLLO: ("method", "rank", "scale"),
+    APOLLO_MINI: ("method", "rank", "scale"),
+    DENSE: ("method",),
+}
 
 
 DEFAULTS: dict[str, object] = {
@@ -148,7 +154,7 @@ def check_options(options: Mapping[str, object]) -> None:
         _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
     if not _is_share(fallback):
         _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
-    _check_module_rules(options["module_rules"])
+    _check_module_rules(options["module_rules"], str(options["method"]))
     _check_together(options)
 
 
@@ -157,14 +163,23 @@ def _is_share(value: object) -> bool:
     return real and 0 <= cast(float, value) <= 1
 
 
-def _check_module_rules(rules: object) -> None:
+def _check_module_rules(rules: object, method: str) -> None:
+    """``method``: of the rules that name none."""
     if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
         _refuse("module_rules", rules, "a mapping of patterns and mappings", "use {} for no rules")
     for pattern, rule in cast("Mapping[str, Mapping[str, object]]", rules).items():
-        for name in rule:
-            if name not in _RULE_FIELDS:
-                where, legal = f"module_rules[{pattern!r}]", f"fields {', '.join(_RULE_FIELDS)}"
-                _refuse(where, dict(rule), legal, f"remove {name!r}")
+        where, own = f"module_rules[{pattern!r}]", str(rule.get("method") or method)
+        fields_given = [name for name, value in rule.items() if value is not None]
+        for names, legal, whose in (
+            (rule, _RULE_FIELDS, ""),
+            (fields_given, _RULE_FIELDS_OF.get(own, _RULE_FIELDS), f" with method {own!r}"),
+        ):
+            for name in names:
+                if name not in legal:
+                    words = f"fields {', '.join(legal)}{whose}"
+                    _refuse(where, dict(rule), words, f"remove {name!r}")
+        if own == APOLLO_MINI and rule.get("rank") not in (None, "auto", 1):
+            _refuse(where, dict(rule), f'rank "auto" or 1 with method {own!r}', "remove 'rank'")
 
 
 def _check_together(options: Mapping[str, object]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.rank import select_rank
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
+from hmt_deepspeed.optim.rank import misses_threshold, select_rank
+from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
     RankHistory,
     StalenessTrigger,
@@ -49,24 +49,9 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
     return policy
 
 
-# Captured energy, summed over all matrices, below which another plan is noise of the last spectra.
-LEAST_GAIN = 0.01
-
-
-def _is_idle(
-    spectra: Sequence[Spectrum], plan: Sequence[int], place: int, rank: int, budget: int
-) -> bool:
-    """Whether the best plan with the present rank at ``place`` is as good as ``plan``, but for noise."""
-    own = spectra[place]
-    if rank not in own.candidates:
-        return False
-    at = own.candidates.index(rank)
-    fixed = Spectrum((rank,), (own.captured[at],), (own.bytes[at],))
-    held = [*spectra[:place], fixed, *spectra[place + 1 :]]
-    if sum(spectrum.bytes[0] for spectrum in held) > budget:
-        return False
-    kept, _ = total_captured(held, allocate_ranks(held, budget))
-    return total_captured(spectra, plan)[0] - kept < LEAST_GAIN
+# Share of its gradient's energy that a matrix must gain, or make room for, to change its rank under a budget:
+# less is noise of the last spectra, and every change of rank costs moments.
+LEAST_GAIN = 0.02
 
 
 class RankPolicy:
@@ -133,12 +118,13 @@ class RankPolicy:
         return rank
 
     def _choose(self, index: int, leader: LowRankMatrix, energies: Sequence[float]) -> int:
-        if len(leader.candidates) == 1:
+        if leader.settings.rank is not None:
             return leader.candidates[0]
         if self.rank_budget is not None:
             return self._within_budget(index, leader, energies, self.rank_budget)
         threshold = leader.settings.energy_threshold
-        missed = len(energies) == len(leader.candidates) and energies[-1] < threshold
+        complete = len(energies) == len(leader.candidates)
+        missed = complete and misses_threshold(energies[-1], threshold, _is_full(leader))
         if missed and self._affords_full_rank(index):
             return leader.shape[1]
         current = leader.rank if leader.measured and not leader.full_rank else None
@@ -161,23 +147,20 @@ class RankPolicy:
     def _within_budget(
         self, index: int, leader: LowRankMatrix, energies: Sequence[float], budget: int
     ) -> int:
-        """This group's part of the best plan for all, as far as the others' present ranks leave room.
+        """This group's part of the plan for all, as far as the others' present ranks leave room.
 
-        The plan knows every group by its last spectrum; one that was not measured yet keeps its rank.
+        The plan knows every group by its last spectrum, one that was not measured yet by that of its type.
         The others reach their part of it at their own refreshes.
         """
-        spectra, others = [], 0
+        spectra, present, others = [], [], 0
         for i in self._budgeted():
             member = self._leader(i)
-            latest = self.histories[member.name].latest
-            captured = tuple(energies) if i == index else latest.captured if latest else ()
-            spectra.append(self._spectrum(i, captured))
+            spectra.append(self._spectrum(i, energies if i == index else self._known(i, energies)))
+            kept = [rank for rank in spectra[-1].candidates if rank <= member.rank]
+            present.append(kept[-1] if kept else spectra[-1].candidates[0])
             others += self.bytes_at(i, member.rank) if i != index else 0
         place = self._budgeted().index(index)
-        plan = allocate_ranks(spectra, budget)
-        planned = plan[place]
-        if leader.measured and _is_idle(spectra, plan, place, leader.rank, budget):
-            planned = leader.rank
+        planned = _planned(spectra, present, budget)[place]
         fitting = [
             rank
             for rank in spectra[place].candidates
@@ -185,18 +168,32 @@ class RankPolicy:
         ]
         return fitting[-1] if fitting else spectra[place].candidates[0]
 
-    def _spectrum(self, index: int, captured: tuple[float, ...]) -> Spectrum:
-        """What the plan may choose from; without energies the present rank.
+    def _known(self, index: int, energies: Sequence[float]) -> Sequence[float]:
+        """Captured energies of a group at its last refresh.
+
+        Before the first, those of another group of its type that had one, else ``energies``, those of the
+        group that refreshes now: without a guess the first to refresh would take what is meant for all.
+        """
+        name = self._leader(index).name
+        latest = self.histories[name].latest
+        kind = layer_type(name)
+        for other, history in self.histories.items() if latest is None else ():
+            if history.latest is not None and layer_type(other) == kind:
+                latest = history.latest
+        captured = energies if latest is None else latest.captured
+        missing = len(self._leader(index).candidates) - len(captured)
+        return [*captured, *[captured[-1]] * missing]
+
+    def _spectrum(self, index: int, captured: Sequence[float]) -> Spectrum:
+        """What the plan may choose from.
 
         A candidate that takes no fewer bytes than a larger one is left out: full-rank AdamW has no
         basis and may be smaller than the rank below it.
         """
         leader = self._leader(index)
-        if not captured:
-            return Spectrum((leader.rank,), (0.0,), (self.bytes_at(index, leader.rank),))
         kept: list[tuple[int, float, int]] = []
         known = leader.candidates[: len(captured)]
-        for rank, energy in zip(reversed(known), reversed(captured), strict=True):
+        for rank, energy in zip(reversed(known), reversed(captured[: len(known)]), strict=True):
             size = self.bytes_at(index, rank)
             if not kept or size < kept[-1][2]:
                 kept.append((rank, energy, size))
@@ -240,3 +237,19 @@ class RankPolicy:
         self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
         if self.trigger is not None and len(state["trigger"]) == len(self._watched):
             self.trigger.load_list(state["trigger"])
+
+
+def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -> Sequence[int]:
+    """The best plan where it gains :data:`LEAST_GAIN` for every matrix it moves; else the present one,
+    improved by the moves that do."""
+    best = allocate_ranks(spectra, budget)
+    held, taken = total_captured(spectra, present)
+    moved = sum(a != b for a, b in zip(best, present, strict=True))
+    if taken > budget or total_captured(spectra, best)[0] - held >= LEAST_GAIN * moved:
+        return best
+    return improve_ranks(spectra, present, budget, LEAST_GAIN)
+
+
+def _is_full(leader: LowRankMatrix) -> bool | None:
+    """None before the first refresh."""
+    return leader.full_rank if leader.measured else None

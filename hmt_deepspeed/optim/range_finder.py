@@ -291,9 +291,10 @@ def _cholesky_qr(columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
     """
     unit = columns / torch.linalg.vector_norm(columns, dim=0).clamp_min(_TINY)
     lower, info = torch.linalg.cholesky_ex(unit.t() @ unit)
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
+    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     # sqrt(|A|_1 |A|_inf) bounds the largest singular value of L^-1; unit columns bound that of L.
     square_bound = inverse.abs().sum(0).max() * inverse.abs().sum(1).max()
-    if info == 0 and square_bound <= limit:
+    if (info == 0) & (square_bound <= limit):  # the one wait for the device
         return unit @ inverse.t()
     return torch.linalg.qr(columns).Q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["HYSTERESIS", "legal_candidates", "select_rank"]
+__all__ = ["HYSTERESIS", "legal_candidates", "misses_threshold", "select_rank"]
 
 # A rank changes only when its energy passes the threshold by this share of what the threshold leaves out.
 HYSTERESIS = 0.1
@@ -46,3 +46,15 @@ def select_rank(
     if chosen < current:
         return min(smallest(threshold + margin), current)
     return current if captured[current] >= threshold - margin else chosen
+
+
+def misses_threshold(energy: float, threshold: float, is_full: bool | None) -> bool:
+    """Whether the largest candidate captures too little, so that a matrix asks for full rank.
+
+    With the hysteresis of :func:`select_rank`: one of full rank stays so until the candidate clears the
+    threshold by the margin, another until it misses it by as much; ``is_full`` None: not measured before.
+    """
+    margin = HYSTERESIS * (1.0 - threshold)
+    if is_full is None:
+        return energy < threshold
+    return energy < threshold + margin if is_full else energy < threshold - margin

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Spectrum", "allocate_ranks", "total_captured"]
+__all__ = ["Spectrum", "allocate_ranks", "improve_ranks", "total_captured"]
 
 # Gains below this are rounding of sums of shares, not improvements.
 _LEAST_GAIN = 1e-12
@@ -58,7 +58,23 @@ def allocate_ranks(spectra: Sequence[Spectrum], budget_bytes: int) -> list[int]:
             "candidates take. To do: raise the budget, or lower the smallest candidate."
         )
     chosen, left = _greedy(spectra, budget_bytes - least)
-    _exchange(spectra, chosen, left)
+    _exchange(spectra, chosen, left, _LEAST_GAIN)
+    return [s.candidates[i] for s, i in zip(spectra, chosen, strict=True)]
+
+
+def improve_ranks(
+    spectra: Sequence[Spectrum], ranks: Sequence[int], budget_bytes: int, least_gain: float
+) -> list[int]:
+    """A plan that fits, after single steps and exchanges that gain ``least_gain`` for every rank they move.
+
+    Raises:
+        ValueError: a rank is no candidate, or the plan does not fit.
+    """
+    _, taken = total_captured(spectra, ranks)
+    if taken > budget_bytes:
+        raise ValueError(f"the plan takes {taken} bytes; legal: at most {budget_bytes}")
+    chosen = [s.candidates.index(r) for s, r in zip(spectra, ranks, strict=True)]
+    _exchange(spectra, chosen, budget_bytes - taken, least_gain)
     return [s.candidates[i] for s, i in zip(spectra, chosen, strict=True)]
 
 
@@ -98,8 +114,8 @@ def _greedy(spectra: Sequence[Spectrum], left: int) -> tuple[list[int], int]:
     return chosen, left
 
 
-def _exchange(spectra: Sequence[Spectrum], chosen: list[int], left: int) -> None:
-    """Best move of two matrices at a time, in place, until none gains.
+def _exchange(spectra: Sequence[Spectrum], chosen: list[int], left: int, least_gain: float) -> None:
+    """Best move of two matrices at a time, in place, until none gains more than ``least_gain`` for each.
 
     A matrix goes up by the step of the largest gain that another's step down makes room for. For each
     matrix the steps down are few, so one pass sorts them by bytes freed and keeps, for any number of
@@ -111,7 +127,7 @@ def _exchange(spectra: Sequence[Spectrum], chosen: list[int], left: int) -> None
             for matrix, (s, at) in enumerate(zip(spectra, chosen, strict=True))
             for i in range(at)
         ]
-        move = _best_move(spectra, chosen, left, sorted(downs, reverse=True))
+        move = _best_move(spectra, chosen, left, sorted(downs, reverse=True), least_gain)
         if move is None:
             return
         for matrix, place in move:
@@ -124,6 +140,7 @@ def _best_move(
     chosen: Sequence[int],
     left: int,
     downs: Sequence[tuple[int, float, int, int]],
+    least_gain: float,
 ) -> list[tuple[int, int]] | None:
     """(matrix, place) of one step up and, where it needs room, one down; None when nothing gains."""
     ups = sorted(
@@ -132,22 +149,22 @@ def _best_move(
         for gain, size, place in _steps_up(spectra[matrix], at)
         if gain > _LEAST_GAIN
     )
-    best_gain, best = _LEAST_GAIN, None
+    best_gain, best = 0.0, None  # above what the matrices that move must gain
     # From the largest need of room to the smallest: ever more steps down free enough.
     cheapest: list[tuple[float, int, int]] = []  # at most two, of different matrices
     taken = 0
     for size, gain, matrix, place in reversed(ups):
         if size <= left:
-            if gain > best_gain:
-                best_gain, best = gain, [(matrix, place)]
+            if gain - least_gain > best_gain:
+                best_gain, best = gain - least_gain, [(matrix, place)]
             continue
         while taken < len(downs) and downs[taken][0] >= size - left:
             _, loss, other, lower = downs[taken]
             cheapest = _two_cheapest(cheapest, (loss, other, lower))
             taken += 1
         for loss, other, lower in cheapest:
-            if other != matrix and gain - loss > best_gain:
-                best_gain, best = gain - loss, [(other, lower), (matrix, place)]
+            if other != matrix and gain - loss - 2 * least_gain > best_gain:
+                best_gain, best = gain - loss - 2 * least_gain, [(other, lower), (matrix, place)]
     return best
 
 

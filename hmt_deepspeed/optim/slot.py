@@ -214,7 +214,7 @@ class Slot:
             key = keyed_seed(self.seed, self.name, "round", step)
             apply_adamw_rounded_(weight, gradient, *moments, taken, key, **hyper)
         else:
-            adamw_(weight, gradient.float(), *moments, taken, **hyper)
+            adamw_(weight, gradient.float().contiguous(), *moments, taken, **hyper)
         write_moments(self.dense, moments, self.seed, self.name, step)
         self._write_back(weight)
 

@@ -14,13 +14,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.int8_state import decode_state, encode_state
+from hmt_deepspeed.kernels.int8_state import BLOCK, decode_state, encode_state
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
-__all__ = ["MIN_INT8_ELEMENTS", "STATE_DTYPES", "StateTensor"]
+__all__ = ["MIN_INT8_ELEMENTS", "STATE_DTYPES", "StateTensor", "stored_bytes"]
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
+
+
+def stored_bytes(numel: int, dtype: str) -> int:
+    """Bytes of a state of ``numel`` elements, scales included."""
+    if dtype == "int8":
+        return numel + 4 * -(-numel // BLOCK)
+    return {"fp32": 4, "bf16": 2}[dtype] * numel
 
 
 class StateTensor:

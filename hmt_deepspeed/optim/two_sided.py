@@ -17,6 +17,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.basis import Subspace, keyed_generator, orthonormal, random_basis
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.moments import Moments, Recalled
+from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["TwoSidedMatrix"]
 
@@ -27,7 +28,7 @@ class TwoSidedMatrix(LowRankMatrix):
     """States and step of a matrix with bases on both sides; a basis travels as ``[Q; P]``, (n + m) x r.
 
     Attributes:
-        left_basis: the rows held here of ``P`` (m x r), in the basis dtype.
+        left_basis: the rows held here of ``P`` (m x r), in the basis dtype; made anew by a rule that redraws.
     """
 
     ROW_STATES = ("left_basis",)
@@ -37,23 +38,35 @@ class TwoSidedMatrix(LowRankMatrix):
         return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed, True)
 
     def state_bytes(self) -> int:
-        return super().state_bytes() + self.left_basis.nbytes
+        held = self._held_left_basis
+        return super().state_bytes() + (0 if held is None else held.nbytes)
 
     def is_full_at(self, rank: int) -> bool:
         return False  # a core of all columns still lacks rows
 
     def moment_bytes_at(self, rank: int) -> int:
-        return super().moment_bytes_at(rank) * rank // self.shape[0]
+        return 2 * stored_bytes(rank * rank, self.settings.state_dtype)
 
     def basis_bytes_at(self, rank: int) -> int:
-        return sum(self.shape) * rank * self.dtype.itemsize
+        return 0 if self.redraws else sum(self.shape) * rank * self.dtype.itemsize
 
     # -- basis ----------------------------------------------------------------------------------
 
+    @property
+    def left_basis(self) -> Tensor:
+        if self._held_left_basis is not None:
+            return self._held_left_basis
+        return self._own_rows(self._seeded_left(self.rank, self.draw))
+
+    def _own_rows(self, left: Tensor) -> Tensor:
+        return left[self.rows[0] : self.rows[1]].to(self.dtype, copy=True)
+
     def seeded_basis(self, rank: int, number: int) -> Tensor:
+        return torch.cat((self._seeded_right(rank, number), self._seeded_left(rank, number)))
+
+    def _seeded_left(self, rank: int, number: int) -> Tensor:
         generator = keyed_generator(self.device, self.settings.seed, self.name, "left", number)
-        left = random_basis(self.shape[0], rank, generator)
-        return torch.cat((super().seeded_basis(rank, number), left))
+        return random_basis(self.shape[0], rank, generator)
 
     @property
     def basis_rows(self) -> int:
@@ -98,7 +111,7 @@ class TwoSidedMatrix(LowRankMatrix):
         assert basis is not None  # full rank is a one-sided matrix
         n = self.shape[1]
         super()._install(basis[:n])
-        self.left_basis = basis[n:][self.rows[0] : self.rows[1]].to(self.dtype, copy=True)
+        self._held_left_basis = None if self.redraws else self._own_rows(basis[n:])
 
     # -- step -----------------------------------------------------------------------------------
 

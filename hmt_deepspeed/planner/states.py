@@ -193,7 +193,7 @@ def _matrix_states(
     reduced_rows = _most_rows(rows, _oriented(parameter, mode)[1], sharding.ranks(2))
     basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
     left = 0
-    if mode.method == "lowrank_adamw" and mode.projection == "two_sided":
+    if mode.method == "lowrank_adamw" and mode.projection == "two_sided" and not mode.redrawn:
         left = _rows_held(parameter, mode, sharding) * mode.rank_of(parameter) * itemsize
     return {
         "gradients": reduced_rows * columns * gradient_itemsize,

@@ -67,6 +67,23 @@ def test_method_adamw_is_torchs():
     assert_same_weights(ours, theirs, 1e-5)  # fused and unfused kernels round differently
 
 
+def test_a_weight_that_is_stored_transposed_takes_the_same_step():
+    """Kernels that go through memory meet its gradient in another order than its states."""
+    start, hyper = torch.randn(6, 4), {"lr": 1e-2, "weight_decay": 0.1}
+    for method in ("adamw", "lowrank_adamw"):
+        plain, transposed = nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())
+        assert not transposed.is_contiguous()
+        options = {} if method == "adamw" else {"rank": 2}
+        for weight in (plain, transposed):
+            optimizer = HMT([weight], method=method, **hyper, **options)
+            draw = torch.Generator().manual_seed(0)
+            for _ in range(5):
+                weight.grad = torch.empty_like(weight).copy_(torch.randn(6, 4, generator=draw))
+                optimizer.step()
+        torch.testing.assert_close(plain, transposed)
+        assert not torch.allclose(plain, start, atol=1e-3)
+
+
 def test_fixed_basis_is_galores():
     """GaLore with proj_type right and a gap that never comes again.
 

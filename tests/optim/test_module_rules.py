@@ -121,11 +121,26 @@ def test_open_fields_may_be_given_as_none():
         ({"2": {"projection": "two_sided", "residual": "full"}}, "residual is 'full'"),
         ({"2": {"rnk": 2}}, r"module_rules\['2'\] .* remove 'rnk'"),
         ({"2": {"update_interval": 2}}, r"module_rules\['2'\] .* remove 'update_interval'"),
+        (
+            {"2": {"method": "apollo_mini", "rank": 4}},
+            r"rank \"auto\" or 1 with method 'apollo_mini'",
+        ),
+        ({"2": {"method": "adamw", "rank": 8}}, r"fields method with method 'adamw'.* 'rank'"),
+        ({"2": {"method": "adamw", "scale": 1.0}}, "remove 'scale'"),
+        ({"2": {"method": "apollo", "projection": "left"}}, "remove 'projection'"),
+        ({"2": {"method": "apollo", "residual": "full"}}, "remove 'residual'"),
+        ({"2": {"method": "apollo", "range_finder": "svd"}}, "remove 'range_finder'"),
     ],
 )
 def test_refusals(rules, words):
     with pytest.raises(ValueError, match=words):
         HMT(network(), module_rules=rules)
+
+
+def test_a_rule_that_names_no_method_is_of_the_others():
+    with pytest.raises(ValueError, match=r"with method 'apollo'.*remove 'projection'"):
+        HMT(network(), method="apollo", module_rules={"2": {"projection": "left"}})
+    HMT(network(), method="apollo", module_rules={"2": {"rank": 2, "projection": None}})
 
 
 @pytest.mark.parametrize("rule", [{"method": "apollo"}, {"residual": "full"}])

@@ -1,5 +1,7 @@
 """Rank decisions in a run: budget, full-rank fallback, prediction, early refresh, and their resume."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hmt_runs import assert_same_weights
@@ -10,6 +12,7 @@ from hmt_deepspeed.optim import low_rank
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import RankPolicy
+from hmt_deepspeed.optim.rank_budget import allocate_ranks, total_captured
 from hmt_deepspeed.optim.settings import MatrixSettings
 
 SHAPE = (48, 64)
@@ -140,6 +143,53 @@ def test_budget_where_the_largest_candidate_is_the_whole_side():
     assert [m.rank for m in optimizer.matrices.values()] == [40, 8, 40]
 
 
+STEEP, FLAT, LATE = (0.3, 0.5, 0.7, 0.85), (0.62, 0.65, 0.68, 0.71), (0.1, 0.2, 0.4, 0.8)
+
+
+def refresh_by_curve(curves, rounds, jitter=0.0, share=0.3):
+    """Refresh matrices of known captured energies in turn; their ranks after every round."""
+    optimizer = construct([Source(4, 0.1) for _ in curves], rank_budget=share)[1]
+    optimizer.describe()
+    draw, policy, found = torch.Generator().manual_seed(0), optimizer._policy, []
+    for step in range(rounds):
+        for i, (matrix, curve) in enumerate(zip(optimizer.matrices.values(), curves, strict=True)):
+            noise = jitter * (2 * torch.rand(len(curve), generator=draw) - 1)
+            energies = (torch.tensor(curve) + noise).sort().values.tolist()
+            rank = policy.choose(i, energies, step)
+            matrix.adopt(matrix.seeded_basis(rank, 1))
+        found.append([m.rank for m in optimizer.matrices.values()])
+    return found, [policy._spectrum(i, curve) for i, curve in enumerate(curves)], policy.rank_budget
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [[STEEP] * 4, [FLAT] * 28, [LATE] * 28, [STEEP, FLAT, LATE, LATE] * 5],
+    ids=["steep", "flat", "late", "mixed"],
+)
+def test_refreshes_arrive_at_the_best_plan_and_stay_there(curves):
+    """Also where nothing tells the matrices apart, so that each could leave the bytes to another."""
+    found, spectra, budget = refresh_by_curve(curves, rounds=8)
+    reached, _ = total_captured(spectra, found[-1])
+    best, _ = total_captured(spectra, allocate_ranks(spectra, budget))
+    assert reached == pytest.approx(best, abs=1e-9)
+    assert found[-3] == found[-2] == found[-1]
+
+
+def test_ranks_under_a_budget_do_not_follow_the_noise():
+    """Spectra of single batches differ by a percent: a twentieth of all refreshes may change a rank."""
+    found, *_ = refresh_by_curve([STEEP, FLAT] * 10, rounds=10, jitter=0.01)
+    changes = sum(a != b for old, new in pairwise(found[3:]) for a, b in zip(old, new, strict=True))
+    assert changes <= 6 * 20 / 20
+
+
+@pytest.mark.parametrize("curve", [STEEP, LATE])
+def test_the_first_to_refresh_leaves_room_for_the_others(curve):
+    """They are taken to be like it: the first round of refreshes arrives at the best plan already."""
+    found, spectra, budget = refresh_by_curve([curve] * 6, rounds=1)
+    reached, _ = total_captured(spectra, found[0])
+    assert reached == pytest.approx(total_captured(spectra, allocate_ranks(spectra, budget))[0])
+
+
 def test_budget_below_the_smallest_candidates_is_refused():
     sources = heterogeneous()
     weights, optimizer = construct(sources, rank_budget=0.05)
@@ -167,6 +217,7 @@ def test_full_rank_is_adamw_across_refreshes_and_comes_back():
             energy_threshold=0.999,
             update_interval=4,
             moment_transfer=transfer,
+            scale=1.0,
             **hyper,
         )
         adamw = torch.optim.AdamW([theirs], **hyper)
@@ -203,6 +254,49 @@ def test_full_rank_stays_within_its_bytes(share, expected):
         taken = sum(m.state_bytes() - m.moments.evidence.nbytes for m in full)
         assert taken <= share * sum(8 * w.numel() for w in weights)
     assert len(full) == expected
+
+
+def test_full_rank_does_not_flip_at_the_threshold():
+    optimizer = construct([Source(4, 0.1)], full_rank_budget=1.0, energy_threshold=0.9)[1]
+    optimizer.describe()
+    (matrix,) = optimizer.matrices.values()
+
+    def rank_at(energy):
+        rank = optimizer._policy.choose(0, [0.2, 0.4, 0.6, energy], 0)
+        matrix.adopt(None if rank == 64 else matrix.seeded_basis(rank, 1))
+        return rank
+
+    assert rank_at(0.901) == 32  # not measured before: the threshold itself
+    assert [rank_at(e) for e in (0.899, 0.901, 0.895, 0.901)] == [32] * 4
+    assert rank_at(0.885) == 64
+    assert [rank_at(e) for e in (0.899, 0.905, 0.901)] == [64] * 3
+    assert rank_at(0.915) == 32
+
+
+def test_a_single_candidate_may_fall_back_to_full_rank_too():
+    sources = [Source(48, 0.9)]
+    for share, expected in ((1.0, 64), (0.0, 8)):
+        weights, optimizer = construct(sources, rank_candidates=(8,), full_rank_budget=share)
+        for _ in train(weights, optimizer, sources, 2):
+            pass
+        assert next(iter(optimizer.matrices.values())).rank == expected
+
+
+def test_the_step_keeps_its_scale_at_full_rank():
+    steps = {}
+    for share in (0.0, 1.0):
+        weight = nn.Parameter(torch.zeros(256, 64))
+        options = {"rank_candidates": (60,), "energy_threshold": 0.999, "full_rank_budget": share}
+        optimizer = HMT([weight], lr=1e-2, residual="none", **options)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            before = weight.detach().clone()
+            weight.grad = torch.randn(256, 64, generator=draw)
+            optimizer.step()
+        steps[share] = (weight.detach() - before).norm().item()
+        assert next(iter(optimizer.matrices.values())).full_rank == bool(share)
+    ratio = (64 / 60) ** 0.5  # every direction moves as far
+    assert steps[1.0] == pytest.approx(ratio * steps[0.0], rel=0.05)
 
 
 # -- prediction -----------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
     saved = through_a_file(optimizer.state_dict())
     state = saved["state"][0]
     assert not {"basis", "left_basis"} & state.keys()
+    assert all(m.state_bytes() == m.moments.nbytes for m in optimizer.matrices.values())
     moments = optimizer.matrices["0.weight"].moments.exp_avg.shape.numel()
     numbers = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor))
     assert numbers <= 3 * moments + 3

@@ -81,28 +81,6 @@ def test_prior_is_the_median_of_the_type():
     assert prior_rank("l.*.down", histories, CANDIDATES) is None
 
 
-def test_prior_holds_more_energy_of_layers_that_wait_for_their_first_refresh():
-    """Twelve layers of one type need rank 32; one is measured per step, as the byte budget would have it."""
-    layers, n, need = 12, 128, 32
-    bases = [orthonormal(n, need, "layer", i) for i in range(layers)]
-
-    def run(with_prior):
-        histories, ranks, missed = {}, [CANDIDATES[0]] * layers, 0.0
-        for step in range(layers):
-            # The one due now is measured and needs 32; the others go on with random bases.
-            histories[f"l.{step}.q"] = history_of(need, [0.25, 0.5, 1.0, 1.0])
-            for other in range(step + 1, layers):
-                if with_prior:
-                    ranks[other] = prior_rank(layer_type(f"l.{other}.q"), histories, CANDIDATES)
-                start = orthonormal(n, ranks[other], "start", other)
-                missed += 1 - (bases[other].t() @ start).square().sum().item() / need
-        return missed / sum(range(layers))
-
-    # A random basis of rank r holds r/n of the energy: 32/128 instead of 8/128 while it waits.
-    assert run(with_prior=False) == pytest.approx(1 - 8 / 128, abs=0.01)
-    assert run(with_prior=True) == pytest.approx(1 - 32 / 128, abs=0.01)
-
-
 def test_prior_saves_sketching_at_the_first_refresh():
     """From the prior's rank one width is enough; from the smallest candidate it takes three."""
     gradient = gradient_of(orthonormal(96, 48, "l"), orthonormal(112, 48, "r"), 28, 0.02, "noise")

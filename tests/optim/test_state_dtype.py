@@ -116,6 +116,7 @@ def test_resume_is_bit_exact(rule, dtype):
         ((256, N), {"rank_candidates": (15, 64)}, 256 * 15),
         ((N, 300), {"rank": 16}, N * 16),  # the rows of a right projection are the weight's
         ((300, 200), {"rank": 63, "projection": "two_sided"}, 63 * 63),
+        ((48, 60), {"rank_candidates": (128, 256), "projection": "two_sided"}, 48 * 48),
     ],
 )
 def test_int8_of_fewer_than_4096_elements_is_refused(shape, options, elements):
