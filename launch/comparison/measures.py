@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comparison.contenders import Contender
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.linear import can_project
+from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
 
 ADAMW_MOMENT_BYTES = 8  # two fp32 moments per element
@@ -50,7 +52,7 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
     sizes = dict.fromkeys(("matrices_moments", "matrices_bases", "matrices_other", "dense"), 0)
     matrices = set(contender.matrices)
     if isinstance(contender.optimizer, HMT):
-        return _with_shares(contender, {**sizes, **_hmt_bytes(contender.optimizer)})
+        return _with_shares(contender, {**sizes, **_hmt_bytes(contender.optimizer, matrices)})
     for name, state in states_by_name(contender):
         for key, tensor in _tensors(state):
             kind = "dense"
@@ -62,18 +64,19 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
     return _with_shares(contender, sizes)
 
 
-def _hmt_bytes(optimizer: HMT) -> dict[str, int]:
+def _hmt_bytes(optimizer: HMT, names: set[str]) -> dict[str, int]:
     """As stored: 8- and 16-bit moments, a shared basis once, nothing of one that is redrawn."""
-    matrices = optimizer.matrices.values()
+    matrices = [matrix for name, matrix in optimizer.matrices.items() if name in names]
     moments = sum(state.nbytes for matrix in matrices for state in matrix.states().values())
     evidence = sum(matrix.moments.evidence.nbytes for matrix in matrices)
     total = sum(matrix.state_bytes() for matrix in matrices)
-    rows = [row for row in optimizer.describe() if row.name not in optimizer.matrices]
+    held = {row.name: row.state_bytes for row in optimizer.describe()}
+    own = {matrix.name for matrix in matrices}
     return {
         "matrices_moments": moments,
         "matrices_bases": total - moments - evidence,
         "matrices_other": evidence,
-        "dense": sum(row.state_bytes for row in rows),
+        "dense": sum(size for name, size in held.items() if name not in own),
     }
 
 
@@ -130,6 +133,33 @@ def captured_energy(contender: Contender) -> dict[str, float]:
     return found
 
 
+def without_activation_error(contender: Contender) -> dict[str, str]:
+    """For each matrix, why 1 - captured energy is not what saving its input projected loses.
+
+    "" where it is: `X [Q | P]` is saved in place of the input `X`, and the energy is that of `G Q`.
+    """
+    optimizer = contender.optimizer
+    if not isinstance(optimizer, HMT):
+        return dict.fromkeys(contender.matrices, "the input is saved as it is: another optimizer")
+    return {
+        name: _why_without(matrix, contender.model.get_submodule(name.removesuffix(".weight")))
+        for name, matrix in optimizer.matrices.items()
+    }
+
+
+def _why_without(matrix: MatrixRule, module: nn.Module) -> str:
+    if matrix.takes_whole:
+        return "the input is saved as it is: the rule takes whole gradients"
+    if matrix.transposed:
+        return "the input is saved as it is: the weight is projected from the left"
+    # A patched linear has HMT's forward in its own dictionary; `can_project` knows it from others.
+    if "forward" not in vars(module) or not can_project(module):
+        return "the input is saved as it is: no projected backward"
+    if matrix.settings.projection == "two_sided":
+        return "the captured energy is the core's, which also lacks rows"
+    return ""
+
+
 def _columns(basis: Tensor) -> Tensor:
     """The basis as tall columns: galore_torch stores a right one as rows."""
     return basis if basis.shape[0] >= basis.shape[1] else basis.t()
@@ -165,9 +195,12 @@ class Memory:
         return int(torch.cuda.memory_allocated()) if self.cuda else host_bytes()
 
     def sample(self) -> None:
-        """After a backward, where gradients, states and weights are alive."""
+        """Count what is held now in the average."""
         self.kept["sum"] += self._now()
         self.kept["samples"] += 1
+
+    def read_peaks(self) -> None:
+        """The process's peaks so far; once a step is enough."""
         host = peak_host_bytes()
         peak = int(torch.cuda.max_memory_allocated()) if self.cuda else host
         self.kept["peak"] = max(self.kept["peak"], peak)
@@ -179,6 +212,7 @@ class Memory:
             "start_device_bytes": self.kept["start"],
             "peak_device_bytes": self.kept["peak"],
             "average_device_bytes": self.kept["sum"] / max(self.kept["samples"], 1),
+            "device_samples": self.kept["samples"],
             "peak_host_bytes": self.kept["host_peak"],
         }
 

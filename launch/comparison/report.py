@@ -41,6 +41,10 @@ CELL_COLUMNS = (
     "checkpoint_bytes",
     "captured_energy_mean",
     "activation_error",
+    "activation_error_matrices",
+    "rank_smallest",
+    "rank_mean",
+    "rank_largest",
 )
 STATE_COLUMNS = (
     "matrices_moments",
@@ -66,15 +70,23 @@ HEADERS = (
     "peak memory",
     "over start",
     "average memory",
+    "host RAM",
+    "PCIe",
     "checkpoint",
 )
 NOTES = (
     "moments: bytes of the moments on the matrices as a share of AdamW's; with bases: the same and "
     "the projection bases.",
-    "captured: mean share of the gradient's squared norm inside the basis at the last evaluation; "
-    "activation error: 1 less that, where the linears' inputs are saved projected.",
+    "captured: mean share of the gradient's squared norm inside the basis at the last evaluation.",
+    "activation error: share of the weight gradient's squared norm that is lost because the linear's "
+    "input is saved projected, a mean over the matrices whose input is; blank where none is, or where "
+    "it was not measured. HMT's own step does not use that part, its probe residual aside.",
     "over start: peak less what the process held before its first step, which is weights, text and "
     "libraries; the rest is gradients, states, activations and temporaries.",
+    "average memory: of samples after forward, backward and optimizer of every step; `^` marks cells "
+    "that sampled after backward alone.",
+    "host RAM: most resident bytes of the process, on a CPU the peak memory; PCIe: bytes that the "
+    "training loop copied to and from the device in the whole run, blank where there is none.",
     "lr: `*` marks the lowest or highest rate that was tried: the best may lie beyond.",
     "tokens/s and step times: `speed` measures all variants in alternation; `~` marks a variant it "
     "has not measured, whose time is the training run's own, beside whatever else the machine did.",
@@ -131,8 +143,32 @@ def _write_csv(path: Path, records: Sequence[Record]) -> None:
         writer.writerow([*CELL_COLUMNS, *STATE_COLUMNS])
         for record in records:
             states = record.get("state_bytes", {})
-            row = [record.get(key) for key in CELL_COLUMNS]
+            found = {**record, **last_ranks(record), "activation_error": activation_error(record)}
+            row = [found.get(key) for key in CELL_COLUMNS]
             writer.writerow([*row, *(states.get(key) for key in STATE_COLUMNS)])
+
+
+def last_ranks(record: Record) -> Record:
+    """Smallest, mean and largest rank of the matrices at the last evaluation; None without any."""
+    curves = record.get("curves", {"ranks": {}})
+    last = [ranks[-1] for ranks in curves["ranks"].values()]
+    return {
+        "rank_smallest": min(last, default=None),
+        "rank_mean": mean(last) if last else None,
+        "rank_largest": max(last, default=None),
+    }
+
+
+def activation_error(record: Record) -> float | None:
+    """The activation error of a cell.
+
+    Cells without `activation_error_matrices` averaged over all matrices: theirs is right where all
+    are projected from the right, and is not given elsewhere.
+    """
+    options = record["options"]
+    all_right = options.get("projection", "right") == "right" and options.get("residual") != "full"
+    known = "activation_error_matrices" in record or all_right
+    return record.get("activation_error") if known else None
 
 
 # -- one experiment ---------------------------------------------------------------------------------
@@ -191,7 +227,6 @@ def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | No
     losses = {lr: mean(r["val_loss"] for r in own) for lr, own in by_rate.items()}
     rate = min(losses, key=losses.__getitem__)
     own = by_rate[rate]
-    last = {name: values[-1] for name, values in own[0]["curves"]["ranks"].items()}
     timed = speed or own[0]
     values = [r["val_loss"] for r in own]
     return {
@@ -202,16 +237,17 @@ def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | No
         "val_loss_std": stdev(values) if len(values) > 1 else None,
         "losses_by_seed": {str(r["seed"]): r["val_loss"] for r in own},
         "state_bytes": own[0]["state_bytes"],
-        "rank_smallest": min(last.values()) if last else None,
-        "rank_largest": max(last.values()) if last else None,
-        "rank_mean": mean(last.values()) if last else None,
+        **last_ranks(own[0]),
         "speed_measured_alone": speed is not None,
         **{key: timed[key] for key in ("tokens_per_second", "step_seconds_median")},
         "step_seconds_p95": timed["step_seconds_p95"],
-        **{key: own[0].get(key) for key in ("captured_energy_mean", "activation_error")},
+        "captured_energy_mean": own[0].get("captured_energy_mean"),
+        "activation_error": activation_error(own[0]),
         "peak_device_bytes": max(r["peak_device_bytes"] for r in own),
         "peak_over_start_bytes": max(r["peak_device_bytes"] - r["start_device_bytes"] for r in own),
         "average_device_bytes": mean(r["average_device_bytes"] for r in own),
+        "sampled_after_backward_alone": any("device_samples" not in r for r in own),
+        "peak_host_bytes": max(r["peak_host_bytes"] for r in own),
         "pcie_bytes": own[0]["pcie_bytes"],
         "checkpoint_bytes": own[0]["checkpoint_bytes"],
         "key": own[0]["key"],
@@ -251,6 +287,7 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
     states = line["state_bytes"]
     spread = "" if line["val_loss_std"] is None else f" ± {line['val_loss_std']:.4f}"
     about = "" if line["speed_measured_alone"] else "~"
+    sampled = "^" if line["sampled_after_backward_alone"] else ""
     ranks = ""
     if line["rank_mean"] is not None:
         ranks = f"{line['rank_smallest']} to {line['rank_largest']}, mean {line['rank_mean']:.0f}"
@@ -267,7 +304,9 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
         f"{about}{line['step_seconds_median']:.3f} / {line['step_seconds_p95']:.3f} s",
         _megabytes(line["peak_device_bytes"]),
         _megabytes(line["peak_over_start_bytes"]),
-        _megabytes(line["average_device_bytes"]),
+        sampled + _megabytes(line["average_device_bytes"]),
+        _megabytes(line["peak_host_bytes"]),
+        _megabytes(line["pcie_bytes"]),
         _megabytes(line["checkpoint_bytes"]),
     ]
 
@@ -276,8 +315,8 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def _megabytes(value: float) -> str:
-    return f"{value / 2**20:.0f} MiB"
+def _megabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / 2**20:.0f} MiB"
 
 
 def _row(cells: Sequence[str]) -> str:

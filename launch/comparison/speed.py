@@ -51,7 +51,7 @@ class TimedStep:
             "cpu_seconds": time.process_time() - begin_cpu,
             "forward": forward - begin,
             "backward": backward - forward,
-            "step": end - backward,
+            "optimizer": end - backward,
         }
 
 
@@ -108,7 +108,7 @@ def _summary(samples: list[Sample], setting: Setting) -> dict[str, Any]:
         "step_seconds_p95": percentile(seconds, 0.95),
         **{
             f"{phase}_seconds_median": median(column(samples, phase))
-            for phase in ("forward", "backward", "step")
+            for phase in ("forward", "backward", "optimizer")
         },
         "step_seconds": [round(value, 5) for value in seconds],
     }

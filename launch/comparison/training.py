@@ -29,8 +29,9 @@ from comparison.measures import (
     matrix_elements,
     ranks,
     state_bytes,
+    without_activation_error,
 )
-from comparison.variants import VARIANTS
+from hmt_deepspeed.optim.int8_linear import encoded_weight
 from hmt_deepspeed.train.data import TrainingData
 from hmt_deepspeed.train.packing import GlobalOrder
 
@@ -113,6 +114,7 @@ class Run:
         begin, begin_cpu = now(), time.process_time()
         with arithmetic(setting.device, setting.dtype):
             loss = contender.model(**self.pcie.to_device(batch)).loss
+        self.memory.sample()  # timed along: stopping the clock would wait for the device
         loss.backward()
         paused = now()
         self.memory.sample()
@@ -124,6 +126,8 @@ class Run:
         contender.optimizer.zero_grad()
         self.step_seconds.append(paused - begin + now() - resumed)
         self.cpu_seconds += time.process_time() - begin_cpu
+        self.memory.sample()
+        self.memory.read_peaks()
         self.step += 1
         self.window.append(self.pcie.read(loss.detach()))
         self.diverged = not math.isfinite(self.window[-1])
@@ -173,9 +177,16 @@ class Run:
     )
 
     def _trained(self) -> dict[str, Tensor]:
-        """The trained parameters; what is frozen comes from the base model."""
-        named = self.contender.model.named_parameters()
-        return {name: p.detach() for name, p in named if p.requires_grad}
+        """The trained parameters that hold their values.
+
+        What is frozen comes from the base model; INT8 weights are among the optimizer's states.
+        """
+        model = self.contender.model
+        encoded = {
+            f"{name}.weight" for name, module in model.named_modules() if encoded_weight(module)
+        }
+        named = model.named_parameters()
+        return {name: p.detach() for name, p in named if p.requires_grad and name not in encoded}
 
     def save(self) -> int:
         """Write the checkpoint, whole or not at all; returns its bytes."""
@@ -229,7 +240,7 @@ class Run:
             **self.pcie.record(),
             "checkpoint_bytes": self.save(),
             "state_bytes": state_bytes(self.contender),
-            **activation_error(self.cell, self.energy),
+            **activation_error(self.contender, self.energy),
             "batches": self.batches,
             "threads": torch.get_num_threads(),
             "load_average_after": load_average(),
@@ -247,21 +258,34 @@ def code_version() -> str | None:
     return done.stdout.strip() or None
 
 
-def activation_error(cell: Cell, energy: Mapping[str, float]) -> dict[str, Any]:
-    """Mean captured energy, and what saving `X Q` in place of `X` costs the weight gradient.
+def activation_error(contender: Contender, energy: Mapping[str, float]) -> dict[str, Any]:
+    """Mean captured energy, and what saving `X [Q | P]` in place of `X` costs the weight gradient.
 
-    The error is the share of the gradient's squared norm outside the basis, 1 - captured energy.
+    The activation error is the share of the weight gradient's squared norm that is lost because the
+    linear's input is saved projected: `G Q` is exact, the rest of `G` cannot be formed any more. It is
+    1 - captured energy, a mean over the matrices whose input is saved so; those projected from the
+    left or taking whole gradients keep theirs. HMT's own step does not use that part, apart from what
+    its probe residual estimates of it.
+
+    Args:
+        energy: captured energy of each matrix, from 0 to 1.
+
+    Returns:
+        captured_energy_mean, over all matrices; activation_error, None with activation_error_reason
+        where no input is saved projected; activation_error_matrices, how many it is a mean over.
     """
-    captured = mean(energy.values()) if energy else None
-    variant = VARIANTS[cell.variant]
-    projects = variant.kind == "hmt" and variant.options.get("projected_backward") is not False
-    if projects and captured is not None:
-        return {"captured_energy_mean": captured, "activation_error": 1 - captured}
-    reason = "linear inputs are saved as they are: no projected backward"
+    captured = {"captured_energy_mean": mean(energy.values()) if energy else None}
+    reasons = without_activation_error(contender)
+    projected = [share for name, share in energy.items() if not reasons[name]]
+    if projected:
+        error = {"activation_error": 1 - mean(projected)}
+        return {**captured, **error, "activation_error_matrices": len(projected)}
+    found = "; ".join(sorted({reason for reason in reasons.values() if reason}))
     return {
-        "captured_energy_mean": captured,
+        **captured,
         "activation_error": None,
-        "activation_error_reason": reason,
+        "activation_error_reason": found or "no energy has been measured",
+        "activation_error_matrices": 0,
     }
 
 

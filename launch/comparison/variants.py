@@ -97,6 +97,29 @@ VARIANTS: dict[str, Variant] = {
     "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
     "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
     "hmt_d4_random": Variant("hmt", _hmt(range_finder="random"), _QUARTER),
+    # Above (n - r) / k of every matrix: the estimate of the residual is the unbiased one.
+    "hmt_d4_residual_unbiased": Variant("hmt", _hmt(residual_scale=64.0), _QUARTER),
+    "hmt_auto_side_d4_no_residual": Variant(
+        "hmt", _hmt(projection="auto", residual="none"), _QUARTER
+    ),
+    "hmt_two_sided_d2_no_residual": Variant(
+        "hmt", _hmt(projection="two_sided", rank="d/2", residual="none"), _QUARTER
+    ),
+    # the side, the finder, and how states and weights are stored
+    "hmt_left_d4": Variant("hmt", _hmt(projection="left"), _QUARTER),
+    "hmt_subspace_d4": Variant("hmt", _hmt(range_finder="subspace"), _QUARTER),
+    "hmt_bf16_states_d4": Variant("hmt", _hmt(state_dtype="bf16"), _QUARTER),
+    "hmt_int8_weights_d4": Variant("hmt", _hmt(weight_dtype="int8"), _QUARTER),
+    # Embeddings and head are on AdamW elsewhere.
+    "hmt_apollo_head": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            module_rules={"embed_tokens": {"method": "apollo"}, "lm_head": {"method": "apollo"}},
+        ),
+        _QUARTER,
+    ),
+    "hmt_defaults": Variant("hmt", {}, _QUARTER),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }
