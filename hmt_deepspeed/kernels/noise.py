@@ -28,13 +28,16 @@ def _signed32(value: int) -> int:
 
 
 def key_halves(key: int) -> tuple[int, int]:
-    """Two 32-bit halves of a mixed key (splitmix64's finaliser), so that keys 1 and 2 have nothing in
-    common: the per-element mixer alone would leave keys correlated that differ in a high bit."""
+    """Two halves of a mixed key (splitmix64's finaliser), so that keys 1 and 2 have nothing in common:
+    the per-element mixer alone would leave keys correlated that differ in a high bit.
+
+    As signed 32-bit numbers: Triton compiles a kernel anew for an integer that does not fit them.
+    """
     key = (key + 0x9E3779B97F4A7C15) & _MASK64
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
     key ^= key >> 31
-    return key & 0xFFFFFFFF, key >> 32
+    return _signed32(key), _signed32(key >> 32)
 
 
 def _shift_right(x: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
@@ -51,11 +54,11 @@ def counters(count: int, offset: int, device: torch.device) -> Tensor:
 def noise_bits(index: Tensor, key: int) -> Tensor:
     """32 uniform bits (an int32) for each int32 counter in ``index``."""
     low, high = key_halves(key)
-    h = index ^ _signed32(low)
+    h = index ^ low
     shifted = torch.empty_like(h)  # in place: half the time of new tensors on a CPU
     h ^= _shift_right(h, 16, shifted)
     h *= _MIX_1
-    h ^= _signed32(high)
+    h ^= high
     h ^= _shift_right(h, 15, shifted)
     h *= _signed32(_MIX_2)
     h ^= _shift_right(h, 16, shifted)

@@ -24,7 +24,7 @@ from hmt_deepspeed.kernels import (
 )
 
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
-KEYED, STRIDES = "i64 i64 i64", "i64 i64 i64 i64"
+KEYED, STRIDES = "i64 i32 i32", "i64 i64 i64 i64"
 UPDATE = {
     "BLOCK_ROWS": low_rank_update._BLOCK_ROWS,
     "BLOCK_N": low_rank_update._BLOCK_N,

@@ -11,6 +11,7 @@ import torch
 
 import hmt_deepspeed.kernels as kernels
 from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.noise import key_halves
 
 FILES = sorted(Path(kernels.__file__).parent.glob("*.py"))
 
@@ -58,3 +59,10 @@ def test_that_device_is_current_in_the_launcher(monkeypatch, tensor):
     assert launcher("x", tensor, key=3) == "launched"
     assert launcher("x", value=tensor, key=3) == "launched"
     assert not current
+
+
+def test_a_new_key_compiles_no_kernel_anew():
+    """Triton types an integer by its value: 32 bits where it fits, else 64."""
+    halves = [half for key in range(-500, 500) for half in key_halves(key * 0x1234567)]
+    assert -(2**31) <= min(halves) < 0 < max(halves) < 2**31
+    assert len(set(halves)) == len(halves)
