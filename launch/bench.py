@@ -5,6 +5,7 @@
     python launch/bench.py optimizer                    the cases of another suite
     python launch/bench.py all                          every suite
     python launch/bench.py gpu                          1B, 3B and 7B shapes; skipped without a GPU
+    python launch/bench.py kernels                      Triton kernels against eager torch; the same
     python launch/bench.py table                        the committed results that have a target, as Markdown
 
 Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.

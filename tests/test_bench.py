@@ -205,11 +205,50 @@ def test_table_of_an_empty_folder_says_what_to_run(tmp_path: Path) -> None:
     assert "launch/bench.py foundations" in done.stderr
 
 
-def test_the_gpu_suite_is_skipped_with_a_reason_without_one(tmp_path: Path) -> None:
-    done = run_bench("gpu", "--case", "1b", "--output", str(tmp_path))
+@pytest.mark.parametrize(("suite", "name"), [("gpu", "1b"), ("kernels", "low_rank_update")])
+def test_suites_that_need_a_gpu_are_skipped_with_a_reason(
+    suite: str, name: str, tmp_path: Path
+) -> None:
+    done = run_bench(suite, "--case", name, "--output", str(tmp_path))
     assert done.returncode == 0
-    assert "skipped gpu 1b: no CUDA device" in done.stdout
+    assert f"skipped {suite} {name}: no CUDA device" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_fused_update_beside_eager(tmp_path: Path) -> None:
+    case = toy_case("low_rank_update", tmp_path, "kernels")
+    check_fields(case)
+    # bf16 and fp32 weights without and with decay, and an fp32 master with its copy
+    shares = [m for m in case["measurements"] if "bandwidth" in m["label"]]
+    assert len(shares) == len(case["samples"]) == 5
+    assert all((m["relation"], m["target"]) == (">=", 0.7) for m in shares)
+    for label, samples in case["samples"].items():
+        assert len(samples["fused"]) == len(samples["eager"]) == len(samples["copy_"]) == 3
+        bound = 2.0**-7 if "bf16 weight" in label else 2.0**-20
+        assert all(error < bound for error in samples["errors"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "launches", "error"),
+    [
+        # On a CPU, operators: the twin's own. What 8 bits lose is part of the error of encoding.
+        ("low_rank_projection", 2, 2.0**-20),
+        ("moment_update", 8, 2.0**-20),
+        ("int8_state", None, 0.1),
+    ],
+)
+def test_other_kernels_beside_eager(
+    name: str, launches: int | None, error: float, tmp_path: Path
+) -> None:
+    case = toy_case(name, tmp_path, "kernels")
+    check_fields(case)
+    for label, samples in case["samples"].items():
+        counted = samples["launches"]
+        assert counted["fused"] == counted["eager"] == (launches or counted["eager"])
+        assert value(case, f"{label}: launches") == counted["fused"] > 0
+        assert max(samples["errors"].values()) < error
+    targets = {m["relation"] for m in case["measurements"] if "launches" in m["label"]}
+    assert targets == {"<="}  # one fewer than eager's
 
 
 @pytest.mark.slow

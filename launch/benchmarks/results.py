@@ -33,7 +33,8 @@ class Measurement:
     """One number and, where the issue names one, its target.
 
     label: what was compared, and at what size. unit: "x" (a ratio of times or speeds), "share",
-    "bytes", "s", "error", "tokens/s", "steps". spread: quartiles over rounds. note: how to read it.
+    "bytes", "s", "error", "tokens/s", "steps", "launches". spread: quartiles over rounds. note: how
+    to read it.
     """
 
     label: str

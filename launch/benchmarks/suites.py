@@ -6,11 +6,11 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks import activations, foundations, fpdt, gpu, offload, optimizer, planner
+from benchmarks import activations, foundations, fpdt, gpu, kernels, offload, optimizer, planner
 from benchmarks.results import add_case, case_record, load_average
 from benchmarks.setting import Setting, free_port, join_ranks
 
-_MODULES = (foundations, optimizer, activations, planner, offload, fpdt, gpu)
+_MODULES = (foundations, optimizer, activations, planner, offload, fpdt, kernels, gpu)
 SUITES = {module.SUITE: module for module in _MODULES}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
 
 import torch
+from torch import Tensor
 
 Sample = dict[str, float]  # one run of one contender: "seconds" and whatever else it measured
 Samples = list[Sample]
@@ -24,6 +25,23 @@ def timed(action: Callable[[], object]) -> Sample:
     begin = now()
     action()
     return {"seconds": now() - begin}
+
+
+def timed_cold(action: Callable[[], object], flush: Tensor | None) -> Sample:
+    """Run `action` once between CUDA events, after a fill of `flush`, which is larger than the L2.
+
+    It is queued while the device still fills: short work is timed without the host's share. Without
+    `flush`, by the clock.
+    """
+    if flush is None:
+        return timed(action)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    begin.record()
+    action()
+    end.record()
+    end.synchronize()
+    return {"seconds": begin.elapsed_time(end) / 1000}
 
 
 def interleave(
