@@ -83,6 +83,12 @@ VARIANTS: dict[str, Variant] = {
     "hmt_apollo_mini": Variant(
         "hmt", {"method": "apollo_mini", "update_interval": INTERVAL}, _QUARTER
     ),
+    # apollo_torch draws all projections anew in one step
+    "hmt_apollo_mini_together": Variant(
+        "hmt",
+        {"method": "apollo_mini", "update_interval": INTERVAL, "refresh": REFRESH},
+        _QUARTER,
+    ),
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
