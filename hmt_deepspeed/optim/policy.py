@@ -75,6 +75,7 @@ class RankPolicy:
         self.groups = groups
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
         self.histories = {group[0].name: RankHistory() for group in groups}
+        self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
         self._watched = [i for i, group in enumerate(groups) if not group[0].redraws]
@@ -94,7 +95,7 @@ class RankPolicy:
             return leader.candidates[-1]
         history = self.histories[leader.name]
         if history.latest is None:
-            prior = prior_rank(layer_type(leader.name), self.histories, leader.candidates)
+            prior = prior_rank(self._types[leader.name], self.histories, leader.candidates)
             return leader.candidates[0] if prior is None else prior
         now = leader.log_norm()
         trend = now - self.log_norms.get(leader.name, now)
@@ -153,9 +154,9 @@ class RankPolicy:
         The others reach their part of it at their own refreshes.
         """
         spectra, present, others = [], [], 0
-        for i in self._budgeted():
+        for i, captured in (self._known(energies) | {index: energies}).items():
             member = self._leader(i)
-            spectra.append(self._spectrum(i, energies if i == index else self._known(i, energies)))
+            spectra.append(self._spectrum(i, captured))
             kept = [rank for rank in spectra[-1].candidates if rank <= member.rank]
             present.append(kept[-1] if kept else spectra[-1].candidates[0])
             others += self.bytes_at(i, member.rank) if i != index else 0
@@ -168,21 +169,22 @@ class RankPolicy:
         ]
         return fitting[-1] if fitting else spectra[place].candidates[0]
 
-    def _known(self, index: int, energies: Sequence[float]) -> Sequence[float]:
-        """Captured energies of a group at its last refresh.
+    def _known(self, energies: Sequence[float]) -> dict[int, Sequence[float]]:
+        """Captured energies of each group at its last refresh.
 
         Before the first, those of another group of its type that had one, else ``energies``, those of the
         group that refreshes now: without a guess the first to refresh would take what is meant for all.
         """
-        name = self._leader(index).name
-        latest = self.histories[name].latest
-        kind = layer_type(name)
-        for other, history in self.histories.items() if latest is None else ():
-            if history.latest is not None and layer_type(other) == kind:
-                latest = history.latest
-        captured = energies if latest is None else latest.captured
-        missing = len(self._leader(index).candidates) - len(captured)
-        return [*captured, *[captured[-1]] * missing]
+        measured = {name: h.latest.captured for name, h in self.histories.items() if h.latest}
+        of_a_type = {self._types[name]: captured for name, captured in measured.items()}
+        known: dict[int, Sequence[float]] = {}
+        for i in self._budgeted():
+            leader = self._leader(i)
+            guess = of_a_type.get(self._types[leader.name], energies)
+            captured = measured.get(leader.name, guess)
+            missing = len(leader.candidates) - len(captured)
+            known[i] = [*captured, *[captured[-1]] * missing]
+        return known
 
     def _spectrum(self, index: int, captured: Sequence[float]) -> Spectrum:
         """What the plan may choose from.
