@@ -272,9 +272,9 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"projection": "rigth"}, ".projection", 'Did you mean "right"?'),
         ({"scale": 0}, ".scale", "a number > 0"),
         ({"seed": 3}, ".seed", 'it belongs at "hmt.optimizer.seed"'),
-        ({"method": "adamw", "rank": 8}, "", 'rank: It means nothing with "method": "adamw"'),
-        ({"method": "apollo_mini", "rank": 4}, "", 'rank: "apollo_mini" is rank 1'),
-        ({"method": "apollo", "projection": "left"}, "", "projection: It means nothing"),
+        ({"rank": 8, "method": "adamw"}, ".rank", 'It means nothing with "method": "adamw"'),
+        ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
+        ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),
         (3, "", "Legal: an object."),
     ],
 )
@@ -283,6 +283,15 @@ def test_bad_module_rule_is_named_by_its_pattern(rule, path, words):
     assert key == f"hmt.optimizer.module_rules['q']{path}"
     assert text.startswith(f"got {next(iter(rule.values())) if path else rule!r}".split("'")[0])
     assert words in text
+
+
+def test_a_module_rule_that_names_no_method_is_of_the_others():
+    rules = {"q": {"projection": "left"}, "w": {"rank": 4, "projection": None}}
+    key, text = problem_of_field(method="apollo", module_rules=rules)
+    assert key == "hmt.optimizer.module_rules['q'].projection"
+    assert text.startswith("got 'left'. It means nothing")
+    other = problems_of({"optimizer": {"method": "galore", "module_rules": rules}})
+    assert list(other) == ["hmt.optimizer.method"]
 
 
 @pytest.mark.parametrize("pattern", ["(", ""])

@@ -47,6 +47,16 @@ def test_the_figures_of_stress_are_what_the_result_files_say() -> None:
     assert block.strip() == markdown(records).strip()
 
 
+def test_the_comparison_is_what_the_cells_say() -> None:
+    sys.path.insert(0, str(README.parent / "launch"))
+    from comparison.cells import Store
+    from comparison.headline import headline
+
+    text = README.read_text(encoding="utf-8")
+    block = text.split("<!-- table: compare -->\n")[1].split("<!-- end -->")[0]
+    assert block.strip() == headline(Store(RESULTS / "compare", README.parent / "runs")).strip()
+
+
 def test_the_recipes_predictions_are_what_the_result_file_says() -> None:
     text = README.read_text(encoding="utf-8")
     rows = text.split("<!-- table: recipes -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]

@@ -10,7 +10,7 @@ __all__ = [
     "Conflict",
     "conflict_problems",
     "conflicts_of",
-    "conflicts_of_method",
+    "conflicts_of_rule",
     "snapshot_conflicts",
 ]
 
@@ -158,8 +158,9 @@ _RULES = (
 
 def conflicts_of(given: Given) -> list[Conflict]:
     """Combinations of explicitly given `hmt.optimizer` fields in which one would be ignored."""
-    if given.get("method") in ("adamw", "apollo", "apollo_mini"):
-        return conflicts_of_method(given)
+    method = given.get("method")
+    if method in ("adamw", "apollo", "apollo_mini"):
+        return _conflicts_of_method(str(method), given)
     return [
         Conflict(
             key,
@@ -173,12 +174,14 @@ def conflicts_of(given: Given) -> list[Conflict]:
     ]
 
 
-def conflicts_of_method(given: Given) -> list[Conflict]:
-    """Fields that mean nothing to the `method` among them; none where it is left open or low-rank."""
-    method = given.get("method", "lowrank_adamw")
-    if method == "lowrank_adamw":
-        return []
+def conflicts_of_rule(given: Given, method: str) -> list[Conflict]:
+    """Fields of a module rule that mean nothing to its method; `method`: of a rule that names none."""
+    written = {key: value for key, value in given.items() if value is not None}
+    own = str(written.get("method", method))
+    return [] if own == "lowrank_adamw" else _conflicts_of_method(own, written)
 
+
+def _conflicts_of_method(method: str, given: Given) -> list[Conflict]:
     def conflict(key: str, advice: str) -> Conflict:
         return Conflict(key, given[key], ("method",), advice)
 

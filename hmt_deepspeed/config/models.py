@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -15,7 +17,7 @@ from hmt_deepspeed.config.activations import (
 from hmt_deepspeed.config.conflicts import (
     conflict_problems,
     conflicts_of,
-    conflicts_of_method,
+    conflicts_of_rule,
     snapshot_conflicts,
 )
 from hmt_deepspeed.config.fields import (
@@ -64,16 +66,6 @@ class ModuleRule(StrictModel):
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
     scale: Auto | PositiveFloat | None = None
-
-    @model_validator(mode="after")
-    def _refuse_conflicts(self) -> ModuleRule:
-        given = {key: getattr(self, key) for key in self.model_fields_set}
-        conflicts = conflicts_of_method(
-            {k: value for k, value in given.items() if value is not None}
-        )
-        if conflicts:
-            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
-        return self
 
 
 class OptimizerConfig(StrictModel):
@@ -229,6 +221,9 @@ class OptimizerConfig(StrictModel):
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> OptimizerConfig:
         conflicts = conflicts_of({key: getattr(self, key) for key in self.model_fields_set})
+        for rule in self.module_rules.values():
+            given = {key: getattr(rule, key) for key in rule.model_fields_set}
+            conflicts += conflicts_of_rule(given, self.method)
         if conflicts:
             raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
         return self
@@ -283,6 +278,21 @@ _PLANNED_CHUNKS = (
     "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
     "turn hmt.fpdt off."
 )
+
+
+def _rule_problems(section: object, known_bad: Mapping[str, str]) -> dict[str, str]:
+    """Conflicts within the module rules of a raw `hmt.optimizer` whose method and rules are in order."""
+    prefix = f"{BLOCK_NAME}.optimizer"
+    own = ("method", "module_rules")
+    if not isinstance(section, dict) or any(f"{prefix}.{key}" in known_bad for key in own):
+        return {}
+    method = section.get("method", OptimizerConfig.model_fields["method"].default)
+    found: dict[str, str] = {}
+    for pattern, rule in section.get("module_rules", {}).items():
+        where = f"{prefix}.module_rules[{pattern!r}]"
+        find = partial(conflicts_of_rule, method=method)
+        found |= conflict_problems(rule, where, known_bad, find)
+    return found
 
 
 def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
@@ -414,6 +424,7 @@ class HMTConfig(StrictModel):
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)
+        problems |= _rule_problems(block.get("optimizer"), problems)
         problems |= _planner_problems(block, problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {key}: {text}" for key, text in problems.items()]
