@@ -35,6 +35,7 @@ DEFAULTS = {
     "residual_scale": "auto",
     "projected_backward": "auto",
     "scale": "auto",
+    "scale_type": "auto",
     "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
@@ -70,6 +71,7 @@ KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "rank",
     "update_interval",
     "scale",
+    "scale_type",
     "norm_growth_limit",
     "projected_backward",
     "target_modules",
@@ -166,6 +168,7 @@ def test_adamw_keeps_its_own_fields():
 
 def test_apollo_keeps_its_own_fields():
     kept = {"rank": 4, "update_interval": 9, "scale": 2.0, "norm_growth_limit": None}
+    kept["scale_type"] = "tensor"
     kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
     config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
     assert (config.rank, config.scale, config.module_rules["w"].rank) == (4, 2.0, 2)
@@ -200,6 +203,7 @@ NAME_FIELDS = [
     "state_dtype",
     "master_weights",
     "weight_dtype",
+    "scale_type",
 ]
 BOOL_FIELDS = ["early_refresh", "share_basis"]
 NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
@@ -275,6 +279,8 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"rank": 8, "method": "adamw"}, ".rank", 'It means nothing with "method": "adamw"'),
         ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
         ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),
+        ({"scale_type": "channel"}, ".scale_type", "It is APOLLO's"),
+        ({"scale_type": "channel", "method": "apollo_mini"}, ".scale_type", "one scale per tensor"),
         (3, "", "Legal: an object."),
     ],
 )
@@ -424,6 +430,7 @@ LOW_RANK_ONLY = {
     "residual_scale": 1.0,
     "projected_backward": False,
     "scale": 1.0,
+    "scale_type": "tensor",
     "norm_growth_limit": None,
     "max_full_gradient_bytes": 1,
     "target_modules": ["q_proj"],
@@ -462,6 +469,8 @@ CONFLICTS = [
     ({"method": "apollo", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "rank": 4}, {"rank"}),
+    ({"method": "apollo_mini", "scale_type": "channel"}, {"scale_type"}),
+    *[({"scale_type": kind}, {"scale_type"}) for kind in ("channel", "tensor")],
     *[
         ({"method": method, key: value}, {key})
         for method in ("apollo", "apollo_mini")

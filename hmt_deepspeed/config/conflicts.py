@@ -48,6 +48,7 @@ _WITH_APOLLO = _WITH_ANY_METHOD | {
     "rank",
     "update_interval",
     "scale",
+    "scale_type",
     "norm_growth_limit",
     "projected_backward",
     "target_modules",
@@ -55,7 +56,9 @@ _WITH_APOLLO = _WITH_ANY_METHOD | {
 }
 
 # Rules of the low-rank methods; `{}` in an advice is the value of the field it depends on.
+_SCALE_TYPE = 'It is APOLLO\'s: remove it or set "method": "apollo" there.'
 _RULES = (
+    _Rule(("scale_type",), "method", lambda given: given["scale_type"] != "auto", _SCALE_TYPE),
     _Rule(
         ("rank_candidates", "energy_threshold", "rank_budget", "full_rank_budget"),
         "rank",
@@ -178,7 +181,10 @@ def conflicts_of_rule(given: Given, method: str) -> list[Conflict]:
     """Fields of a module rule that mean nothing to its method; `method`: of a rule that names none."""
     written = {key: value for key, value in given.items() if value is not None}
     own = str(written.get("method", method))
-    return [] if own == "lowrank_adamw" else _conflicts_of_method(own, written)
+    if own != "lowrank_adamw":
+        return _conflicts_of_method(own, written)
+    key = "scale_type"
+    return [Conflict(key, written[key], ("method",), _SCALE_TYPE)] if key in written else []
 
 
 def _conflicts_of_method(method: str, given: Given) -> list[Conflict]:
@@ -194,6 +200,9 @@ def _conflicts_of_method(method: str, given: Given) -> list[Conflict]:
     if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
         advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
         conflicts.append(conflict("rank", advice))
+    if method == "apollo_mini" and given.get("scale_type") == "channel":
+        advice = '"apollo_mini" has one scale per tensor: remove it, or set "method": "apollo".'
+        conflicts.append(conflict("scale_type", advice))
     return conflicts
 
 

@@ -52,6 +52,7 @@ Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
 Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
+ScaleType = Literal["auto", "channel", "tensor"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 Refresh = Literal["staggered", "together"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
@@ -66,6 +67,7 @@ class ModuleRule(StrictModel):
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
     scale: Auto | PositiveFloat | None = None
+    scale_type: ScaleType | None = None
 
 
 class OptimizerConfig(StrictModel):
@@ -167,7 +169,12 @@ class OptimizerConfig(StrictModel):
     scale: Auto | PositiveFloat = Field(
         default="auto",
         description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
-        "1 (APOLLO, under the root), 128 (Mini).",
+        "1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor).",
+    )
+    scale_type: ScaleType = Field(
+        default="auto",
+        description="APOLLO multiplies each channel of the gradient by a scale of its own, or the whole "
+        'tensor by one; "auto" is channel for "apollo", tensor for "apollo_mini".',
     )
     norm_growth_limit: Auto | Annotated[float, Field(ge=1)] | None = Field(
         default="auto",

@@ -2,7 +2,7 @@
 
     R = G P,  P_ij ~ N(0, 1/r) from a seed      auxiliary space, nothing of P stored
     R~ = Adam(R)
-    s_j = ||R~_j|| / ||R_j||  per row (channel), or one for the tensor (Mini, r = 1)
+    s_j = ||R~_j|| / ||R_j||  per row (channel), or one for the tensor (so Mini, where r = 1)
     W <- (1 - lr wd) W - lr sqrt(scale) s o G   with the norm-growth limiter
 
 The smaller side is projected: a weight with more columns than rows arrives as its transpose.
@@ -26,7 +26,7 @@ from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 __all__ = ["ApolloMatrix"]
 
 _EPS = 1e-8  # beside ||R_j||, as published
-PUBLISHED_SCALE = {"apollo": 1.0, APOLLO_MINI: 128.0}
+_MINI_SCALE = 128.0  # as published, of rank 1
 
 
 class ApolloMatrix(MatrixRule):
@@ -40,9 +40,10 @@ class ApolloMatrix(MatrixRule):
 
     def _start(self) -> None:
         settings = self.settings
-        self.per_tensor = settings.method == APOLLO_MINI
+        mini = settings.method == APOLLO_MINI
+        self.per_tensor = mini or settings.scale_type == "tensor"
         quarter = max(1, min(self.shape) // 4)  # the paper's rank
-        self.rank = 1 if self.per_tensor else settings.rank or quarter
+        self.rank = 1 if mini else settings.rank or quarter
         self.candidates = (self.rank,)
         self.draw = 0
         # of the whole matrix: the same on every rank
@@ -92,7 +93,7 @@ class ApolloMatrix(MatrixRule):
     def advance(
         self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The rows times their channel scale (Mini: unscaled), and sums per row:
+        """The rows times their channel scale (one for the tensor: unscaled), and sums per row:
         ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
         gradient = gradient.float().mul_(factor)
         projected = gradient @ self.seeded_basis(self.rank, self.draw)
@@ -105,10 +106,10 @@ class ApolloMatrix(MatrixRule):
 
     @property
     def limits(self) -> bool:
-        return True  # Mini's scale is a sum over rows too
+        return True  # a tensor's scale is a sum over rows too
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
-        """Mini's scale, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
+        """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
         norm = sums[2].sqrt()
         if self.per_tensor:
             ratio = sums[0].sqrt() / (sums[1].sqrt() + _EPS)
@@ -126,9 +127,12 @@ class ApolloMatrix(MatrixRule):
 
     @property
     def scale(self) -> float:
-        """Published: 1 for channels, 128 for Mini."""
+        """Published: 1 for channels, 128 for Mini. Against a whole gradient's, a scale is ``sqrt(r / n)``
+        as large (section 4 of the paper): 128 / r for a tensor takes Mini's steps at any rank."""
         wanted = self.settings.scale
-        return PUBLISHED_SCALE[self.settings.method] if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        return _MINI_SCALE / self.rank if self.per_tensor else 1.0
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -31,10 +31,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "state_dtype": STATE_DTYPES,
     "weight_dtype": ("auto", "int8"),
 }
-_RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale")
+_SCALE_TYPES = {APOLLO: ("auto", "channel", "tensor"), APOLLO_MINI: ("auto", "tensor")}
+_RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale", "scale_type")
 _RULE_FIELDS_OF = {
-    LOW_RANK: _RULE_FIELDS,
-    APOLLO: ("method", "rank", "scale"),
+    LOW_RANK: ("method", "projection", "rank", "range_finder", "residual", "scale"),
+    APOLLO: ("method", "rank", "scale", "scale_type"),
     APOLLO_MINI: ("method", "rank", "scale"),
     DENSE: ("method",),
 }
@@ -59,6 +60,7 @@ DEFAULTS: dict[str, object] = {
     "share_basis": False,
     "projected_backward": "auto",
     "scale": "auto",
+    "scale_type": "auto",
     "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
@@ -110,7 +112,7 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
     """``module_rules`` with every field that a rule leaves open taken from the others.
 
     A rule of another method starts from that method's defaults where fields mean something else
-    for it: rank and scale.
+    for it: rank, scale and its type.
 
     Raises:
         ValueError: a value out of range.
@@ -121,7 +123,7 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
         fields_given = {name: value for name, value in rule.items() if value is not None}
         merged = {**options, **fields_given}
         if merged["method"] != options["method"]:
-            own = {"rank": "auto", "scale": "auto"}
+            own = {name: DEFAULTS[name] for name in ("rank", "scale", "scale_type")}
             merged.update({k: v for k, v in own.items() if k not in fields_given})
         rules.append((pattern, matrix_settings(merged)))
     return rules
@@ -190,6 +192,10 @@ def _check_together(options: Mapping[str, object]) -> None:
     if whole and options["projected_backward"] is True:
         why = f"method {method!r}" if not low_rank else "residual 'full'"
         _refuse_with("projected_backward", True, why, '"auto" or False', "it needs whole gradients")
+    kinds = _SCALE_TYPES.get(str(method), ("auto",))
+    if options["scale_type"] not in kinds:
+        words, advice = " or ".join(map(repr, kinds)), f"set 'auto', or the method to {APOLLO!r}"
+        _refuse_with("scale_type", options["scale_type"], f"method {method!r}", words, advice)
     if method == APOLLO_MINI and options["rank"] not in ("auto", 1):
         advice = 'set the method to "apollo" for other ranks'
         _refuse_with("rank", options["rank"], f"method {method!r}", '"auto" or 1', advice)

@@ -25,7 +25,8 @@ class MatrixSettings:
     rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     residual_scale: c, up to the unbiased (n-r)/k. norm_growth_limit: limit on the residual's norm,
-    of APOLLO on the update's. state_dtype: storage of the moments.
+    of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per ``tensor``, as
+    Mini's always is. state_dtype: storage of the moments.
     """
 
     method: str = LOW_RANK
@@ -40,6 +41,7 @@ class MatrixSettings:
     probes: int | None = None
     residual_scale: float | None = None
     scale: float | None = None
+    scale_type: str | None = None
     norm_growth_limit: float | None = 1.01
     state_dtype: str = "fp32"
     seed: int = 0
@@ -100,7 +102,7 @@ def _rising(ranks: Any) -> bool:
     return whole and all(a < b for a, b in pairwise(ranks))
 
 
-def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str, str]:
+def _one_of(*choices: str | None) -> tuple[Callable[[Any], bool], str, str]:
     return choices.__contains__, f"one of {choices}", "choose one of them"
 
 
@@ -122,6 +124,7 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         'set residual to "none" to drop the residual',
     ),
     "scale": (lambda v: v is None or _number(v, 0), '"auto" or a number > 0', 'use "auto"'),
+    "scale_type": _one_of(None, "channel", "tensor"),
     "norm_growth_limit": (
         lambda v: v is None or v == 1 or _number(v, 1),
         '"auto", None or a number >= 1',

@@ -12,7 +12,12 @@ from hmt_deepspeed.optim.hmt import HMT
 
 TALL, WIDE = (20, 12), (12, 20)
 BETAS = (0.9, 0.95)
-PARTS = [("apollo", 4, 1.0), ("apollo", 3, 2.0), ("apollo_mini", 1, 128.0)]
+PARTS = [
+    ("apollo", "channel", 4, 1.0),
+    ("apollo", "channel", 3, 2.0),
+    ("apollo", "tensor", 4, 32.0),
+    ("apollo_mini", "tensor", 1, 128.0),
+]
 
 
 def gradients(shape, steps, growing=0.0):
@@ -43,9 +48,9 @@ def limiter_acts(shape, series, options):
     return (limited[-1] - free[-1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("method", "rank", "scale"), PARTS)
+@pytest.mark.parametrize(("method", "scale_type", "rank", "scale"), PARTS)
 @pytest.mark.parametrize("shape", [TALL, WIDE, (16, 16)])
-def test_steps_are_the_authors(monkeypatch, shape, method, rank, scale):
+def test_steps_are_the_authors(monkeypatch, shape, method, scale_type, rank, scale):
     """apollo_torch takes eps before the bias correction, hence 1e-12."""
     reference_module = pytest.importorskip("apollo_torch")
     from apollo_torch.random_projector import GradientProjector
@@ -65,14 +70,15 @@ def test_steps_are_the_authors(monkeypatch, shape, method, rank, scale):
         "params": [weight],
         "rank": rank,
         "proj": "random",
-        "scale_type": "tensor" if method == "apollo_mini" else "channel",
+        "scale_type": scale_type,
         "scale": scale,
         "update_proj_gap": gap,
         "proj_type": "std",
     }
     authors = reference_module.APOLLOAdamW([group], lr=1e-2, betas=BETAS, eps=1e-12)
-    options = {"method": method, "scale": scale, "update_interval": gap}
-    options["rank"] = rank
+    options = {"method": method, "rank": rank, "scale": scale, "update_interval": gap}
+    if method == "apollo":
+        options["scale_type"] = scale_type
     path, _ = run(shape, series, **options)
     assert limiter_acts(shape, series, options)
     for gradient, ours in zip(series, path, strict=True):
@@ -124,6 +130,18 @@ def test_default_ranks():
     rows = HMT(weights, method="apollo").describe()
     assert [row.rank for row in rows] == [8, 2]  # a quarter of the smaller side
     assert [row.rank for row in HMT(weights, method="apollo_mini").describe()] == [1, 1]
+
+
+def test_default_scales():
+    weight = nn.Parameter(torch.zeros(64, 32))
+    for options, scale in (
+        ({"method": "apollo"}, 1.0),
+        ({"method": "apollo_mini"}, 128.0),
+        ({"method": "apollo", "scale_type": "tensor", "rank": 4}, 32.0),
+    ):
+        optimizer = HMT([weight], **options)
+        optimizer.describe()
+        assert optimizer.matrices["param_0"].scale == scale
 
 
 def test_a_new_projection_every_interval():

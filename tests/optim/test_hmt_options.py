@@ -98,6 +98,7 @@ CONTRADICTIONS = [
     ),
     ("projected_backward", {"residual": "full", "projected_backward": True}, "residual 'full'"),
     ("rank", {"method": "apollo_mini", "rank": 2}, "method 'apollo_mini'"),
+    ("scale_type", {"scale_type": "tensor"}, "method 'lowrank_adamw'"),
     ("rank_budget", {"rank_budget": 0.5, "rank": 8}, "rank 8"),
     ("full_rank_budget", {"full_rank_budget": 0.5, "rank": 8}, "rank 8"),
     ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}, "method 'apollo'"),

@@ -97,7 +97,8 @@ def test_a_rule_under_plain_adamw():
 
 def test_a_low_rank_rule_beside_apollo_takes_its_own_defaults():
     rules = {r"^2\.": {"method": "lowrank_adamw"}}
-    options = {"method": "apollo", "rank": 4, "scale": 2.0, "module_rules": rules}
+    options = {"method": "apollo", "rank": 4, "scale": 2.0, "scale_type": "tensor"}
+    options["module_rules"] = rules
     matrices = HMT(network(), **options).matrices
     assert (matrices["0.weight"].rank, matrices["0.weight"].scale) == (4, 2.0)
     assert (matrices["2.weight"].rank, matrices["2.weight"].scale) == (32, 0.25)
@@ -130,6 +131,8 @@ def test_open_fields_may_be_given_as_none():
         ({"2": {"method": "apollo", "projection": "left"}}, "remove 'projection'"),
         ({"2": {"method": "apollo", "residual": "full"}}, "remove 'residual'"),
         ({"2": {"method": "apollo", "range_finder": "svd"}}, "remove 'range_finder'"),
+        ({"2": {"scale_type": "tensor"}}, "with method 'lowrank_adamw'.*remove 'scale_type'"),
+        ({"2": {"method": "apollo_mini", "scale_type": "channel"}}, "remove 'scale_type'"),
     ],
 )
 def test_refusals(rules, words):

@@ -363,7 +363,9 @@ def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> No
         events, ended = found["events"], found["backward"]
         updates = [e for e in events if e.verb == "update"]
         num, updated = len(updates), {e.name: e.begin for e in updates}
-        reads = sum(e.verb == "read" and e.end <= updated[e.name] for e in events)  # not the next step's
+        reads = sum(
+            e.verb == "read" and e.end <= updated[e.name] for e in events
+        )  # not the next step's
         assert num // 2 < reads < num if name == "optimised" else reads == num  # some a step before
         assert sum(e.verb == "write" for e in events) == num
         during_backward = sum(e.begin < ended for e in events)
