@@ -44,7 +44,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env["PYTHONPATH"] = f"{root}{os.pathsep}{env.get('PYTHONPATH', '')}"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    port = str(20000 + os.getpid() % 20000)
+    port = str(10000 + os.getpid() % 20000)
     command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed"]
     return subprocess.run(
         [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300

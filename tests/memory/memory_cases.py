@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.memory.pool import GRANULE
 
 PAGE = GRANULE
@@ -17,6 +22,20 @@ def pattern(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
         return torch.randn(*shape, generator=generator).to(dtype)
     high = 2 if dtype == torch.bool else 100
     return torch.randint(0, high, shape, generator=generator).to(dtype)
+
+
+def entered(counters: Counters) -> threading.Event:
+    """Set when somebody begins to wait from now on."""
+    event, plain = threading.Event(), counters.waiting
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        event.set()
+        with plain():
+            yield
+
+    counters.waiting = waiting  # type: ignore[method-assign]
+    return event
 
 
 def tensors() -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_cases import PAGE, assert_same, pattern, tensors
+from memory_cases import PAGE, assert_same, entered, pattern, tensors
 from ssd_io import make_io
 
 from hmt_deepspeed.memory import transfer as transfer_module
@@ -142,13 +142,13 @@ def test_put_waits_while_the_pool_is_full_of_what_is_not_yet_written(make):
     for name in "ab":
         store.put(name, pattern(100))
     thread = threading.Thread(target=store.put, args=("c", pattern(100, seed=1)))
+    waits = entered(store.engine.counters)
     thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
+    assert waits.wait(20)
     io.writes.set()
     thread.join(20)
     assert_same(store.get("c"), pattern(100, seed=1))
-    assert store.engine.counters.seconds_waited > 0.05
+    assert store.engine.counters.seconds_waited > 0
     assert store.engine.pool.peak_bytes == 2 * PAGE
 
 
@@ -158,19 +158,19 @@ def test_prefetch_reads_ahead_and_get_waits_only_for_the_rest(make):
     store = make(io)
     store.put("x", pattern(100))
     store.flush()
-    waited = store.counters.seconds_waited
+    waited, waits = store.counters.seconds_waited, entered(store.counters)
     io.reads.clear()
     store.prefetch("x")
     store.prefetch("x")
-    threading.Timer(0.1, io.reads.set).start()
+    threading.Thread(target=lambda: (waits.wait(20), io.reads.set())).start()
     assert_same(store.get("x"), pattern(100))
-    assert 0.05 < store.counters.seconds_waited - waited < 5
+    assert store.counters.seconds_waited > waited
     assert store.counters.num_in == 1
     store.prefetch("x")
     store._entries["x"].pieces[0].read.result()
-    before = store.counters.seconds_waited
-    store.get("x")
-    assert store.counters.seconds_waited - before < 0.05
+    io.reads.clear()  # none is needed
+    assert_same(store.get("x"), pattern(100))
+    assert store.counters.num_in == 2
 
 
 def test_a_slot_dropped_while_read_is_not_overwritten(make):
@@ -181,13 +181,15 @@ def test_a_slot_dropped_while_read_is_not_overwritten(make):
     store.flush()
     io.reads.clear()
     store.prefetch("x")
-    reading = store._entries["x"].pieces[0].read
+    reading, given_back = store._entries["x"].pieces[0].read, threading.Event()
     store.drop("x")
+    reading.add_done_callback(lambda _: given_back.set())  # after the store's own
     store.put("y", pattern(100, seed=1))
     store.flush()
     assert len(files(store)) == 2
     io.reads.set()
     reading.result()  # verified its checksum
+    assert given_back.wait(20)
     store.put("z", pattern(100, seed=2))
     store.flush()
     assert len(files(store)) == 2
@@ -210,6 +212,7 @@ def test_an_abandoned_prefetch_keeps_its_memory_until_the_copy_is_done(make, on_
     store.drop("x")
     io.writes.set()
     store._writers.shutdown()
+    store._readers.shutdown()
     assert target() is not None
     streams.drain()
     assert copy.event.error is None

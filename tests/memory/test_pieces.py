@@ -250,15 +250,16 @@ def test_a_copy_of_a_piece_that_fails(make, broken):
         count = 0
 
         def copy(self, direction, *args):
-            event = super().copy(direction, *args)
-            self.count += direction is broken
-            if direction is broken and self.count == 5:
+            with self._lock:
+                event = super().copy(direction, *args)
+                self.count += direction is broken
+                if direction is broken and self.count == 5:
 
-                def fail():
-                    raise RuntimeError("the cable is out")
+                    def fail():
+                        raise RuntimeError("the cable is out")
 
-                self._pending[direction][-1].run = fail
-            return event
+                    self._pending[direction][-1].run = fail
+                return event
 
     store = make(streams=Faulty())
     store.put("x", large())

@@ -109,10 +109,12 @@ class Ranks:
 # -- inside the zygote and its children --------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserved_port() -> socket.socket:
+    """Bound, not listening: the job's store may listen there, and no other socket is given the port."""
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("", 0))
+    return probe
 
 
 def _serve() -> None:
@@ -143,14 +145,15 @@ def _run_job(job: dict[str, Any]) -> list[int]:
         importlib.import_module(module)
     if "preload" in job:
         return []
-    port = _free_port()
     pids = []
-    for rank in range(job["world"]):
-        pid = os.fork()
-        if pid == 0:
-            _child(job, rank, port)
-        pids.append(pid)
-    codes = _wait(pids, job["timeout"])
+    with _reserved_port() as probe:
+        port = int(probe.getsockname()[1])
+        for rank in range(job["world"]):
+            pid = os.fork()
+            if pid == 0:
+                _child(job, rank, port)
+            pids.append(pid)
+        codes = _wait(pids, job["timeout"])
     # DeepSpeed's shared-memory collectives leave 69 MB per rank and port behind.
     for leftover in glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"):
         os.remove(leftover)

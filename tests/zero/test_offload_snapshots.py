@@ -29,6 +29,7 @@ from training import (
     tiny_llama,
     train,
     train_step,
+    wait_for,
     weights,
 )
 
@@ -157,7 +158,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     update = adam.step_
 
     def held_up(*args: Any, **keyword: Any) -> Any:
-        if not may_update.wait(5):
+        if not may_update.wait(30):
             waited_in_vain.append(True)
             may_update.set()
         return update(*args, **keyword)
@@ -176,6 +177,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     pending = all(e.weight.pending for e in engine.optimizer.entries)
     may_update.set()
     losses += [mean_over_ranks(loss.item()), *train(engine, 4, first=2)]
+    wait_for(lambda: bool(tags(folder)))
     found = {"losses": losses, "during": tags(folder), "taken": taken, "pending": pending}
     found["in vain"], found["metrics"] = any(waited_in_vain), engine.hmt_snapshots.metrics()
     opened.set()
@@ -346,6 +348,8 @@ def until_killed(
         with open(f"{folder}/losses", "a") as file:
             file.write(json.dumps([step, loss.hex()]) + "\n")
         if (step + 1) % 3 == 0:
+            if isinstance(instant, tuple) and "snapshot" in instant:
+                engine.hmt_snapshots.finish()  # else the checkpoint might be whole before it
             engine.save_checkpoint(checkpoints)
     engine.destroy()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
+from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, wait_for, weights
 
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.zero import raw_tensors
@@ -195,6 +195,7 @@ def train_beside_a_slow_disk(folder: str) -> dict[str, Any]:
     opened, plain = threading.Event(), ByteFile.append
     ByteFile.append = lambda *args: (opened.wait(), plain(*args))[1]  # type: ignore[method-assign]
     losses = train(engine, 6)
+    wait_for(lambda: bool(tags(folder)))
     during = engine.hmt_snapshots.metrics(), tags(folder)
     opened.set()
     engine.hmt_snapshots.finish()

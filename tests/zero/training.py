@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,6 +169,14 @@ def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """Largest absolute difference over all tensors of two dicts with the same keys."""
     assert first.keys() == second.keys()
     return max(float((first[n].double() - second[n].double()).abs().max()) for n in first)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """For what other threads do."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
 
 
 def result(engine: Any, losses: list[float]) -> dict[str, Any]:
