@@ -67,6 +67,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_d4": Variant("hmt", _hmt(), _QUARTER),
     "hmt_d2": Variant("hmt", _hmt(rank="d/2"), _QUARTER),
     "hmt_d8": Variant("hmt", _hmt(rank="d/8"), _QUARTER),
+    "hmt_d32": Variant("hmt", _hmt(rank="d/32"), _QUARTER),  # a thirtieth of the moments
     "hmt_energy": Variant(
         "hmt", _hmt(rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _QUARTER
     ),
@@ -87,6 +88,18 @@ VARIANTS: dict[str, Variant] = {
     "hmt_apollo_mini_together": Variant(
         "hmt",
         {"method": "apollo_mini", "update_interval": INTERVAL, "refresh": REFRESH},
+        _QUARTER,
+    ),
+    # Mini's rule at more than rank 1
+    "hmt_apollo_tensor_d32": Variant(
+        "hmt",
+        {
+            "method": "apollo",
+            "scale_type": "tensor",
+            "rank": "d/32",
+            "update_interval": INTERVAL,
+            "refresh": REFRESH,
+        },
         _QUARTER,
     ),
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
