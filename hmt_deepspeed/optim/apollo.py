@@ -127,8 +127,8 @@ class ApolloMatrix(MatrixRule):
 
     @property
     def scale(self) -> float:
-        """Published: 1 for channels, 128 for Mini. Against a whole gradient's, a scale is ``sqrt(r / n)``
-        as large (section 4 of the paper): 128 / r for a tensor takes Mini's steps at any rank."""
+        """Published: 1 for channels, 128 for Mini. By the paper's bound a scale is ``sqrt(r / n)``
+        of a whole gradient's: 128 / r for a tensor takes Mini's steps at any rank."""
         wanted = self.settings.scale
         if wanted is not None:
             return wanted

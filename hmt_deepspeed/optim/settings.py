@@ -102,7 +102,7 @@ def _rising(ranks: Any) -> bool:
     return whole and all(a < b for a, b in pairwise(ranks))
 
 
-def _one_of(*choices: str | None) -> tuple[Callable[[Any], bool], str, str]:
+def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str, str]:
     return choices.__contains__, f"one of {choices}", "choose one of them"
 
 
@@ -124,7 +124,11 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         'set residual to "none" to drop the residual',
     ),
     "scale": (lambda v: v is None or _number(v, 0), '"auto" or a number > 0', 'use "auto"'),
-    "scale_type": _one_of(None, "channel", "tensor"),
+    "scale_type": (
+        (None, "channel", "tensor").__contains__,
+        '"auto", "channel" or "tensor"',
+        "choose one of them",
+    ),
     "norm_growth_limit": (
         lambda v: v is None or v == 1 or _number(v, 1),
         '"auto", None or a number >= 1',
