@@ -103,6 +103,10 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
+    # a thirtieth of the moments' bytes in another way than hmt_d32: four times the rank in a quarter of the bits
+    "hmt_auto_side_int8_states_d8": Variant(
+        "hmt", _hmt(projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
+    ),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
