@@ -30,7 +30,13 @@ from comparison.headline import headline  # noqa: E402
 from comparison.measures import state_bytes  # noqa: E402
 from comparison.report import markdown, summaries, write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
-from comparison.stages import Plan, best_rate, check_variants, make_queue  # noqa: E402
+from comparison.stages import (  # noqa: E402
+    Plan,
+    best_rate,
+    check_variants,
+    lowest_rate,
+    make_queue,
+)
 from comparison.training import Run, activation_error, build_model, train_cell  # noqa: E402
 from comparison.variants import VARIANTS, Variant, select  # noqa: E402
 
@@ -581,6 +587,25 @@ def test_finals_are_compared_with_adamw_at_the_same_seeds(
     assert found["adamw"]["validation loss"].startswith("3.000 ±")
     with pytest.raises(ValueError, match=r"compare\.py final"):
         headline(Store(tmp_path / "empty", tmp_path))
+
+
+def test_rates_are_compared_at_the_seeds_that_all_of_them_have(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    losses = {(1e-3, 0): 3.0, (1e-3, 1): 2.0, (2e-3, 0): 2.9, (4e-3, 0): 3.1}
+    for stage in ("sweep", "final"):
+        for (lr, seed), loss in losses.items():
+            own = replace(cell(setting, data, "adamw"), stage=stage, lr=lr, seed=seed)
+            store.write(own, {**results["adamw"], "val_loss": loss})
+    assert best_rate(store, "adamw", setting, data.digest) == 2e-3  # 1e-3 by the mean of its seeds
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert final["variants"]["adamw"]["lr"] == 2e-3
+    shorter = replace(cell(setting, data, "adamw"), lr=8e-3, tokens=1)
+    store.write(shorter, {**results["adamw"], "val_loss": 1.0})
+    assert best_rate(store, "adamw", setting, data.digest) == 2e-3
+    apart = [{"lr": lr, "seed": seed, "val_loss": 1.0} for seed, lr in enumerate((1e-3, 2e-3))]
+    assert lowest_rate([*apart, {**apart[1], "seed": 2, "val_loss": 0.5}]) == 2e-3
 
 
 def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(

@@ -12,7 +12,7 @@ from typing import Any
 
 from comparison.cells import Store, read_json, write_rows
 from comparison.plots import draw
-from comparison.stages import BASELINE
+from comparison.stages import BASELINE, lowest_rate
 from comparison.variants import VARIANTS
 
 Record = dict[str, Any]
@@ -183,7 +183,7 @@ def summaries(records: Sequence[Record], speed: Mapping[str, Any]) -> list[dict[
 def summarize(
     records: Sequence[Record], speed: Mapping[str, Any], sweeps: Sequence[Record] = ()
 ) -> dict[str, Any]:
-    """The best learning rate of every variant, by mean loss over seeds, and what it measured.
+    """The best learning rate of every variant (`lowest_rate`), and what it measured.
 
     Args:
         sweeps: where the finals' rates come from; those of another setting or text are left out.
@@ -225,7 +225,7 @@ def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | No
     for record in finished:
         by_rate.setdefault(record["lr"], []).append(record)
     losses = {lr: mean(r["val_loss"] for r in own) for lr, own in by_rate.items()}
-    rate = min(losses, key=losses.__getitem__)
+    rate = lowest_rate(finished)
     own = by_rate[rate]
     timed = speed or own[0]
     values = [r["val_loss"] for r in own]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from comparison.cells import Cell, Setting, Store
@@ -102,19 +103,36 @@ def _informative(
 
 
 def best_rate(store: Store, variant: str, setting: Setting, text: str) -> float:
-    """The learning rate with the lowest validation loss in the sweep of the same setting."""
-    losses: dict[float, float] = {}
+    """The learning rate with the lowest validation loss in the longest sweep of the same setting."""
+    finished = []
     for record in store.records():
         own = Cell("sweep", variant, record["lr"], record["seed"], record["tokens"], setting, text)
         if own.key == record["key"] and record.get("val_loss") is not None:
-            rate = float(record["lr"])
-            losses[rate] = min(record["val_loss"], losses.get(rate, float("inf")))
-    if not losses:
+            finished.append(record)
+    if not finished:
         raise ValueError(
             f"no finished sweep cell of {variant!r} with this setting in {store.results}; run "
             f"`python launch/compare.py sweep --variants {variant}` first, or give --lrs"
         )
-    return min(losses, key=losses.__getitem__)
+    longest = max(record["tokens"] for record in finished)
+    return lowest_rate(record for record in finished if record["tokens"] == longest)
+
+
+def lowest_rate(finished: Iterable[Mapping[str, Any]]) -> float:
+    """The learning rate with the lowest mean loss at the seeds that every rate was run at.
+
+    A seed that one rate alone was run at says as much about the seed as about the rate; where no seed is
+    common to all, the means are of all there are.
+    """
+    losses: dict[float, dict[int, float]] = {}
+    for record in finished:
+        losses.setdefault(float(record["lr"]), {})[record["seed"]] = record["val_loss"]
+    shared = set.intersection(*(set(own) for own in losses.values()))
+
+    def loss(rate: float) -> float:
+        return mean(v for seed, v in losses[rate].items() if seed in shared or not shared)
+
+    return min(losses, key=loss)
 
 
 def check_variants(names: Iterable[str], setting: Setting) -> None:
