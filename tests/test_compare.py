@@ -28,7 +28,7 @@ from comparison.corpus import documentation, finetuning_texts, pretraining_text 
 from comparison.fira import Fira  # noqa: E402
 from comparison.headline import headline  # noqa: E402
 from comparison.measures import state_bytes  # noqa: E402
-from comparison.report import markdown, summaries, write_report  # noqa: E402
+from comparison.report import markdown, summaries, weight_decay, write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import (  # noqa: E402
     Plan,
@@ -369,12 +369,30 @@ def test_adamw_with_a_factor_moves_the_matrices_by_that_share(setting: Setting) 
             p.grad = torch.ones_like(p)
         contender.optimizer.step()
         # The first step of AdamW is lr * sign(gradient) and lr * decay * weight.
-        decay = {key: 1e-2 * 0.1 * value for key, value in before.items()}
+        decay = {key: setting.decay * value for key, value in before.items()}
         moved[name] = {k: before[k] - decay[k] - p.detach() for k, p in model.named_parameters()}
         matrices = set(contender.matrices)
     for key, whole in moved["adamw"].items():
         share = 0.25 if key in matrices else 1.0
         torch.testing.assert_close(moved["adamw_quarter"][key], share * whole, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"), [("adamw", 1e-3), ("adamw", 4e-3), ("galore", 1e-2), ("hmt_d4", 1e-2)]
+)
+def test_decay_takes_the_same_of_a_weight_at_every_rate(
+    name: str, lr: float, setting: Setting
+) -> None:
+    model = build_model(setting, 0)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    contender = build(name, model, setting.shape.hidden, setting.hyper(lr, 0))
+    contender.set_learning_rate(lr)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    (0 * model(input_ids=tokens, labels=tokens).loss).backward()
+    contender.optimizer.step()
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), (1 - 1e-4) * before[key], atol=1e-7, rtol=1e-6)
+    contender.close()
 
 
 @pytest.mark.parametrize(
@@ -566,6 +584,22 @@ def test_older_cells_are_read_and_marked(
     assert rows["hmt_full_residual_d4"]["activation error"] == ""
     assert rows["hmt_d4"]["average memory"].startswith("^")
     assert not rows["adamw"]["average memory"].startswith("^")
+
+
+def test_cells_with_one_weight_decay_at_every_rate_are_an_experiment_of_their_own(
+    setting: Setting, data: Any, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    newer = cell(setting, data, "adamw")
+    store.write(newer, results["adamw"])
+    record = store.records()[0]
+    older = {key: value for key, value in record["setting"].items() if key != "decay"}
+    record |= {"setting": {**older, "weight_decay": 0.1}, "key": "older"}
+    record |= {"lr": 2 * newer.lr, "val_loss": 0.0}
+    (store.results / "cells" / "older.json").write_text(json.dumps(record))
+    found = [weight_decay(experiment["setting"]) for experiment in summaries(store.records(), {})]
+    assert sorted(found) == ["0.0001 / lr", "0.1"]
+    assert best_rate(store, "adamw", setting, data.digest) == newer.lr
 
 
 def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:

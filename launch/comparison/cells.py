@@ -49,7 +49,9 @@ class Setting:
 
     batch_rows: rows of seq_length tokens per step. dtype: of the arithmetic; weights, gradients and
     states are fp32 for every variant, "bf16" computes under autocast. eval_rows: fixed held-out rows.
-    warmup, final_lr: shares of the steps and of the learning rate.
+    decay: what a step at the peak rate takes of a weight, the same at every learning rate, since those of
+    the variants lie a factor of ten apart: weight_decay = decay / lr. warmup, final_lr: shares of the
+    steps and of the learning rate.
     """
 
     model: str
@@ -63,7 +65,7 @@ class Setting:
     eval_rows: int = 256
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    decay: float = 1e-4
     clip: float = 1.0
     warmup: float = 0.05
     final_lr: float = 0.1
@@ -80,7 +82,7 @@ class Setting:
         return max(1, tokens // self.step_tokens)
 
     def hyper(self, lr: float, seed: int) -> Hyper:
-        return Hyper(lr, self.betas, self.eps, self.weight_decay, seed)
+        return Hyper(lr, self.betas, self.eps, self.decay / lr, seed)
 
 
 def choose_device(dtype: str | None) -> tuple[str, str]:

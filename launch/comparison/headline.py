@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from comparison.cells import Store, read_json
-from comparison.report import summaries
+from comparison.report import summaries, weight_decay
 from comparison.stages import BASELINE
 
 STAGES = {"final": "pretraining", "finetune": "fine-tuning"}
@@ -32,6 +32,7 @@ def headline(store: Store) -> str:
     """
     speed = _newest_speed(store.results)
     experiments = [e for e in summaries(store.records(), speed) if e["stage"] in STAGES]
+    experiments.sort(key=lambda e: (list(STAGES).index(e["stage"]), "decay" not in e["setting"]))
     rows = [row for experiment in experiments for row in _rows(experiment)]
     if not rows:
         raise ValueError(f"no final in {store.results}: run `python launch/compare.py final`")
@@ -53,6 +54,7 @@ def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     variants = experiment["variants"]
     baseline = variants.get(BASELINE, {"losses_by_seed": {}})
     name = f"{STAGES[experiment['stage']]}, {experiment['tokens'] / 1e6:g}M tokens"
+    name += f", weight decay {weight_decay(experiment['setting'])}"
     ordered = sorted(variants, key=lambda variant: variants[variant]["val_loss"])
     return [[name, variant, *_cells(variants[variant], baseline)] for variant in ordered]
 

@@ -268,8 +268,8 @@ def markdown(experiment: Mapping[str, Any]) -> str:
         f"## {experiment['name']}",
         "",
         f"{where}; {setting['model']} on {setting['data']}, {experiment['tokens']:,} tokens a run, "
-        f"{setting['batch_rows']} x {setting['seq_length']} a step, {setting['dtype']}; memory: "
-        f"{experiment['device_memory']}.",
+        f"{setting['batch_rows']} x {setting['seq_length']} a step, {setting['dtype']}, weight decay "
+        f"{weight_decay(setting)}; memory: {experiment['device_memory']}.",
         "",
         _row(HEADERS),
         _row(["---"] * len(HEADERS)),
@@ -281,6 +281,11 @@ def markdown(experiment: Mapping[str, Any]) -> str:
     if BASELINE not in variants:
         lines.append(f"- {BASELINE} has not run in this experiment.")
     return "\n".join([*lines, "", *(f"- {note}" for note in NOTES)])
+
+
+def weight_decay(setting: Mapping[str, Any]) -> str:
+    """In words; older cells have the same weight_decay at every learning rate."""
+    return f"{setting['decay']:g} / lr" if "decay" in setting else f"{setting['weight_decay']:g}"
 
 
 def _cells(line: Mapping[str, Any]) -> list[str]:
