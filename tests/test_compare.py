@@ -28,6 +28,7 @@ from comparison.corpus import documentation, finetuning_texts, pretraining_text 
 from comparison.fira import Fira  # noqa: E402
 from comparison.headline import headline  # noqa: E402
 from comparison.measures import state_bytes  # noqa: E402
+from comparison.plots import draw  # noqa: E402
 from comparison.report import markdown, summaries, weight_decay, write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import (  # noqa: E402
@@ -514,8 +515,26 @@ def test_the_report_writes_csv_json_markdown_and_plots(
     assert own["lr_at_the_edge"] is True
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in text for name in TRAINED)
-    for picture in ("loss", "memory", "ranks"):
-        assert (folder / f"{experiment['name']}-{picture}.png").stat().st_size > 5000
+    for picture in ("loss", "memory"):
+        name = f"{experiment['name']}-{picture}.png"
+        assert (folder / name).stat().st_size > 5000
+        assert f"({name})" in text
+
+
+def test_ranks_are_drawn_where_there_are_several(
+    store: Store, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    records = [r for r in store.records() if r["variant"] in ("galore", "hmt_d4")]
+    (experiment,) = summaries(records, {})
+    assert [path.name for path in draw(experiment, records, tmp_path)] == [
+        f"{experiment['name']}-loss.png",
+        f"{experiment['name']}-memory.png",
+    ]
+    moved = next(iter(records[1]["curves"]["ranks"].values()))
+    moved[-1] += 8
+    *_, drawn = draw(experiment, records, tmp_path)
+    assert drawn.name == f"{experiment['name']}-ranks.png"
+    assert drawn.stat().st_size > 5000
 
 
 # What the paper compares: columns of cells.csv, which are keys of report.json; headers of report.md.

@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path) -> list[Path]:
-    """NAME-loss.png, NAME-memory.png and, where ranks exist, NAME-ranks.png."""
+    """NAME-loss.png, NAME-memory.png and, where ranks differ in a model or change, NAME-ranks.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,16 +21,21 @@ def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path)
     if not best:
         return []
     paths = [_losses(experiment, best, folder), _memory(experiment, folder)]
-    ranked = {name: r for name, r in best.items() if r["curves"]["ranks"]}
+    ranked = {name: r for name, r in best.items() if _has_several_ranks(r)}
     return [*paths, _ranks(experiment, ranked, folder)] if ranked else paths
+
+
+def _has_several_ranks(record: Record) -> bool:
+    ranks = record["curves"]["ranks"].values()
+    return len({rank for of_matrix in ranks for rank in of_matrix}) > 1
 
 
 def _losses(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Path) -> Path:
     """Training loss (thin) and validation loss (dots), against tokens and against time."""
     figure, (by_tokens, by_time) = _figure(2)
     for number, (name, record) in enumerate(best.items()):
-        curves, colour = record["curves"], f"C{number}" if number < 10 else f"C{number % 10}"
-        style = "-" if number < 10 else "--"
+        curves, colour = record["curves"], f"C{number}"
+        style = "-" if number < 10 else "--"  # there are ten colours
         rate = experiment["variants"][name]["tokens_per_second"]
         for axes, x, evaluated in (
             (by_tokens, curves["tokens"], curves["eval_tokens"]),
@@ -44,7 +49,9 @@ def _losses(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: P
         lowest = min(min(r["curves"]["val_loss"]) for r in best.values())
         axes.set_ylim(lowest - 0.1, lowest + 2.5)
     by_tokens.legend(fontsize=7)
-    return _saved(figure, folder / f"{experiment['name']}-loss.png", experiment["name"])
+    seeds = sorted({record["seed"] for record in best.values()})
+    title = f"{experiment['name']}, seed {', '.join(map(str, seeds))}"
+    return _saved(figure, folder / f"{experiment['name']}-loss.png", title)
 
 
 def _over(tokens: Sequence[float], rate: float) -> list[float]:
@@ -60,7 +67,9 @@ def _memory(experiment: Mapping[str, Any], folder: Path) -> Path:
         points += [] if share is None else [(by_states, share)]
         for axes, x in points:
             axes.plot(x, line["val_loss"], "o")
-            axes.annotate(name, (x, line["val_loss"]), fontsize=7)
+            axes.annotate(
+                name, (x, line["val_loss"]), (4, 4), textcoords="offset points", fontsize=7
+            )
     by_states.set_xlabel("moments and bases of the matrices / AdamW's moments")
     by_peak.set_xlabel(f"peak memory over the start, MiB, {experiment['device_memory']}")
     for axes in (by_states, by_peak):
@@ -69,7 +78,7 @@ def _memory(experiment: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _ranks(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Path) -> Path:
-    """Rank of every matrix over time; where all are equal and fixed, one line."""
+    """Rank of every matrix over time, one picture a variant."""
     columns = min(4, len(best))
     figure, grid = _figure(columns, -(-len(best) // columns))
     for axes, (name, record) in zip(grid, best.items(), strict=False):
@@ -79,6 +88,8 @@ def _ranks(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Pa
         axes.set_xlabel("tokens")
         axes.set_ylabel("rank")
         axes.set_ylim(bottom=0)
+    for axes in grid[len(best) :]:
+        axes.set_visible(False)
     return _saved(figure, folder / f"{experiment['name']}-ranks.png", experiment["name"])
 
 

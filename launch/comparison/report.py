@@ -74,6 +74,12 @@ HEADERS = (
     "PCIe",
     "checkpoint",
 )
+HEAD = """# compare
+
+Written by `python launch/compare.py report` from `cells/*.json`. An experiment is named after the stage, \
+the tokens of a run, and a digest of setting, text and starting point; one line is \
+`python launch/compare.py STAGE --variants VARIANT --lrs LR --seeds SEEDS`.
+"""
 NOTES = (
     "moments: bytes of the moments on the matrices as a share of AdamW's; with bases: the same and "
     "the projection bases.",
@@ -111,10 +117,11 @@ def write_report(store: Store, speed_file: Path) -> Path:
     _write_csv(store.results / "cells.csv", records)
     experiments = summaries(records, speed)
     write_rows(store.results / "report.json", {e["name"]: e for e in experiments})
-    text = "# compare\n\n" + "\n\n".join(markdown(e) for e in experiments) + "\n"
-    (store.results / "report.md").write_text(text, encoding="utf-8")
+    sections = [HEAD, *(f"- {note}" for note in NOTES)]
     for experiment, own in zip(experiments, group(records), strict=True):
-        draw(experiment, own, store.results)
+        pictures = draw(experiment, own, store.results)
+        sections += ["", markdown(experiment), "", *(f"![]({path.name})" for path in pictures)]
+    (store.results / "report.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
     return store.results
 
 
@@ -280,7 +287,7 @@ def markdown(experiment: Mapping[str, Any]) -> str:
     lines += ["", *(f"- {name}: skipped, {why}." for name, why in experiment["skipped"].items())]
     if BASELINE not in variants:
         lines.append(f"- {BASELINE} has not run in this experiment.")
-    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES)])
+    return "\n".join(lines).rstrip()
 
 
 def weight_decay(setting: Mapping[str, Any]) -> str:

@@ -77,6 +77,8 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
+    # the update's norm grows with the root of the rank: the rates are divided by it
+    "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), (7e-3, 3.5e-3, 1.4e-2)),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
     "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
