@@ -53,6 +53,8 @@ def _hmt(**options: Any) -> dict[str, Any]:
 
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
+# The update's norm grows with the root of the rank.
+_QUARTER_D2 = (7e-3, 3.5e-3, 1.4e-2)
 _WHOLE = (2e-3, 4e-3, 1e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 
@@ -77,8 +79,7 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
-    # the update's norm grows with the root of the rank: the rates are divided by it
-    "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), (7e-3, 3.5e-3, 1.4e-2)),
+    "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
     "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
@@ -105,7 +106,10 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
-    # a thirtieth of the moments' bytes in another way than hmt_d32: four times the rank in a quarter of the bits
+    # four times the rank in the same bytes: an eighth and a thirtieth (hmt_d32) of the moments' bytes
+    "hmt_auto_side_int8_states_d2": Variant(
+        "hmt", _hmt(projection="auto", rank="d/2", state_dtype="int8"), _QUARTER_D2
+    ),
     "hmt_auto_side_int8_states_d8": Variant(
         "hmt", _hmt(projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
     ),
