@@ -149,8 +149,8 @@ def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
     assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
     assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
     assert alone["small_states"]["rules"] == {
-        ("lowrank_adamw auto", "bf16"),
-        ("lowrank_adamw right", "bf16"),
+        ("lowrank_adamw auto, factored", "bf16"),
+        ("lowrank_adamw right, factored", "bf16"),
         ("apollo", "bf16"),
     }
     assert alone["apollo_mini"]["share"] < 0.06

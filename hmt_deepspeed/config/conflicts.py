@@ -84,6 +84,12 @@ _RULES = (
         'A core has no full rank to fall back to: remove it or set "projection": "right".',
     ),
     _Rule(
+        ("second_moment",),
+        "projection",
+        _all(_is("second_moment", "factored"), _is("projection", "two_sided")),
+        'A core is small already and is not factored: set "second_moment": "full".',
+    ),
+    _Rule(
         ("share_basis",),
         "projection",
         lambda given: given["share_basis"] is True and given.get("projection", "right") != "right",

@@ -54,6 +54,7 @@ RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
 ScaleType = Literal["auto", "channel", "tensor"]
 StateDtype = Literal["fp32", "bf16", "int8"]
+SecondMoment = Literal["full", "factored"]
 Refresh = Literal["staggered", "together"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
 
@@ -189,6 +190,11 @@ class OptimizerConfig(StrictModel):
         default="fp32",
         description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
         "of 256; tensors below 4096 elements stay in fp32.",
+    )
+    second_moment: SecondMoment = Field(
+        default="full",
+        description="Adam's second moment of the low-rank matrices: of every element, or as its row and column "
+        "means (Adafactor), in fp32: rows + rank numbers instead of rows x rank.",
     )
     master_weights: Literal["fp32", "none"] = Field(
         default="fp32",

@@ -40,10 +40,11 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Method and projection: what must agree for a saved state to fit."""
+        """Method, projection and kind of second moment: what must agree for a saved state to fit."""
         if self.settings is None or self.settings.is_apollo:
             return self.rule
-        return f"{self.rule} {self.settings.projection}"
+        factored = ", factored" if self.settings.is_factored else ""
+        return f"{self.rule} {self.settings.projection}{factored}"
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:

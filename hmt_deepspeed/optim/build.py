@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hmt_deepspeed.optim.apollo import ApolloMatrix
+from hmt_deepspeed.optim.factored import FactoredMatrix
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.settings import MatrixSettings
@@ -30,5 +31,7 @@ def build_matrix(
         kind = ApolloMatrix
     elif settings.projection == "two_sided":
         kind = TwoSidedMatrix
+    elif settings.is_factored:
+        kind = FactoredMatrix
     oriented, transposed = settings.oriented(*shape), settings.transposes(*shape)
     return kind(name, oriented, rows, settings, dtype, device, transposed)

@@ -308,15 +308,24 @@ class LowRankMatrix(MatrixRule):
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
         """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
         own = gradient[counted].float()
+        inside = self._inside(own)
+        inside_square = inside.square().sum()
+        return torch.stack((inside_square, self._rest_square(own, inside, inside_square)))
+
+    def _inside(self, gradient: Tensor) -> Tensor:
+        """``A`` of gradient rows."""
         if not self.takes_whole:
-            inside, rest = own[:, : self.rank], own[:, self.rank :]
-            return torch.stack((inside.square().sum(), rest.square().sum()))
-        total = own.square().sum()
+            return gradient[:, : self.rank]
         basis = None if self.full_rank else self.basis
-        if basis is None:
-            return torch.stack((total, torch.zeros_like(total)))
-        inside_square = project(own, basis).square().sum()
-        return torch.stack((inside_square, (total - inside_square).clamp_min(0)))
+        return gradient if basis is None else project(gradient, basis)
+
+    def _rest_square(self, gradient: Tensor, inside: Tensor, inside_square: Tensor) -> Tensor:
+        """Squared norm of ``S``, or of the rest of ``G``."""
+        if not self.takes_whole:
+            return gradient[:, self.rank :].square().sum()
+        if inside is gradient:
+            return torch.zeros_like(inside_square)
+        return (gradient.square().sum() - inside_square).clamp_min(0)
 
     def square_norm(self, sums: Tensor) -> Tensor:
         if self.takes_whole:

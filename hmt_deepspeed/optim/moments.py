@@ -13,8 +13,9 @@ from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.basis import keyed_seed, transfer_second_moment
 from hmt_deepspeed.optim.state import StateTensor
 
-__all__ = ["LeftMoments", "Moments", "Recalled"]
+__all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled", "restored_state"]
 
+COLUMN_MEANS = "exp_avg_sq_col"  # Adafactor's name
 _LEAST_EVIDENCE = 1e-8
 
 
@@ -23,10 +24,11 @@ class LeftMoments:
     """Moments as they are when their basis is left; nothing writes to them any more.
 
     Attributes:
-        exp_avg, exp_avg_sq, evidence, first_evidence, steps: as of :class:`Moments`.
+        exp_avg, exp_avg_sq, evidence, first_evidence, steps: as of :class:`Moments`. ``exp_avg`` is None
+            where the second moment is one of whole columns (1 x r): no row's mean tells it anything.
     """
 
-    exp_avg: StateTensor
+    exp_avg: StateTensor | None
     exp_avg_sq: StateTensor
     evidence: Tensor
     first_evidence: float
@@ -35,23 +37,20 @@ class LeftMoments:
     @classmethod
     def restored(cls, state: Mapping[str, Any], dtype: str, device: torch.device) -> LeftMoments:
         """From values of :meth:`state_dict`; those that were 8- or 16-bit come back exactly."""
-
-        def stored(key: str, signed: bool) -> StateTensor:
-            value = torch.as_tensor(state[key]).to(device=device, dtype=torch.float32)
-            made = StateTensor(tuple(value.shape), dtype, signed, device)
-            made.write(value, None)
-            return made
-
+        columns = COLUMN_MEANS in state
+        first = None if columns else restored_state(state["exp_avg"], dtype, True, device)
+        key, kind = (COLUMN_MEANS, "fp32") if columns else ("exp_avg_sq", dtype)
+        second = restored_state(state[key], kind, False, device)
         evidence = torch.as_tensor(state["evidence"])
         evidence = evidence.to(device=device, dtype=torch.float32, copy=True)
-        first, second = stored("exp_avg", True), stored("exp_avg_sq", False)
         return cls(first, second, evidence, float(state["first_evidence"]), int(state["steps"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain fp32 tensors and numbers."""
+        first = {} if self.exp_avg is None else {"exp_avg": self.exp_avg.read()}
         return {
-            "exp_avg": self.exp_avg.read(),
-            "exp_avg_sq": self.exp_avg_sq.read(),
+            **first,
+            "exp_avg_sq" if first else COLUMN_MEANS: self.exp_avg_sq.read(),
             "evidence": self.evidence,
             "steps": self.steps,
             "first_evidence": self.first_evidence,
@@ -59,13 +58,15 @@ class LeftMoments:
 
     def tensors(self) -> list[Tensor]:
         """All that it consists of, as stored."""
-        return [self.evidence, *self.exp_avg.tensors(), *self.exp_avg_sq.tensors()]
+        first = [] if self.exp_avg is None else self.exp_avg.tensors()
+        return [self.evidence, *self.exp_avg_sq.tensors(), *first]
 
     def holding(self, tensors: Sequence[Tensor]) -> LeftMoments:
         """The same with others in the place of :meth:`tensors`, in their order."""
         evidence, *stored = tensors
-        half = len(stored) // 2
-        first, second = self.exp_avg.holding(stored[:half]), self.exp_avg_sq.holding(stored[half:])
+        place = len(self.exp_avg_sq.tensors())
+        second = self.exp_avg_sq.holding(stored[:place])
+        first = None if self.exp_avg is None else self.exp_avg.holding(stored[place:])
         return replace(self, exp_avg=first, exp_avg_sq=second, evidence=evidence)
 
     def second_in(
@@ -78,8 +79,10 @@ class LeftMoments:
         Args:
             overlap: r_old x r_new, ``Q_old^T Q_new``. left_overlap: of a two-sided core, ``P_old^T P_new``.
         """
-        mean = self.exp_avg.read() / self.first_evidence
         second = self.exp_avg_sq.read() / self.evidence
+        mean = torch.zeros_like(second)
+        if self.exp_avg is not None:
+            mean = self.exp_avg.read() / self.first_evidence
         moved = transfer_second_moment(mean, second, overlap, left_overlap)
         weight = self.evidence @ overlap.square()
         if left_overlap is not None:
@@ -146,9 +149,7 @@ class Moments:
 
     def advance(self, projected: Tensor, *, betas: tuple[float, float], eps: float) -> Tensor:
         """One Adam step on ``projected`` (fp32, of the moments' shape); the direction ``U``."""
-        self.steps += 1
-        self.first_evidence += (1 - betas[0]) * (1 - self.first_evidence)
-        self.evidence.lerp_(torch.ones_like(self.evidence), 1 - betas[1])
+        self._count(betas)
         mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
         shape = (1, -1) if self.two_sided else projected.shape  # evidence is per column of a row
         direction = moment_update_(
@@ -162,6 +163,11 @@ class Moments:
         )
         self._write(mean, second)
         return direction.view_as(projected)
+
+    def _count(self, betas: tuple[float, float]) -> None:
+        self.steps += 1
+        self.first_evidence += (1 - betas[0]) * (1 - self.first_evidence)
+        self.evidence.lerp_(torch.ones_like(self.evidence), 1 - betas[1])
 
     # -- change of basis ------------------------------------------------------------------------
 
@@ -195,11 +201,10 @@ class Moments:
     def keep(self, columns: int, rows: int | None = None) -> None:
         """Leave the moments as they are (GaLore); new directions of a larger rank start as new."""
         mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
-        rows = mean.shape[0] if rows is None else rows
-        shape = (rows, columns)
-        weight = _resized(self.evidence, shape if self.two_sided else shape[1:])
-        corrected = _resized(second / self.evidence.clamp_min(_LEAST_EVIDENCE), shape)
-        self._replace(_resized(mean, shape), corrected, weight)
+        corrected = second / self.evidence.clamp_min(_LEAST_EVIDENCE)
+        mean, corrected = (_resized(v, (rows or len(v), columns)) for v in (mean, corrected))
+        weight = _resized(self.evidence, mean.shape if self.two_sided else mean.shape[1:])
+        self._replace(mean, corrected, weight)
 
     def reset(self, columns: int, rows: int | None = None) -> None:
         """Start anew at step zero."""
@@ -226,12 +231,22 @@ class Moments:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore values of :meth:`state_dict`; values that were 8- or 16-bit come back exactly."""
         found = LeftMoments.restored(state, self.dtype, self.device)
-        self.exp_avg, self.exp_avg_sq = found.exp_avg, found.exp_avg_sq
+        if found.exp_avg is not None:
+            self.exp_avg = found.exp_avg
+        self.exp_avg_sq = found.exp_avg_sq
         self.evidence, self.first_evidence, self.steps = (
             found.evidence,
             found.first_evidence,
             found.steps,
         )
+
+
+def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -> StateTensor:
+    """A state of values read before; those that were 8- or 16-bit come back exactly."""
+    value = torch.as_tensor(value).to(device=device, dtype=torch.float32)
+    made = StateTensor(tuple(value.shape), dtype, signed, device)
+    made.write(value, None)
+    return made
 
 
 def _resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

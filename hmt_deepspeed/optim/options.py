@@ -14,6 +14,7 @@ from hmt_deepspeed.optim.settings import (
     DENSE,
     LOW_RANK,
     METHODS,
+    SECOND_MOMENTS,
     MatrixSettings,
 )
 from hmt_deepspeed.optim.state import STATE_DTYPES
@@ -29,6 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "refresh": ("staggered", "together"),
     "early_refresh": (True, False),
     "state_dtype": STATE_DTYPES,
+    "second_moment": SECOND_MOMENTS,
     "weight_dtype": ("auto", "int8"),
 }
 _SCALE_TYPES = {APOLLO: ("auto", "channel", "tensor"), APOLLO_MINI: ("auto", "tensor")}
@@ -64,6 +66,7 @@ DEFAULTS: dict[str, object] = {
     "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
+    "second_moment": "full",
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
@@ -192,6 +195,9 @@ def _check_together(options: Mapping[str, object]) -> None:
     if whole and options["projected_backward"] is True:
         why = f"method {method!r}" if not low_rank else "residual 'full'"
         _refuse_with("projected_backward", True, why, '"auto" or False', "it needs whole gradients")
+    if not low_rank and options["second_moment"] == "factored":
+        advice = f"set 'full', or the method to {LOW_RANK!r}"
+        _refuse_with("second_moment", "factored", f"method {method!r}", "'full'", advice)
     kinds = _SCALE_TYPES.get(str(method), ("auto",))
     if options["scale_type"] not in kinds:
         words, advice = " or ".join(map(repr, kinds)), f"set 'auto', or the method to {APOLLO!r}"

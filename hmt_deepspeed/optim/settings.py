@@ -10,10 +10,19 @@ from typing import Any
 
 from hmt_deepspeed.optim.state import STATE_DTYPES
 
-__all__ = ["APOLLO", "APOLLO_MINI", "DENSE", "LOW_RANK", "METHODS", "MatrixSettings"]
+__all__ = [
+    "APOLLO",
+    "APOLLO_MINI",
+    "DENSE",
+    "LOW_RANK",
+    "METHODS",
+    "SECOND_MOMENTS",
+    "MatrixSettings",
+]
 
 LOW_RANK, APOLLO, APOLLO_MINI, DENSE = "lowrank_adamw", "apollo", "apollo_mini", "adamw"
 METHODS = (LOW_RANK, APOLLO, APOLLO_MINI, DENSE)
+SECOND_MOMENTS = ("full", "factored")
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,8 @@ class MatrixSettings:
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     residual_scale: c, up to the unbiased (n-r)/k. norm_growth_limit: limit on the residual's norm,
     of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per ``tensor``, as
-    Mini's always is. state_dtype: storage of the moments.
+    Mini's always is. state_dtype: storage of the moments. second_moment: ``full``, or ``factored`` as
+    Adafactor's; APOLLO's is always full.
     """
 
     method: str = LOW_RANK
@@ -44,6 +54,7 @@ class MatrixSettings:
     scale_type: str | None = None
     norm_growth_limit: float | None = 1.01
     state_dtype: str = "fp32"
+    second_moment: str = "full"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +75,11 @@ class MatrixSettings:
                 "hmt.optimizer.residual is 'full' with projection 'two_sided'; legal with a core: 'probe' "
                 "(exact inside the span of the right basis) or 'none'. To do: choose one of them."
             )
+        if self.is_factored and self.projection == "two_sided":
+            raise ValueError(
+                "hmt.optimizer.second_moment is 'factored' with projection 'two_sided'; legal with a core: "
+                "'full' (its r x r is small already). To do: use that, or project one side."
+            )
         if self.range_finder == "random" and self.rank is None and self.method == LOW_RANK:
             raise ValueError(
                 "hmt.optimizer.range_finder is 'random' with rank 'auto', but a basis that ignores the "
@@ -73,6 +89,10 @@ class MatrixSettings:
     @property
     def is_apollo(self) -> bool:
         return self.method in (APOLLO, APOLLO_MINI)
+
+    @property
+    def is_factored(self) -> bool:
+        return self.second_moment == "factored" and not self.is_apollo
 
     def transposes(self, m: int, n: int) -> bool:
         """Whether an m x n weight is projected from the left, i.e. its transpose from the right.
@@ -135,6 +155,7 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "None turns the limit off",
     ),
     "state_dtype": _one_of(*STATE_DTYPES),
+    "second_moment": _one_of(*SECOND_MOMENTS),
     "seed": (
         lambda v: _whole(v, 0) and v < 1 << 63,
         "an integer from 0 to 2^63 - 1",

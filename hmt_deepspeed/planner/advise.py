@@ -78,6 +78,7 @@ class Answer:
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
+        parts += ["factored second moments"] * (mode.second_moment == "factored")
         parts += ["int8 weights"] * (mode.weight_dtype == "int8")
         return ", ".join(parts)
 

@@ -87,6 +87,7 @@ def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:
         block["projected_backward"] = False
     for field, default in (
         ("state_dtype", "fp32"),
+        ("second_moment", "full"),
         ("master_weights", "fp32"),
         ("weight_dtype", "auto"),
     ):

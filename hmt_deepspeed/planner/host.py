@@ -211,8 +211,10 @@ def _left_bytes(
     dealt = 0.0 if borrows else _pages(basis) / sharding.world_size
     found, rank = 0.0, mode.rank_of(parameter)
     if mode.projection != "two_sided":  # which carries no older moments over
-        moments = sum(map(_pages, moment_bytes(parameter, mode, sharding)))
-        found += room.old_moments * (dealt + moments)
+        sizes = moment_bytes(parameter, mode, sharding)
+        if mode.is_factored:  # evidence and column means alone are carried over
+            sizes = sizes[0], sizes[2]
+        found += room.old_moments * (dealt + sum(map(_pages, sizes)))
     widest = min(mode.rank, *parameter.shape)
     if room.old_bases and rank < widest:  # which it may have left
         found += dealt * widest / rank

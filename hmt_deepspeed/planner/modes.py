@@ -20,6 +20,7 @@ Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
 Projection = Literal["right", "left", "auto", "two_sided"]
 Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
+SecondMoment = Literal["full", "factored"]
 
 LEAST_INT8 = 4096  # elements of a state; smaller ones stay in fp32
 
@@ -72,6 +73,7 @@ class OptimizerMode:
     probes: int | None = None
     residual: Residual = "probe"
     state_dtype: StateDtype = "fp32"
+    second_moment: SecondMoment = "full"
     master_weights: Literal["fp32", "none"] = "fp32"
     weight_dtype: Literal["auto", "int8"] = "auto"
     target_modules: tuple[str, ...] | None = None
@@ -115,6 +117,11 @@ class OptimizerMode:
         if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
             return m < n
         return self.projection == "left"
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether the second moments of low-rank matrices are row and column means."""
+        return self.second_moment == "factored" and self.method == "lowrank_adamw"
 
     @property
     def can_be_full(self) -> bool:
@@ -209,6 +216,7 @@ _LEGAL: dict[str, tuple[object, ...]] = {
     "projection": get_args(Projection),
     "residual": get_args(Residual),
     "state_dtype": get_args(StateDtype),
+    "second_moment": get_args(SecondMoment),
     "master_weights": ("fp32", "none"),
     "weight_dtype": ("auto", "int8"),
 }

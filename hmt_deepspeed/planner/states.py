@@ -216,8 +216,10 @@ def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) ->
 
 def moment_bytes(
     parameter: Parameter, mode: OptimizerMode, sharding: Sharding, *, in_fp32: bool = False
-) -> tuple[int, int, int]:
+) -> tuple[int, ...]:
     """Bytes of a low-rank matrix's (evidence, first moments, second moments) on the rank that holds most.
+
+    A factored second moment is three: the means of its columns, of its rows, and of all of it.
 
     Args:
         in_fp32: as they are saved, not as they are held.
@@ -229,6 +231,9 @@ def moment_bytes(
     if mode.method in ("apollo", "apollo_mini") and m * rank < LEAST_INT8:
         dtype = "fp32"
     each = _state_bytes(core, "fp32" if in_fp32 else dtype)
+    if mode.is_factored:
+        rows = _rows_held(parameter, mode, sharding)
+        return rank * FP32, each, rank * FP32, rows * FP32, FP32
     return (rank * rank if two_sided else rank) * FP32, each, each
 
 

@@ -231,6 +231,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
         probes=None if probes == "auto" else probes,
         residual=options["residual"],
         state_dtype=options["state_dtype"],
+        second_moment=options["second_moment"],
         master_weights=options["master_weights"],
         weight_dtype=options["weight_dtype"],
         target_modules=options["target_modules"],

@@ -108,8 +108,8 @@ class SavedState:
         if wrong:
             raise ValueError(
                 f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
-                "do not fit. Keep method, projection, module_rules, target_modules and exclude_modules, "
-                "or load with load_optimizer_states=False."
+                "do not fit. Keep method, projection, second_moment, module_rules, target_modules and "
+                "exclude_modules, or load with load_optimizer_states=False."
             )
 
     def check_same_groups(self, groups: Sequence[Sequence[str]]) -> None:
@@ -254,7 +254,7 @@ class SavedState:
     ) -> dict[str, Any]:
         parts = _own_last([part[name] for part in by_rank if name in part], rows)
         common = dict(parts[0])
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in common.keys() & {"exp_avg", "exp_avg_sq"}:  # not the means of columns
             common[key] = _rows_of(parts, key, common["height"], rows)
         return common
 

@@ -1,7 +1,8 @@
 """DeepSpeed's ``safe_get_*`` and ``safe_set_*`` tools on HMT's states, and moving states off the device.
 
 Keys are DeepSpeed's: ``None`` is the fp32 weight, ``exp_avg`` and ``exp_avg_sq`` the moments. Moments
-of a low-rank matrix live in its projected space and come back as m x r.
+of a low-rank matrix live in its projected space and come back as m x r; a factored second moment as
+``exp_avg_sq_row`` (m x 1), ``exp_avg_sq_col`` (1 x r) and ``exp_avg_sq_mean``.
 """
 
 from __future__ import annotations

@@ -187,8 +187,11 @@ def _state_dtype(entry: Entry, wanted: str) -> str:
     else:
         assert entry.dense_state is not None
         stored = entry.dense_state[0].dtype
-    small = stored != wanted
-    return f"{stored} (under {MIN_INT8_ELEMENTS} elements)" if small else stored
+    if stored != wanted:
+        stored = f"{stored} (under {MIN_INT8_ELEMENTS} elements)"
+    settings = entry.assignment.settings
+    factored = settings is not None and settings.is_factored
+    return f"{stored}, factored" if factored else stored
 
 
 def _masters_kind(entry: Entry) -> str:

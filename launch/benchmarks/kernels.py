@@ -19,7 +19,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, LEARNING_RATE, Setting
 from benchmarks.timing import Samples, column, interleave, median_of, now, paired_spread, timed_cold
-from hmt_deepspeed.kernels import int8_state, low_rank_projection, low_rank_update, moment_update
+from hmt_deepspeed.kernels import (
+    factored_moment_update,
+    int8_state,
+    low_rank_projection,
+    low_rank_update,
+    moment_update,
+)
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
 SUITE = "kernels"
@@ -147,6 +153,23 @@ def _moment_error(direction: Tensor, after: Tensors, before: Tensors) -> float:
     return max(map(_difference, (direction, *after[1:3]), (exact, mean, square)))
 
 
+def _factored_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
+    projected, mean = torch.randn(2, rows, rank, device=setting.device)
+    row_means, roots = (torch.rand(size, device=setting.device) + 0.1 for size in (rows, rank))
+    fused = factored_moment_update.factored_moment_update_
+    twin = factored_moment_update.factored_moment_update_reference_
+    inputs = (projected, mean, row_means, roots)
+    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **ADAM), _factored_error)
+
+
+def _factored_error(direction: Tensor, after: Tensors, before: Tensors) -> float:
+    projected, mean, rows, roots = (tensor.double() for tensor in before)
+    mean = mean + (1 - ADAM["beta1"]) * (projected - mean)
+    rows = ADAM["beta2"] * rows + (1 - ADAM["beta2"]) * projected.square().mean(1)
+    exact = mean / ADAM["first_evidence"] / (torch.outer(rows.sqrt(), roots) + ADAM["eps"])
+    return max(map(_difference, (direction, *after[1:3]), (exact, mean, rows)))
+
+
 def _int8_states(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
     encode, encode_twin = int8_state.encode_state, int8_state.encode_state_reference
     decode, decode_twin = int8_state.decode_state, int8_state.decode_state_reference
@@ -245,5 +268,6 @@ CASES: dict[str, Callable[[Setting], CaseResult]] = {
     "low_rank_update": partial(_case, _updates),
     "low_rank_projection": partial(_case, _projections),
     "moment_update": partial(_case, _moment_updates),
+    "factored_moment_update": partial(_case, _factored_updates),
     "int8_state": partial(_case, _int8_states),
 }

@@ -54,6 +54,7 @@ def _hmt(**options: Any) -> dict[str, Any]:
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
 # The update's norm grows with the root of the rank.
+_QUARTER_3D8 = (8e-3, 4e-3, 1.6e-2)
 _QUARTER_D2 = (7e-3, 3.5e-3, 1.4e-2)
 _WHOLE = (2e-3, 4e-3, 1e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
@@ -112,6 +113,15 @@ VARIANTS: dict[str, Variant] = {
     ),
     "hmt_auto_side_int8_states_d8": Variant(
         "hmt", _hmt(projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
+    ),
+    # a first moment in INT8 and a factored second one: half the bytes of the same rank, 5 % and less
+    "hmt_auto_side_int8_factored_3d8": Variant(
+        "hmt",
+        _hmt(projection="auto", rank="3d/8", state_dtype="int8", second_moment="factored"),
+        _QUARTER_3D8,
+    ),
+    "hmt_auto_side_int8_factored_d4": Variant(
+        "hmt", _hmt(projection="auto", state_dtype="int8", second_moment="factored"), _QUARTER
     ),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
@@ -176,7 +186,7 @@ def select(names: Iterable[str] | None, stage: str) -> list[str]:
 
 
 def resolve(options: Mapping[str, Any], hidden: int, gradient_bytes: int) -> dict[str, Any]:
-    """The options with "d/N" replaced by `hidden` // N, "gradients/N" by `gradient_bytes` // N."""
+    """The options with "d/N" and "kd/N" replaced by k `hidden` // N, "gradients/N" by `gradient_bytes` // N."""
     wholes = {"d": hidden, "gradients": gradient_bytes}
     return {key: _resolved(value, wholes) for key, value in options.items()}
 
@@ -184,5 +194,7 @@ def resolve(options: Mapping[str, Any], hidden: int, gradient_bytes: int) -> dic
 def _resolved(value: Any, wholes: Mapping[str, int]) -> Any:
     if isinstance(value, list | tuple):
         return [_resolved(item, wholes) for item in value]
-    share = re.fullmatch(r"(d|gradients)/([1-9]\d*)", value) if isinstance(value, str) else None
-    return max(1, wholes[share[1]] // int(share[2])) if share else value
+    share = (
+        re.fullmatch(r"(\d*)(d|gradients)/([1-9]\d*)", value) if isinstance(value, str) else None
+    )
+    return max(1, int(share[1] or 1) * wholes[share[2]] // int(share[3])) if share else value

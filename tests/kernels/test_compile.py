@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from hmt_deepspeed.kernels import (
     dequant_matmul,
+    factored_moment_update,
     fp8_activation,
     int8_activation,
     int8_low_rank_update,
@@ -74,6 +75,11 @@ CASES = [
         moment_update._moment_update_kernel,
         f"{'*fp32 ' * 5} i32 i32 i64 i64 {'fp32 ' * 6}",
         {"BLOCK_ROWS": 32, "BLOCK_RANK": 128},
+    ),
+    (
+        factored_moment_update._factored_moment_update_kernel,
+        f"{'*fp32 ' * 5} i32 i32 i64 i64 {'fp32 ' * 6}",
+        {"BLOCK_ROWS": 8, "BLOCK_RANK": 256},
     ),
     *(
         (

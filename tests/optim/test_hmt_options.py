@@ -57,6 +57,7 @@ def test_options_and_settings():
         ("range_finder", "lanczos", "subspace"),
         ("moment_transfer", "copy", "rotate"),
         ("state_dtype", "fp8", "int8"),
+        ("second_moment", "rank1", "factored"),
         ("share_basis", "auto", "False"),
         ("early_refresh", None, "False"),
         ("refresh", "at once", "staggered"),
@@ -125,6 +126,13 @@ CONTRADICTIONS = [
         "projected_backward False",
     ),
     ("residual", {"residual": "full", "projection": "two_sided"}, "projection 'two_sided'"),
+    (
+        "second_moment",
+        {"second_moment": "factored", "projection": "two_sided"},
+        "projection 'two_sided'",
+    ),
+    ("second_moment", {"second_moment": "factored", "method": "apollo"}, "method 'apollo'"),
+    ("second_moment", {"second_moment": "factored", "method": "adamw"}, "method 'adamw'"),
     ("range_finder", {"range_finder": "random"}, "rank 'auto'"),
 ]
 

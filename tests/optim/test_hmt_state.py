@@ -135,6 +135,16 @@ MODES = {
     "budget": {"rank_budget": 0.4},
     "full rank": {"full_rank_budget": 0.5},
     "bf16 states": {"state_dtype": "bf16"},
+    "factored": {"second_moment": "factored", "projection": "auto"},
+    "factored, full residual": {"second_moment": "factored", "residual": "full"},
+    "factored, kept": {"second_moment": "factored", "moment_transfer": "keep"},
+    "factored, reset": {"second_moment": "factored", "moment_transfer": "reset"},
+    "factored, full rank": {"second_moment": "factored", "full_rank_budget": 0.5},
+    "factored, bf16": {"second_moment": "factored", "state_dtype": "bf16"},
+    "factored, some": {
+        "second_moment": "factored",
+        "module_rules": {r"^0\.": {"method": "apollo"}, r"^2\.": {"projection": "left"}},
+    },
     "adamw": {"method": "adamw"},
     "rules": {
         "module_rules": {

@@ -68,6 +68,13 @@ MODES = {
     "no probes": {"rank": 16, "residual": "none", "probes": 0},
     "targets": {"rank": 16, "target_modules": ("mlp",), "exclude_modules": ("down",)},
     "random basis": {"rank": 16, "range_finder": "random"},
+    "factored": {"rank": 16, "projection": "auto", "second_moment": "factored"},
+    "factored and int8": {
+        "rank": 32,
+        "state_dtype": "int8",
+        "second_moment": "factored",
+        "target_modules": (r"mlp\.(gate|up|c_proj)",),
+    },
     "int8 weights": {"rank": 16, "weight_dtype": "int8"},
     "apollo": {"method": "apollo", "rank": 16},
     "apollo int8": {"method": "apollo", "rank": 16, "state_dtype": "int8"},

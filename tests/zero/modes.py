@@ -25,6 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "share_basis": {**LOW_RANK, "share_basis": True},
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
+    "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},
     "random": {**FIXED, "range_finder": "random"},
     "apollo": APOLLO,

@@ -25,6 +25,7 @@ SAME_LAYOUT = {
     "early refresh": {**LOW_RANK, "update_interval": 50, "energy_threshold": 0.9},
     "int8": {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"},
 }
+FACTORED = {"second_moment": "factored"}
 ALL = {**MODES, **SAME_LAYOUT}
 ONLY_AT_STAGE_3 = [
     "auto",
@@ -108,6 +109,8 @@ def refusals(folder: str) -> dict[str, str]:
         "method": ("left", MODES["apollo"]),
         "apollo to low rank": ("apollo", LOW_RANK),
         "mini to apollo": ("apollo_mini", MODES["apollo"]),
+        "factored to full": ("factored", MODES["auto"]),
+        "full to factored": ("left", {**MODES["left"], **FACTORED}),
         "core to one side": ("two_sided", LOW_RANK),
         "one rule": ("left", {**MODES["left"], "module_rules": {"o_proj": {"method": "apollo"}}}),
     }
@@ -197,10 +200,12 @@ def test_states_that_do_not_fit_are_refused(ranks: Ranks, saved: Any) -> None:
     assert "apollo, now lowrank_adamw right" in said["apollo to low rank"]
     assert "apollo_mini, now apollo" in said["mini to apollo"]
     assert "lowrank_adamw two_sided, now lowrank_adamw right" in said["core to one side"]
+    assert "lowrank_adamw auto, factored, now lowrank_adamw auto" in said["factored to full"]
+    assert "lowrank_adamw left, now lowrank_adamw left, factored" in said["full to factored"]
     assert "o_proj.weight (lowrank_adamw left, now apollo)" in said["one rule"]
     for key, text in said.items():
         if key != "weights only":
-            assert "Keep method, projection, module_rules" in text, key
+            assert "Keep method, projection, second_moment, module_rules" in text, key
             assert "load_optimizer_states=False" in text, key
     assert said["weights only"] == "loaded"
 
@@ -208,7 +213,15 @@ def test_states_that_do_not_fit_are_refused(ranks: Ranks, saved: Any) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_to_fp32_reads_every_mode(saved: Any, stage: int) -> None:
     folder, runs = saved
-    for name in ("left", "two_sided", "apollo", "full residual", "module_rules", "int8"):
+    for name in (
+        "left",
+        "two_sided",
+        "apollo",
+        "full residual",
+        "module_rules",
+        "factored",
+        "int8",
+    ):
         consolidated = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}/{stage}")
         for key, weight in runs[0][name, stage][0]["weights"].items():
             assert torch.equal(consolidated[key], weight), (name, key)

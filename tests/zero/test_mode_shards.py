@@ -21,6 +21,7 @@ SHARDED = {
     "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
     "apollo": APOLLO,
     "bf16 states": {**FIXED, "projection": "auto", "state_dtype": "bf16"},
+    "factored": {**FIXED, "projection": "auto", "second_moment": "factored"},
 }
 WHOLE_GRADIENT = ["full residual", "left, full residual", "apollo"]
 
@@ -91,6 +92,11 @@ def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
                 if name == "two_sided":  # the core on every rank, the rows of P here
                     assert matrix["moments"] == 3 * r * r * 4
                     assert matrix["left_basis"].shape == (end - begin, r)
+                elif (
+                    name == "factored"
+                ):  # rows of the first moment, row and column means, mean of all
+                    numbers = (end - begin) * (r + 1) + r + 1
+                    assert matrix["moments"] == numbers * 4 + r * 4
                 else:
                     assert matrix["moments"] == 2 * (end - begin) * r * size + r * 4
                     assert matrix["left_basis"] is None
@@ -157,6 +163,8 @@ def test_bytes_sent_are_the_formula(shards: Any, name: str) -> None:
                 elif stage == 3 and not matrix["whole"]:
                     basis = -(-rows.n // world) * world * entry["width"] * 4
                     sent += 3 * ring * basis  # dealt: forward, update, new probes
+                if name == "factored":
+                    numbers += matrix["rank"]  # squares of columns are sums over rows
                 if name == "two_sided":
                     numbers += matrix["rank"] ** 2  # the core is a sum over rows
             assert sent - 200 <= found["sent"] <= sent + 2 * ring * 4 * numbers + 200

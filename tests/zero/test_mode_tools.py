@@ -28,8 +28,10 @@ TOOLS: dict[str, dict[str, Any]] = {
     "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
     "apollo": {"method": "apollo", "rank": 8, "scale": 1.0},
     "bf16": {**FIXED, "state_dtype": "bf16"},
+    "factored": {**FIXED, "second_moment": "factored"},
     "int8": SAME_LAYOUT["int8"],
 }
+STATES = {"factored": ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq_mean")}
 
 
 # -- cases --------------------------------------------------------------------------------------------
@@ -58,8 +60,8 @@ def _use_tools(name: str, stage: int) -> dict[str, Any]:
         "rank": entry.matrix.rank,
     }
     engine.step()
-    for key in ("exp_avg", "exp_avg_sq"):
-        value = torch.full_like(moment, 0.5)
+    for key in STATES.get(name, ("exp_avg", "exp_avg_sq")):
+        value = torch.full_like(safe_get_full_optimizer_state(param, key), 0.5)
         safe_set_full_optimizer_state(param, value, key)
         found["set " + key] = safe_get_full_optimizer_state(param, key)
     before = safe_get_full_fp32_param(param)
@@ -222,8 +224,10 @@ def test_states_are_read_and_written_whole(used: Any, name: str) -> None:
             assert found["shape"] == shapes.get(name, (m, r))
             assert found["moment"].any()
             assert found["weight"].shape == (m, n)
-            for key in ("exp_avg", "exp_avg_sq"):  # 1/2 is exact in bf16; of int8 a block's largest
-                wanted = torch.full(found["shape"], 0.5)
+            means = {"exp_avg_sq_row": (m, 1), "exp_avg_sq_col": (1, r), "exp_avg_sq_mean": ()}
+            for key in STATES.get(name, ("exp_avg", "exp_avg_sq")):
+                # 1/2 is exact in bf16; of int8 a block's largest
+                wanted = torch.full(means.get(key, found["shape"]), 0.5)
                 torch.testing.assert_close(found["set " + key], wanted, rtol=4e-3, atol=0)
             assert torch.equal(*found["set weight"])
             assert "exp_avg" in found["unknown"]
@@ -293,6 +297,7 @@ def test_the_start_table_names_rule_side_rank_and_states(described: Any) -> None
     assert column("full residual", "backward") == {"full gradient"}
     assert column("left", "backward") == {"projected"}
     assert column("bf16", "states") == {"bf16"}
+    assert column("factored", "states") == {"fp32, factored"}
     assert column("int8", "states") == {"int8"}
     assert column("small", "states") == {"fp32 (under 4096 elements)"}
     dense = [row for row in rows_of(described["int8"][0]) if row["rule"] == "adamw"]

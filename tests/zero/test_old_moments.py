@@ -52,6 +52,7 @@ def followed(jobs: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any
     return found
 
 
+FACTORED = {"second_moment": "factored"}
 LEFT, SHARED = {"projection": "left"}, {"share_basis": True}
 JOBS: dict[int, list[Any]] = {
     1: [
@@ -59,8 +60,9 @@ JOBS: dict[int, list[Any]] = {
         (1, {}, {**CACHE, "old_moments": 0}, {}),
         (2, LEFT, CACHE, {}),
         (2, SHARED, CACHE, {}),
+        (1, FACTORED, CACHE, {}),
     ],
-    2: [(0, {}, CACHE, {}), (2, LEFT, CACHE, {}), (3, SHARED, CACHE, {})],
+    2: [(0, {}, CACHE, {}), (2, LEFT, CACHE, {}), (3, SHARED, CACHE, {}), (2, FACTORED, CACHE, {})],
 }
 
 
@@ -70,8 +72,8 @@ def runs(ranks: Ranks) -> dict[int, list[Any]]:
 
 
 def test_every_world_size_and_stage_remembers_the_same(runs: dict[int, list[Any]]) -> None:
-    right, _, left, shared = runs[1]
-    for one, other in zip((right, left, shared), runs[2], strict=True):
+    right, _, left, shared, factored = runs[1]
+    for one, other in zip((right, left, shared, factored), runs[2], strict=True):
         assert_same(one, other)
         assert one["hits"] == other["hits"] > 0
         assert one["misses"] == other["misses"] == 0
@@ -97,6 +99,9 @@ def test_a_rank_keeps_its_rows_and_one_of_them_the_basis(runs: dict[int, list[An
     whole = runs[1][0]["bytes"] - runs[1][1]["bytes"]
     assert whole == 2 * (moments + bases + 7 * rank * 4)
     assert len(runs[1][0]["kept"]) == 2 * 7
+    # of a factored second moment the means of the columns, which every rank has
+    factored = runs[1][4]["bytes"] - runs[1][1]["bytes"]
+    assert factored == 2 * (bases + 7 * 2 * rank * 4)
     # q, k, v and gate, up share one
     assert len(runs[1][3]["kept"]) == 2 * 4
     assert not any(run["held"] for world in runs.values() for run in world)
@@ -181,7 +186,8 @@ BF16 = {"state_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "options"), [(1, 1, {**BF16, **LEFT}), (2, 3, {**BF16, **SHARED})]
+    ("world", "stage", "options"),
+    [(1, 1, {**BF16, **LEFT}), (2, 3, {**BF16, **SHARED}), (2, 2, FACTORED)],
 )
 def test_a_resumed_run_remembers_the_same_bit_for_bit(
     ranks: Ranks, tmp_path: Path, world: int, stage: int, options: dict[str, Any]

@@ -1,0 +1,167 @@
+"""A factored second moment: Adafactor's product, of all rows wherever they are held, across changes of basis."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.factored import FactoredMatrix
+from hmt_deepspeed.optim.settings import MatrixSettings
+
+M, N, RANK = 48, 32, 8
+BETAS, EPS = (0.9, 0.999), 1e-8
+SETTINGS = MatrixSettings(rank=RANK, residual="none", probes=0, scale=1.0, second_moment="factored")
+
+
+def new_matrix(basis=None, rows=(0, M), **changes):
+    settings = replace(SETTINGS, **changes)
+    matrix = build_matrix("w", (M, N), rows, settings, torch.float32, torch.device("cpu"))
+    if basis is not None:
+        matrix.adopt(basis)
+    return matrix
+
+
+def step(matrix, gradient, factor=1.0):
+    reduced = gradient if matrix.takes_whole else gradient @ matrix.projection
+    matrix.observe(matrix.measure(reduced, slice(None)))
+    update, sums = matrix.advance(reduced.clone(), factor, betas=BETAS, eps=EPS)
+    return matrix.finish(update, sums.sum(0))
+
+
+def basis(generator, columns=RANK):
+    return torch.linalg.qr(torch.randn(N, columns, generator=generator)).Q
+
+
+def gradients(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.logspace(0, -1, M).unsqueeze(1) * torch.logspace(0, -1, N)
+    return [torch.randn(M, N, generator=generator) * size for _ in range(count)]
+
+
+@pytest.mark.parametrize("residual", ["none", "full"])
+def test_steps_are_adafactors_product(residual):
+    """Algorithm 4 of 1804.04235 with a constant beta_2 and Adam's bias correction, in float64."""
+    q = basis(torch.Generator().manual_seed(1))
+    matrix = new_matrix(q, residual=residual)
+    assert isinstance(matrix, FactoredMatrix)
+    mean, rows, columns = 0.0, 0.0, 0.0
+    for t, gradient in enumerate(gradients(20), start=1):
+        update = step(matrix, gradient)
+        a = gradient.double() @ q.double()
+        mean = BETAS[0] * mean + (1 - BETAS[0]) * a
+        rows = BETAS[1] * rows + (1 - BETAS[1]) * a.square().mean(1)
+        columns = BETAS[1] * columns + (1 - BETAS[1]) * a.square().mean(0)
+        second = torch.outer(rows, columns) / rows.mean() / (1 - BETAS[1] ** t)
+        expected = mean / (1 - BETAS[0] ** t) / (second.sqrt() + EPS)
+        found = update @ q if residual == "full" else update  # the residual is outside the basis
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("full_rank", [False, True])
+def test_squares_of_rank_one_take_adams_own_step(full_rank):
+    """Where |A_ij| is a product of something of the row and something of the column, nothing is lost."""
+    q = None if full_rank else torch.eye(N)[:, :RANK]
+    factored, full = new_matrix(q), new_matrix(q, second_moment="full")
+    for matrix in (factored, full):
+        matrix.adopt(q)
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(1, -3, M).unsqueeze(1) * torch.logspace(0, -4, N)
+    for t in range(30):
+        sign = torch.randn(M, N, generator=generator).sign()
+        gradient = (1 + t % 3) * size * sign
+        torch.testing.assert_close(
+            step(factored, gradient), step(full, gradient), rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("residual", ["none", "probe", "full"])
+def test_holders_of_rows_see_one_second_moment(residual):
+    """Rows 18 to 20 are held twice and counted once, as where a shard ends within a row."""
+    q = basis(torch.Generator().manual_seed(1))
+    changes = {"residual": residual, "probes": None if residual == "probe" else 0}
+    whole = new_matrix(q, **changes)
+    parts = [new_matrix(q, rows=rows, **changes) for rows in ((0, 20), (18, M))]
+    counted = (slice(None), slice(2, None))
+    for number, gradient in enumerate(gradients(6)):
+        for matrix in (whole, *parts):
+            matrix.prepare(number)
+        update = step(whole, gradient)
+        columns = whole.projection
+        reduced = [gradient[slice(*p.rows)].clone() for p in parts]
+        reduced = [g if columns is None else g @ columns for g in reduced]
+        sums = sum(p.measure(g, c) for p, g, c in zip(parts, reduced, counted, strict=True))
+        for part in parts:
+            part.observe(sums)
+        found = [
+            p.advance(g, 1.0, betas=BETAS, eps=EPS) for p, g in zip(parts, reduced, strict=True)
+        ]
+        over_all = sum(s[c].sum(0) for (_, s), c in zip(found, counted, strict=True))
+        for part, (own, _) in zip(parts, found, strict=True):
+            expected = update[slice(*part.rows)]
+            torch.testing.assert_close(part.finish(own, over_all), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_scale_and_clipping_are_in_the_squares_too():
+    q = basis(torch.Generator().manual_seed(1))
+    plain, scaled = new_matrix(q), new_matrix(q)
+    for gradient in gradients(5):
+        expected = step(plain, gradient * 0.25)
+        found = step(scaled, gradient * 1024, torch.tensor(0.25 / 1024))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def converged_and_moved(transfer, seed):
+    """(first step in a basis turned within its span, that of a matrix that had it from the start)."""
+    generator = torch.Generator().manual_seed(seed)
+    old = basis(generator)
+    new = old @ torch.linalg.qr(torch.randn(RANK, RANK, generator=generator)).Q
+    turn = torch.linalg.qr(torch.randn(N, N, generator=generator)).Q
+    moved, converged = new_matrix(old, moment_transfer=transfer), new_matrix(new)
+    *seen, last = gradients(300, seed)
+    for gradient in seen:
+        for matrix in (moved, converged):
+            step(matrix, gradient @ turn)
+    moved.adopt(new)
+    return step(moved, last @ turn).flatten(), step(converged, last @ turn).flatten()
+
+
+@pytest.mark.parametrize("transfer", ["rotate", "keep", "reset"])
+def test_a_turned_basis_keeps_the_step_only_by_rotation(transfer):
+    pairs = [converged_and_moved(transfer, seed) for seed in range(6)]
+    cosine = sum(float(torch.cosine_similarity(a, b, dim=0)) for a, b in pairs) / 6
+    norms = sum(float(a.norm() / b.norm()) for a, b in pairs) / 6
+    # .99 and 1.00 here: columns lose nothing by a rotation that rows had not lost before
+    assert (cosine > 0.95 and 0.95 < norms < 1.05) == (transfer == "rotate")
+
+
+@pytest.mark.parametrize("rank", [RANK // 2, 2 * RANK, N])
+def test_directions_that_a_new_rank_adds_start_without_evidence(rank):
+    generator = torch.Generator().manual_seed(0)
+    frame = basis(generator, N)
+    matrix = new_matrix(frame[:, :RANK])
+    *seen, last = gradients(50)
+    for gradient in seen:
+        step(matrix, gradient)
+    before, rows = matrix.moments.evidence.clone(), matrix.moments.row_means.read().clone()
+    matrix.adopt(None if rank == N else frame[:, :rank])
+    after = matrix.moments.evidence
+    assert after.shape == (rank,)
+    assert torch.equal(matrix.moments.row_means.read(), rows)
+    if rank < N:
+        torch.testing.assert_close(after[:RANK], before[:rank])
+        assert float(after[RANK:].sum()) < 1e-6
+    update = step(matrix, last)
+    assert update.isfinite().all()
+    assert float(update.abs().max()) < 30
+
+
+def test_bytes_are_rows_and_columns():
+    q = basis(torch.Generator().manual_seed(0))
+    matrix = new_matrix(q)
+    assert matrix.moments.nbytes == 4 * (M * RANK + M + RANK + 1) + 4 * RANK  # and evidence
+    assert matrix.moment_bytes_at(RANK) == 4 * (M * RANK + M + RANK + 1)
+    large = MatrixSettings(rank=128, state_dtype="int8", second_moment="factored")
+    held = build_matrix("w", (512, 512), (0, 512), large, torch.float32, torch.device("cpu"))
+    assert held.moments.nbytes - 4 * 128 == held.moment_bytes_at(128)
+    assert held.moment_bytes_at(128) < 0.14 * 2 * 4 * 512 * 128
