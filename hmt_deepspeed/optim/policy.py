@@ -7,6 +7,7 @@ same ranks. Bytes are those of whole matrices, before sharding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -99,9 +100,17 @@ class RankPolicy:
             return leader.candidates[0] if prior is None else prior
         now = leader.log_norm()
         trend = now - self.log_norms.get(leader.name, now)
-        energy = float(leader.smoothed_energy())
+        lost = self._energy_when_new(index, leader) - float(leader.smoothed_energy())
         threshold = leader.settings.energy_threshold
-        return predict_rank(leader.candidates, history, energy, trend, threshold)
+        return predict_rank(leader.candidates, history, lost, trend, threshold)
+
+    def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
+        """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""
+        seen = nan if self.trigger is None else self.trigger.reference[self._watched.index(index)]
+        latest = self.histories[leader.name].latest
+        assert latest is not None
+        sketched = dict(zip(leader.candidates, latest.captured, strict=False))
+        return seen if seen == seen else sketched.get(latest.rank, 1.0)
 
     def choose(self, index: int, energies: Sequence[float], step: int) -> int:
         """Rank of group ``index``; its number of columns means full rank.

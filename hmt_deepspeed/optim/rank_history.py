@@ -10,29 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log, nan
+from math import exp, log, nan
 from statistics import median
 from typing import Any
 
 from torch import Tensor
-
-from hmt_deepspeed.optim.rank import HYSTERESIS
 
 __all__ = [
     "RankHistory",
     "RankRecord",
     "StalenessTrigger",
     "layer_type",
+    "needed_rank",
     "predict_rank",
     "prior_rank",
 ]
 
 # A number that is a whole part of a dotted name: the index of a layer, an expert, a stage.
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
-# Share of the energy lost since the last refresh that a new basis of the same rank is taken to win back.
-REGAINED = 0.5
-# Growth of the gradient norm, as a logarithm, from which a falling energy asks for a larger rank.
-GROWING = log(1.25)
+_LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 
 @dataclass(frozen=True)
@@ -100,59 +96,50 @@ def prior_rank(
 def predict_rank(
     candidates: Sequence[int],
     history: RankHistory,
-    smoothed_energy: float,
+    lost: float,
     norm_trend: float,
     threshold: float,
 ) -> int:
     """Candidate at which the next range finding starts; widening corrects a guess that is too low.
 
-    The rule, with E the last spectrum curve, r the last rank, ``lost = E(r) - smoothed_energy`` (never
-    below 0) and margin the hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank`:
-
-    1. No history: the smallest candidate.
-    2. ``smoothed_energy >= threshold``: even the old basis holds enough. The smallest candidate with
-       ``E >= threshold + margin``, and at most r.
-    3. Else a new basis wins back REGAINED of what was lost; the rest must come from rank: the smallest
-       candidate from r up with ``E >= threshold + (1 - REGAINED) lost``. Beyond the last sketch the
-       residual ``1 - E`` goes on as a power of the rank.
-    4. While energy is lost and the gradient norm grows by more than GROWING, one candidate more.
+    Energy leaves a basis because its directions turn, which a new basis of the same rank wins back, or
+    because new directions arrive beside them. Only these make the gradient grow: the share of its
+    energy that has arrived is at most ``1 - exp(-2 norm_trend)``, and at most what was lost, for a
+    gradient that grows as a whole loses none. Directions as strong as the old ones then need
+    ``1 / (1 - arrived)`` times the rank. The guess is never below the last rank, whose energy the
+    hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank` asks for.
 
     Args:
-        smoothed_energy: the probes' captured energy, an average over recent steps, in [0, 1].
+        history: of the matrix; without any, the smallest candidate.
+        lost: captured energy when the basis was new, less that of recent steps.
         norm_trend: log of the gradient norm now over that at the last refresh.
     """
     last = history.latest
     if last is None:
         return candidates[0]
-    margin = HYSTERESIS * (1.0 - threshold)
-    curve = extend_curve(candidates, last.captured)
-    place = max((i for i, r in enumerate(candidates) if r <= last.rank), default=0)
-    lost = max(0.0, curve[place] - smoothed_energy)
-    if smoothed_energy >= threshold:
-        lower = (i for i in range(place) if curve[i] >= threshold + margin)
-        return candidates[next(lower, place)]
-    wanted = threshold + (1.0 - REGAINED) * lost
-    higher = (i for i in range(place, len(candidates)) if curve[i] >= wanted)
-    start = next(higher, len(candidates) - 1)
-    if lost > margin and norm_trend > GROWING:
-        start = min(start + 1, len(candidates) - 1)
-    return candidates[start]
+    arrived = max(0.0, min(lost, 1.0 - exp(-2.0 * norm_trend)))
+    needed = needed_rank(candidates, last.captured, threshold)
+    wanted = max(min(needed, last.rank) / max(1.0 - arrived, 1e-9), last.rank)
+    return next((rank for rank in candidates if rank >= wanted), candidates[-1])
 
 
-def extend_curve(candidates: Sequence[int], captured: Sequence[float]) -> list[float]:
-    """E at all candidates: the residual 1 - E beyond the last known goes on as a power of the rank.
+def needed_rank(candidates: Sequence[int], captured: Sequence[float], threshold: float) -> float:
+    """Rank at which a spectrum reaches the threshold, between the candidates.
 
-    The exponent is that of the last two known points, or 1 where only one is known.
+    The residual ``1 - E`` is taken to fall as a power of the rank from one candidate to the next, and as
+    its inverse below the first. The last candidate that was sketched where none reaches the threshold.
     """
-    curve = [min(max(energy, 0.0), 1.0) for energy in captured[: len(candidates)]]
-    known, power = len(curve), 1.0
-    residuals = [max(1.0 - energy, 1e-9) for energy in curve]
-    if known >= 2:
-        wider = log(candidates[known - 1] / candidates[known - 2])
-        power = max(0.0, log(residuals[-2] / residuals[-1]) / wider)
-    for rank in candidates[known:]:
-        curve.append(1.0 - residuals[-1] * (candidates[known - 1] / rank) ** power)
-    return curve
+    allowed = max(1.0 - threshold, _LEAST_RESIDUAL)
+    before: tuple[int, float] | None = None
+    for rank, energy in zip(candidates, captured, strict=False):
+        residual = max(1.0 - energy, _LEAST_RESIDUAL)
+        if residual <= allowed:
+            if before is None:
+                return rank * residual / allowed
+            power = log(before[1] / residual) / log(rank / before[0])
+            return rank * (residual / allowed) ** (1.0 / power)
+        before = rank, residual
+    return candidates[len(captured) - 1]
 
 
 class StalenessTrigger:

@@ -315,24 +315,66 @@ def counted(monkeypatch):
     return products
 
 
-def test_prediction_saves_sketched_columns(monkeypatch):
+def test_starting_at_the_last_rank_saves_sketched_columns(monkeypatch):
+    """Against the largest candidate, which needs no history, on stationary gradients."""
     products, totals = counted(monkeypatch), {}
-    for predict in (True, False):
+    for remember in (True, False):
         products.clear()
         sources = [Source(14, 0.01, seed=i) for i in range(3)]
         # All find their first basis at once, or some would remember the random one's energy.
         weights, optimizer = construct(sources, update_interval=4, max_full_gradient_bytes=10**6)
         optimizer.describe()
-        if not predict:  # start at the largest candidate, as without a history
+        if not remember:
             width = optimizer._policy.first_width
             monkeypatch.setattr(type(optimizer._policy), "first_width", lambda *a: CANDIDATES[-1])
             assert width(0) == CANDIDATES[0]
         for _ in train(weights, optimizer, sources, 16):
             pass
         assert [m.rank for m in optimizer.matrices.values()] == [16] * 3
-        totals[predict] = sum(products[3:])  # the first round has nothing to predict from
+        totals[remember] = sum(products[3:])
         assert len(products) >= 12
     assert totals[True] < 0.65 * totals[False]
+
+
+class Arriving(Source):
+    """More directions beside the old ones, each as strong as those."""
+
+    def __init__(self, directions, noise, present):
+        super().__init__(directions, noise)
+        self.most, self.all_right = directions, self.right
+        self.show(present)
+
+    def show(self, present):
+        self.directions, self.right = present, self.all_right[:, :present]
+
+    def __call__(self):
+        return super().__call__() * (self.directions / self.most) ** 0.5
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_prediction_saves_columns_where_directions_arrive(monkeypatch, early):
+    """Norm and lost energy tell of arrivals: the wider sketch is made at once, not after the last rank's."""
+    products, columns, predicted = counted(monkeypatch), {}, RankPolicy.first_width
+    for predict in (True, False):
+        products.clear()
+        sources = [Arriving(14, 0.01, present=7)]
+        options = {"update_interval": 60, "early_refresh": early}
+        weights, optimizer = construct(sources, **options)
+        optimizer.describe()
+        (matrix,) = optimizer.matrices.values()
+
+        def width(policy, index, matrix=matrix, predict=predict):
+            return predicted(policy, index) if predict or not matrix.measured else matrix.rank
+
+        monkeypatch.setattr(RankPolicy, "first_width", width)
+        for step, _ in enumerate(train(weights, optimizer, sources, 121)):
+            if step == 85:
+                assert (matrix.rank, len(products)) == (8, 2)
+                sources[0].show(14)
+        assert matrix.rank == 16
+        columns[predict] = products[2]
+    # the old basis once more for its image, and the oversampling of 8 five times
+    assert columns[False] - columns[True] == 8 + 5 * 8, columns
 
 
 def test_first_refresh_of_a_type_starts_at_the_prior(monkeypatch):
