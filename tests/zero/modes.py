@@ -27,8 +27,12 @@ MODES: dict[str, dict[str, Any]] = {
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},
+    "svd": {**LOW_RANK, "range_finder": "svd"},
     "random": {**FIXED, "range_finder": "random"},
+    "random, left": {**FIXED, "range_finder": "random", "projection": "left"},
+    "random, two_sided": {**FIXED, "range_finder": "random", "projection": "two_sided"},
     "apollo": APOLLO,
+    "apollo, tensor": {**APOLLO, "scale_type": "tensor"},
     "apollo_mini": MINI,
     "module_rules": {
         **LOW_RANK,

@@ -16,6 +16,8 @@ from test_parity import assert_same_run
 from torch import nn
 from training import VOCAB, tiny_llama
 
+FACTORED = {"second_moment": "factored"}
+INT8 = {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
 SAVED, AFTER = 4, 3  # steps before and after saving; a refresh falls into both
 # Single moments go with single vectors, whose signs rounding decides: the same layout only.
 SAME_LAYOUT = {
@@ -23,9 +25,9 @@ SAME_LAYOUT = {
     "bf16 states": {**LOW_RANK, "projection": "auto", "state_dtype": "bf16"},
     "bf16 core": {**LOW_RANK, "projection": "two_sided", "state_dtype": "bf16"},
     "early refresh": {**LOW_RANK, "update_interval": 50, "energy_threshold": 0.9},
-    "int8": {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"},
+    "int8": INT8,
+    "int8, factored": {**INT8, "projection": "auto", **FACTORED},
 }
-FACTORED = {"second_moment": "factored"}
 ALL = {**MODES, **SAME_LAYOUT}
 ONLY_AT_STAGE_3 = [
     "auto",
@@ -34,18 +36,25 @@ ONLY_AT_STAGE_3 = [
     "full_rank_budget",
     "left, full residual",
     "no residual",
+    "random, left",
+    "random, two_sided",
     "subspace",
+    "svd",
     "keep",
     "bf16 core",
+]
+WITHOUT_SHARDED_GRADIENTS = [
+    (name, stage) for name in ("left", "two_sided", "int8, factored") for stage in (0, 1)
 ]
 RUNS = [
     (name, stage) for name in ALL for stage in (2, 3) if name not in ONLY_AT_STAGE_3 or stage == 3
 ]
+RUNS += WITHOUT_SHARDED_GRADIENTS
 
 
 def model_of(name: str) -> nn.Module:
     """int8 states want 4096 elements: a wider Llama."""
-    if name != "int8":
+    if "int8" not in name:
         return tiny_llama(layers=1, seed=7)
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -170,7 +179,7 @@ def test_what_is_resumed_has_a_history(saved: Any) -> None:
             assert not all(map(isnan, references))
         else:
             assert after["refreshes"] != held["refreshes"], name
-        if "apollo" not in name and name != "random":
+        if "apollo" not in name and "random" not in name:
             assert any(held["policy"]["histories"].values()), name
             assert held["policy"]["trigger"], name
     assert saved[1][0]["share_basis", 2][0]["shared"]

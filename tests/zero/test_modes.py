@@ -20,7 +20,14 @@ LAYOUTS = {
     3: [(2, 2), (3, 1)],
 }
 ON_THREE_RANKS = ["left", "two_sided", "full residual", "apollo", "module_rules"]
-FEWER = ["auto", "left, full residual", "no residual", "subspace"]  # stages 0 and 3 only
+FEWER = [  # stages 0 and 3 only
+    "left, full residual",
+    "no residual",
+    "random, left",
+    "random, two_sided",
+    "subspace",
+    "svd",
+]
 Run = tuple[str, int, int]  # mode, stage, accumulation
 
 
