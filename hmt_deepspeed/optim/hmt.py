@@ -37,7 +37,7 @@ from hmt_deepspeed.optim.options import (
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.settings import LOW_RANK
-from hmt_deepspeed.optim.sharing import share_bases, shareable, takes_projection
+from hmt_deepspeed.optim.sharing import share_bases, shareable
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
@@ -233,9 +233,9 @@ class HMT(Optimizer):
         encode = self.options["weight_dtype"] == "int8"
         for slot in self._low_rank:
             module = linears.get(slot.name)
-            able = takes_projection(slot.matrix)
+            assert slot.matrix is not None
+            able = slot.matrix.settings.takes_projection
             if module is not None and able and can_project(module):
-                assert slot.matrix is not None
                 site = ProjectedSite(slot.name, slot.matrix.transposed)
                 slot.site = self._sites[slot.param] = site
                 patched.append((cast(nn.Linear, module), slot.site))

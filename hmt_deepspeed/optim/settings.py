@@ -94,6 +94,11 @@ class MatrixSettings:
     def is_factored(self) -> bool:
         return self.second_moment == "factored" and not self.is_apollo
 
+    @property
+    def takes_projection(self) -> bool:
+        """Whether the rule can be given projected gradients; the others need whole gradient rows."""
+        return not self.is_apollo and self.residual != "full"
+
     def transposes(self, m: int, n: int) -> bool:
         """Whether an m x n weight is projected from the left, i.e. its transpose from the right.
 

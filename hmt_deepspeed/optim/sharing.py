@@ -10,7 +10,7 @@ from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["held_projection", "share_bases", "shareable", "takes_projection"]
+__all__ = ["held_projection", "share_bases", "shareable"]
 
 
 def shareable(
@@ -47,8 +47,3 @@ def held_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
         return matrix.make_projection
     columns = matrix.columns
     return columns.whole if columns.parked is None else columns.parked
-
-
-def takes_projection(matrix: MatrixRule | None) -> bool:
-    """Whether the matrix can be given projected gradients; the others need whole gradient rows."""
-    return isinstance(matrix, LowRankMatrix) and matrix.settings.residual != "full"

@@ -16,7 +16,6 @@ from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.sharing import takes_projection
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
@@ -172,7 +171,7 @@ def build_entries(
             shards = RowShards(*assignment.settings.oriented(m, n), world)
             rows, dtype = shards.rows(rank), settings.model_dtype
             matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
-        site = _site(assignment, matrix, modules, options["projected_backward"])
+        site = _site(assignment, modules, options["projected_backward"])
         encoded = options["weight_dtype"] == "int8" and site is not None
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, matrix, site)
@@ -228,15 +227,13 @@ def _host_weight(
 
 
 def _site(
-    assignment: Assignment,
-    matrix: MatrixRule | None,
-    modules: Mapping[str, nn.Module],
-    wanted: bool | str,
+    assignment: Assignment, modules: Mapping[str, nn.Module], wanted: bool | str
 ) -> ProjectedSite | None:
     """A site where the projected backward applies; refuses where it is insisted on and does not."""
-    if matrix is None or wanted is False:
+    settings = assignment.settings
+    if settings is None or wanted is False:
         return None
-    if not takes_projection(matrix):
+    if not settings.takes_projection:
         if wanted is True:
             raise ValueError(
                 f"hmt.optimizer.projected_backward is true, but the rule of {assignment.name} needs "
@@ -245,7 +242,8 @@ def _site(
         return None
     module = modules.get(assignment.name)
     if module is not None and can_project(module):
-        return ProjectedSite(assignment.name, matrix.transposed)
+        m, n = assignment.shape
+        return ProjectedSite(assignment.name, settings.transposes(m, n))
     if wanted is True:
         raise ValueError(
             f"hmt.optimizer.projected_backward is true, but {assignment.name} belongs to a "
