@@ -168,28 +168,34 @@ def quantize(module: nn.Linear) -> Int8Weight:
     return encoded
 
 
-def dequantize(module: nn.Module) -> None:
-    """Undo :func:`quantize`: the weight is the decoded one. A no-op for any other module."""
+def dequantize(module: nn.Module, device: torch.device | None = None) -> None:
+    """Undo :func:`quantize`: the weight is the decoded one, on ``device`` or where the codes are.
+
+    A no-op for any other module.
+    """
     encoded = encoded_weight(module)
     if encoded is not None:
         assert isinstance(module, nn.Linear)
-        module.weight.data = encoded.decode()
+        module.weight.data = encoded.decode().to(device=device)
         for hook in encoded.hooks:
             hook.remove()
         del vars(module)[_ATTRIBUTE]
 
 
-def release(model: nn.Module) -> None:
-    """:func:`dequantize` what an earlier optimizer of the same model left encoded."""
+def release(model: nn.Module, device: torch.device | None = None) -> None:
+    """:func:`dequantize` what an optimizer of the same model left encoded."""
     for module in model.modules():
-        dequantize(module)
+        dequantize(module, device)
 
 
-def check_encodable(model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
+def check_encodable(
+    model: nn.Module, linears: Mapping[str, nn.Module], dtype: torch.dtype | None = None
+) -> None:
     """Refuse weights that INT8 cannot store.
 
     Args:
         linears: what would be converted, by the name of the weight.
+        dtype: what the weights are cast to before, None for none.
 
     Raises:
         ValueError: no weight at all, fp16, or a weight that another module reads too.
@@ -208,9 +214,9 @@ def check_encodable(model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
     for name, module in linears.items():
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
-        if weight.dtype not in (torch.float32, torch.bfloat16):
+        if (dtype or weight.dtype) not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"{given} {name} is {weight.dtype}; legal: float32 or bfloat16 models. Use bf16, or "
+                f"{given} {name} is {dtype or weight.dtype}; legal: float32 or bfloat16 models. Use bf16, or "
                 '"auto".'
             )
         others = [user for user in users[id(weight)] if user != name]

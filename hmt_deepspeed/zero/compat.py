@@ -51,7 +51,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
     "deepspeed.utils": ("groups", "logger"),
-    "deepspeed.utils.groups": ("_TENSOR_MODEL_PARALLEL_GROUP",),
+    "deepspeed.utils.groups": (
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_get_broadcast_src_rank",
+        "_get_sequence_data_parallel_group",
+    ),
     "deepspeed.utils.timer": ("FORWARD_GLOBAL_TIMER", "SynchronizedWallClockTimer"),
     "deepspeed.utils.torch": ("register_grad_hook",),
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),

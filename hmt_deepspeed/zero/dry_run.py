@@ -25,16 +25,20 @@ from hmt_deepspeed.fpdt.install import install
 from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import check_encodable
+from hmt_deepspeed.optim.int8_linear import quantize
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import statistics
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.basis_cache import check_cache
-from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.engine import HMTEngine
 from hmt_deepspeed.zero.engine_settings import Resolved, zero_settings
-from hmt_deepspeed.zero.entries import HostSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.entries import (
+    HostSettings,
+    build_entries,
+    build_schedule,
+    linears_to_encode,
+)
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
@@ -205,21 +209,19 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
     host = None if settings.host is None else _Host(settings.host)
     placed = [(engine.param_names[p], p, group) for group in groups for p in group["params"]]
     shards = 1 if settings.stage == 0 else ranks
+    named = [(name, param) for name, param, _ in placed]
+    for module in linears_to_encode(model, named, options, None).values():
+        quantize(module)
     entries = build_entries(placed, options, settings, modules, shards, 0, host)
     low_rank = [entry for entry in entries if entry.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
     build_policy([[entry.matrix] for entry in low_rank if entry.matrix is not None], options)
-    encoded = [entry.name for entry in entries if isinstance(entry.weight, EncodedWeight)]
-    if options["weight_dtype"] == "int8":
-        check_encodable(model, {name: modules[name] for name in encoded})
     collectives: Any = SimpleNamespace(world=ranks, rank=0)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
     bases = ParkedBases(collectives, settings.stage)
     for entry in low_rank:
         bases.park(entry)
-        if isinstance(entry.weight, EncodedWeight):
-            entry.weight.encode(modules[entry.name])  # type: ignore[arg-type]
     return SimpleNamespace(
         entries=entries,
         param_groups=groups,

@@ -2,40 +2,39 @@
 
 The low-rank update travels (m x r), never weights; since the codes are equal at start and everything
 that changes them is equal on all ranks, replicas stay equal bit for bit. There is no fp32 master.
+
+A loaded model becomes INT8 as it is placed: each matrix goes to the device alone and leaves its codes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.int8_linear import Int8Weight, quantize
+from hmt_deepspeed.optim.int8_linear import Int8Weight, encoded_weight, quantize
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
 
-__all__ = ["EncodedWeight"]
+__all__ = ["EncodedWeight", "encode_placed", "left_out_of_broadcast"]
 
 
 class EncodedWeight(Weight):
-    """The weights of one linear in INT8; real ones until :meth:`encode`.
+    """The weights of one linear in INT8.
 
-    Attributes:
+    Args:
         encoded: codes and scales, all rows on every rank.
     """
 
-    encoded: Int8Weight
-
-    def __init__(self, param: nn.Parameter, shards: RowShards, rank: int) -> None:
+    def __init__(
+        self, param: nn.Parameter, shards: RowShards, rank: int, encoded: Int8Weight
+    ) -> None:
         self.param, self.shards, self.rank = param, shards, rank
         self.partitioned, self.device = False, param.device
-        self.master = None
-
-    def encode(self, module: nn.Linear) -> None:
-        """Replace the weight of the module it belongs to; its memory is freed."""
-        self.encoded = quantize(module)
+        self.master, self.encoded = None, encoded
 
     @property
     def by_rows(self) -> bool:
@@ -92,3 +91,38 @@ class EncodedWeight(Weight):
             torch.as_tensor(state["codes"]).contiguous(),
             torch.as_tensor(state["scales"]).contiguous(),
         )
+
+
+# -- placing a loaded model -------------------------------------------------------------------------
+
+
+def encode_placed(
+    linears: Iterable[nn.Linear],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    broadcast: Callable[[Tensor], object],
+) -> None:
+    """Move linears' weights and convert them there, each freed before the next one arrives.
+
+    Args:
+        dtype: what they are cast to before, None for none. device: where they go, None to stay.
+        broadcast: gives all ranks one rank's values, in place.
+    """
+    for module in linears:
+        weight = module.weight
+        weight.data = weight.data.to(dtype=dtype).to(device=device).contiguous()
+        broadcast(weight.data)
+        quantize(module)
+
+
+@contextmanager
+def left_out_of_broadcast(model: nn.Module) -> Iterator[None]:
+    """Mark what stands in for INT8 weights as DeepSpeed marks parameters that are each rank's own."""
+    params: list[Any] = [m.weight for m in model.modules() if encoded_weight(m) is not None]
+    for param in params:
+        param.ds_optim_param = True
+    try:
+        yield
+    finally:
+        for param in params:
+            del param.ds_optim_param

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.utils import groups
+from torch import Tensor, nn
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
@@ -19,6 +22,7 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
+from hmt_deepspeed.zero.encoded import encode_placed, left_out_of_broadcast
 from hmt_deepspeed.zero.engine_settings import (
     Resolved,
     aio_section,
@@ -27,6 +31,7 @@ from hmt_deepspeed.zero.engine_settings import (
     parameter_offload,
     zero_settings,
 )
+from hmt_deepspeed.zero.entries import linears_to_encode
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
 from hmt_deepspeed.zero.metrics import StepMetrics, busy_resources
@@ -36,7 +41,7 @@ from hmt_deepspeed.zero.plan_memory import counted_bytes
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import resident
-from hmt_deepspeed.zero.selection import hmt_options
+from hmt_deepspeed.zero.selection import hmt_options, listed, trained_parameters
 from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.support import (
     check_activations,
@@ -85,7 +90,23 @@ class HMTEngine(DeepSpeedEngine):
         if hmt.gives("activations"):
             check_activations(config, hmt, options)
         prepare_for_fpdt(model, hmt.fpdt)
-        super().__init__(args, model, *positional, **keyword)
+        self._to_encode: list[nn.Linear] = []
+        if options is not None and options["weight_dtype"] == "int8":
+            keyword["model_parameters"] = listed(keyword.get("model_parameters"))
+            given = (keyword["model_parameters"], keyword.get("optimizer"))
+            dtype = torch.bfloat16 if config_class.bfloat16_config.enabled else None
+            linears = linears_to_encode(model, trained_parameters(model, *given), options, dtype)
+            self._to_encode = list(linears.values())
+        home = next((param.device for param in model.parameters()), None)
+        try:
+            super().__init__(args, model, *positional, **keyword)
+            self._add_parts(config, hmt)
+        except BaseException:
+            release(model, home)  # which has room for them, as the device may not have
+            raise
+
+    def _add_parts(self, config: Any, hmt: HMTConfig) -> None:
+        """What DeepSpeed's engine does not build."""
         if self.hmt_enabled and hmt.snapshot.path is not None:
             # before activations and the plan share out what is left of host memory
             settings = SnapshotSettings(**hmt.snapshot.model_dump())
@@ -183,6 +204,31 @@ class HMTEngine(DeepSpeedEngine):
     def hmt_enabled(self) -> bool:
         """Whether this engine runs HMT's optimizer."""
         return self._hmt is not None
+
+    # -- placing the model ------------------------------------------------------------------------
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        linears, self._to_encode = self._to_encode, []
+        if linears:
+            if self.mpu is not None:
+                groups.mpu = self.mpu  # as DeepSpeed will, before it asks for groups
+            encode_placed(
+                linears,
+                torch.bfloat16 if self.bfloat16_enabled() else None,
+                None if self.dont_change_device else self.device,
+                self._broadcast_values,
+            )
+        super()._configure_distributed_model(model)
+
+    def _broadcast_values(self, value: Tensor) -> None:
+        """As :meth:`_broadcast_model` does with each parameter."""
+        if self.dist_backend is not None:
+            group = groups._get_sequence_data_parallel_group()
+            comm.broadcast(value.view(torch.uint8), groups._get_broadcast_src_rank(), group=group)
+
+    def _broadcast_model(self) -> None:
+        with left_out_of_broadcast(self.module):
+            super()._broadcast_model()
 
     # -- optimizer --------------------------------------------------------------------------------
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.assign import Assignment, assign_rules
+from hmt_deepspeed.optim.assign import Assignment, assign_rules, linear_weights
 from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.int8_linear import can_encode
+from hmt_deepspeed.optim.int8_linear import can_encode, check_encodable, encoded_weight
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
@@ -35,6 +35,7 @@ __all__ = [
     "ZeroSettings",
     "build_entries",
     "build_schedule",
+    "linears_to_encode",
     "whole_shape",
 ]
 
@@ -131,6 +132,34 @@ class Entry:
         return {key: self.group[key] for key in keys}
 
 
+def linears_to_encode(
+    model: nn.Module,
+    trained: Iterable[tuple[str, nn.Parameter]],
+    options: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> dict[str, nn.Linear]:
+    """Linears whose weights become INT8, by the name of the weight; nothing is changed.
+
+    Args:
+        trained: every trainable parameter and its name. options: fields of ``hmt.optimizer``.
+        dtype: what the weights are cast to before, None for none.
+
+    Raises:
+        ValueError: options that cannot be honoured for these parameters, or weights that INT8 cannot store.
+    """
+    if options["weight_dtype"] != "int8":
+        return {}
+    modules = linear_weights(model)
+    found = {}
+    for assignment in _assignments(trained, options, modules):
+        module = modules.get(assignment.name)
+        site = _site(assignment, modules, options["projected_backward"])
+        if site is not None and isinstance(module, nn.Linear) and can_encode(module):
+            found[assignment.name] = module
+    check_encodable(model, found, dtype)
+    return found
+
+
 def build_entries(
     placed: Sequence[Placed],
     options: Mapping[str, Any],
@@ -144,21 +173,14 @@ def build_entries(
 
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``.
-        modules: linear layers by the name of their weight.
+        modules: linear layers by the name of their weight, those of :func:`linears_to_encode` in INT8.
         world, rank: of the shards; 1 and 0 at stage 0.
         worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
         ValueError: options that cannot be honoured for these parameters.
     """
-    assignments = assign_rules(
-        [(name, whole_shape(p)) for name, p, _ in placed],
-        settings=matrix_settings(options),
-        module_rules=module_rules(options),
-        target_modules=options["target_modules"],
-        exclude_modules=options["exclude_modules"],
-        linear_names=modules,
-    )
+    assignments = _assignments([(name, p) for name, p, _ in placed], options, modules)
     entries = []
     for index, (assignment, (name, param, group)) in enumerate(
         zip(assignments, placed, strict=True)
@@ -172,13 +194,13 @@ def build_entries(
             rows, dtype = shards.rows(rank), settings.model_dtype
             matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
         site = _site(assignment, modules, options["projected_backward"])
-        encoded = options["weight_dtype"] == "int8" and site is not None
+        encoded = None if site is None else encoded_weight(modules[name])
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, matrix, site)
         state: DenseState | None = None
         host: HostAdamW | None = None
-        if encoded and can_encode(modules[name]):
-            weight: Weight = EncodedWeight(param, by_weight, rank)
+        if encoded is not None:
+            weight: Weight = EncodedWeight(param, by_weight, rank, encoded)
         elif worker is not None and (matrix is None or keep_master):
             weight = _host_weight(
                 name, param, by_weight, rank, matrix is None, keep_master, settings, worker
@@ -194,6 +216,21 @@ def build_entries(
             state = _dense_state(weight, options["state_dtype"])
         entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
     return entries
+
+
+def _assignments(
+    trained: Iterable[tuple[str, nn.Parameter]],
+    options: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+) -> list[Assignment]:
+    return assign_rules(
+        [(name, whole_shape(p)) for name, p in trained],
+        settings=matrix_settings(options),
+        module_rules=module_rules(options),
+        target_modules=options["target_modules"],
+        exclude_modules=options["exclude_modules"],
+        linear_names=modules,
+    )
 
 
 def _dense_state(weight: Weight, state_dtype: str) -> DenseState:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import check_encodable
 from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
@@ -32,7 +31,6 @@ from hmt_deepspeed.optim.sharing import share_bases, shareable
 from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
-from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
@@ -50,7 +48,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
     Args:
         optimizer: carries the parameter groups; DeepSpeed's and torch's schedulers change their lr.
         options: fields of ``hmt.optimizer``, validated.
-        model: the module; its low-rank linears get the projected backward.
+        model: the module, INT8 weights made; its low-rank linears get the projected backward.
         param_names: name of every parameter of ``model``.
         group: data-parallel process group.
         settings: see :class:`ZeroSettings`.
@@ -156,16 +154,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
         return [(self.param_names[p], p, group) for group, params in groups for p in params]
 
     def _patch(self) -> None:
-        encoded = [e for e in self.entries if isinstance(e.weight, EncodedWeight)]
-        if self.options["weight_dtype"] == "int8":
-            check_encodable(self.module, {e.name: self._modules[e.name] for e in encoded})
         for entry in self.low_rank:
             if entry.gradient.site is not None:
                 module = self._modules[entry.name]
                 assert isinstance(module, nn.Linear)
                 patch_linear(module, entry.gradient.site, self.shared)
-                if isinstance(entry.weight, EncodedWeight):
-                    entry.weight.encode(module)
 
     def _register_hooks(self) -> list[Any]:
         hooks: list[Any] = []

@@ -1,15 +1,18 @@
-"""Whether a config asks for HMT, and with which options."""
+"""Whether a config asks for HMT, with which options, and for which parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_optimized_parameter
+from torch import Tensor, nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.hmt import HMT, MARK
 
-__all__ = ["hmt_options", "refusing"]
+__all__ = ["hmt_options", "listed", "refusing", "trained_parameters"]
 
 OPTIMIZER_NAME = "HMT"
 
@@ -69,6 +72,48 @@ def _check_not_replaced(client_optimizer: Any) -> None:
             '"zero_force_ds_cpu_optimizer": false; HMT takes DeepSpeed\'s CPU Adam kernel itself. Add '
             'the key, or let the JSON build the optimizer with "optimizer": {"type": "HMT"}.'
         )
+
+
+def listed(model_parameters: Iterable[Any] | None) -> list[Any] | None:
+    """``model_parameters`` of ``initialize`` in a form that can be read twice; None stays None."""
+    if model_parameters is None:
+        return None
+    found = list(model_parameters)
+    for group in found:
+        if isinstance(group, dict) and isinstance(group["params"], Iterator):
+            group["params"] = list(group["params"])  # as torch's optimizers do
+    return found
+
+
+def trained_parameters(
+    model: nn.Module, model_parameters: list[Any] | None, client_optimizer: Any
+) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that the engine's optimizer will have, in the model's order.
+
+    Args:
+        model_parameters: from :func:`listed`. client_optimizer: an HMT object or None.
+    """
+    given: Iterable[Any] | None = model_parameters
+    if client_optimizer is not None:
+        given = client_optimizer.param_groups
+    if given is None:
+        given = model.parameters()
+    ids = {id(param) for param in _flat(given)}
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if id(param) in ids and is_optimized_parameter(param)
+    ]
+
+
+def _flat(given: Iterable[Any]) -> Iterator[Any]:
+    """Parameters of whatever torch's optimizers take: groups, pairs with names, parameters."""
+    for item in given:
+        if isinstance(item, dict):
+            held = item["params"]
+            yield from _flat([held] if isinstance(held, Tensor) else held)
+        else:
+            yield item[1] if isinstance(item, tuple) else item
 
 
 def refusing(engine_class: type[DeepSpeedEngine], remedy: str) -> type[DeepSpeedEngine]:

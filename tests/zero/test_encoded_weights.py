@@ -182,10 +182,13 @@ def refused(stage: int, options: dict[str, Any], changes: dict[str, Any], tied: 
     if tied:
         attention = model.get_submodule("model.layers.0.self_attn")
         attention.k_proj.weight = attention.v_proj.weight
+    before = [(p, p.dtype, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
     try:
         make_engine(config_of(stage, options=options, **changes), model)
     except ValueError as error:
-        assert not any(p.isnan().any() for p in model.parameters())
+        for param, *place, values in before:
+            assert [param.dtype, param.data_ptr()] == place
+            assert torch.equal(param, values)
         return str(error)
     return ""
 
@@ -317,14 +320,14 @@ REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, list[str]]] 
     "tied": (
         2,
         {},
-        {},
+        BF16,
         True,
         ["k_proj.weight is also model.layers.0.self_attn.v_proj.weight", "exclude_modules"],
     ),
     "nothing to convert": (
         2,
         {"exclude_modules": ["weight"]},
-        {},
+        BF16,
         False,
         ["weight_dtype is 'int8'", "no matrix to convert", "legal", "exclude_modules"],
     ),
