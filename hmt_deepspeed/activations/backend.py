@@ -47,7 +47,8 @@ class ActivationBackend:
         transfers: counters of what swaps move.
 
     Attributes:
-        calls: checkpointed calls so far, counted into the noise. A resumed run continues it.
+        calls: checkpointed calls so far, counted into the noise.
+        steps: steps begun so far, of which every ``error_interval``-th measures. A resumed run continues both.
 
     Raises:
         ValueError: see :class:`Policy`; a torch that does not show saved-tensor hooks.
@@ -83,7 +84,7 @@ class ActivationBackend:
         self._ledger, self._inputs = Ledger(), HeldInputs()
         self._last: Callable[[], Recording | None] = _NOTHING
         self._installed: ExitStack | None = None
-        self.calls = self._step = self._head_calls = 0
+        self.calls = self.steps = self._head_calls = 0
         self._moved_before = self._moved()
 
     # -- calls --------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class ActivationBackend:
 
     @property
     def _measures(self) -> bool:
-        return self._error_interval > 0 and self._step % self._error_interval == 0
+        return self._error_interval > 0 and self.steps % self._error_interval == 0
 
     # -- steps and numbers ----------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class ActivationBackend:
 
     def begin_step(self) -> None:
         """A training step begins: the report starts anew."""
-        self._step += 1
+        self.steps += 1
         self._head_calls = 0
         self._ledger.reset()
         self._moved_before = self._moved()

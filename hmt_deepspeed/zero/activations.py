@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # The rounding noise is keyed by checkpointed calls; each step numbers its own, so that a resumed run goes on
-# as the uninterrupted one.
+# as the uninterrupted one. It measures errors in the same steps, too.
 _CALLS_PER_STEP = 2**14
 
 
@@ -108,6 +108,7 @@ class Activations:
                 self._check_missed()
             self._step = step
             self.memory.begin_step()
+            self.backend.steps = step
             self.backend.begin_step()
             self.backend.calls = step * _CALLS_PER_STEP
 

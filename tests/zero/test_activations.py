@@ -323,22 +323,34 @@ def test_a_policy_on_operations_that_are_not_there_is_told(ranks: Ranks) -> None
 # -- resume -------------------------------------------------------------------------------------------
 
 
+def losses_and_errors(engine: Any, steps: range) -> list[tuple[Any, Any]]:
+    found = []
+    for step in steps:
+        losses = train(engine, 1, first=step)
+        metrics = engine.hmt_metrics.read()
+        found.append((losses, metrics["activation_error_per_component"]))
+    return found
+
+
 def resumed(folder: str) -> dict[str, Any]:
-    config = with_activations(ds_config(2, gas=2), EIGHT_BITS)
+    config = with_activations(ds_config(2, gas=2), {**EIGHT_BITS, "error_interval": 2})
     whole = make_engine(config)
-    train(whole, 2)
+    train(whole, 3)
     whole.save_checkpoint(folder)
-    losses = train(whole, 2, first=2)
+    steps = losses_and_errors(whole, range(3, 5))
     again = make_engine(config)
     again.load_checkpoint(folder)
-    found = {"losses": losses, "again": train(again, 2, first=2)}
+    found = {"steps": steps, "again": losses_and_errors(again, range(3, 5))}
     found["apart"] = furthest(model_weights(whole), model_weights(again))
     return found
 
 
-def test_a_resumed_run_rounds_as_the_uninterrupted_one(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_rounds_and_measures_as_the_uninterrupted_one(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     found = ranks.run(resumed, 1, str(tmp_path))[0]
-    assert found["again"] == found["losses"]
+    assert found["again"] == found["steps"]
+    assert [bool(errors) for _, errors in found["steps"]] == [True, False]
     assert found["apart"] == 0
 
 
