@@ -547,7 +547,10 @@ METRICS = {
     "host RAM": (["peak_host_bytes"], ["host RAM"]),
     "bytes over PCIe": (["pcie_bytes"], ["PCIe"]),
     "checkpoint size": (["checkpoint_bytes"], ["checkpoint"]),
-    "rank distribution": (["rank_smallest", "rank_mean", "rank_largest"], ["ranks"]),
+    "rank distribution": (
+        ["rank_smallest", "rank_mean", "rank_largest", "rank_counts"],
+        ["ranks"],
+    ),
     "activation error": (["activation_error"], ["activation error"]),
 }
 
@@ -575,6 +578,7 @@ def test_the_report_has_every_metric_of_the_paper(
             assert filled == {metric != "bytes over PCIe"}, metric  # on a CPU nothing crosses it
     assert line["peak_host_bytes"] == results["hmt_d4"]["peak_host_bytes"]
     assert (row["rank_smallest"], row["rank_mean"], row["rank_largest"]) == ("16", "16", "16")
+    assert row["rank_counts"] == "16:14"
 
 
 def test_bytes_over_pcie_are_shown_where_there_are_any(

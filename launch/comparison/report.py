@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -45,6 +46,7 @@ CELL_COLUMNS = (
     "rank_smallest",
     "rank_mean",
     "rank_largest",
+    "rank_counts",
 )
 STATE_COLUMNS = (
     "matrices_moments",
@@ -83,6 +85,7 @@ the tokens of a run, and a digest of setting, text and starting point; one line 
 NOTES = (
     "moments: bytes of the moments on the matrices as a share of AdamW's; with bases: the same and "
     "the projection bases.",
+    "ranks: `32:10 64:12` is rank 32 in 10 matrices and 64 in 12 at the last evaluation.",
     "captured: mean share of the gradient's squared norm inside the basis at the last evaluation.",
     "activation error: share of the weight gradient's squared norm that is lost because the linear's "
     "input is saved projected, a mean over the matrices whose input is; blank where none is, or where "
@@ -156,13 +159,17 @@ def _write_csv(path: Path, records: Sequence[Record]) -> None:
 
 
 def last_ranks(record: Record) -> Record:
-    """Smallest, mean and largest rank of the matrices at the last evaluation; None without any."""
+    """Ranks of the matrices at the last evaluation: smallest, mean, largest, how many have each.
+
+    None without any.
+    """
     curves = record.get("curves", {"ranks": {}})
     last = [ranks[-1] for ranks in curves["ranks"].values()]
     return {
         "rank_smallest": min(last, default=None),
         "rank_mean": mean(last) if last else None,
         "rank_largest": max(last, default=None),
+        "rank_counts": " ".join(f"{rank}:{n}" for rank, n in sorted(Counter(last).items())) or None,
     }
 
 
@@ -302,7 +309,7 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
     sampled = "^" if line["sampled_after_backward_alone"] else ""
     ranks = ""
     if line["rank_mean"] is not None:
-        ranks = f"{line['rank_smallest']} to {line['rank_largest']}, mean {line['rank_mean']:.0f}"
+        ranks = f"{line['rank_counts']}, mean {line['rank_mean']:.0f}"
     return [
         f"{line['lr']:g}{'*' if line['lr_at_the_edge'] else ''}",
         f"{line['val_loss']:.4f}{spread}",
