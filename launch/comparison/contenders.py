@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comparison import adapters
+from comparison.activations import Backend
 from comparison.fira import Fira
 from comparison.variants import VARIANTS, Variant, resolve
 from hmt_deepspeed import HMT
@@ -46,11 +47,20 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model, its optimizer, and the names of the linear weights that low-rank methods take over."""
+    """A model, its optimizer, and the names of the linear weights that low-rank methods take over.
+
+    activations: None where autograd saves them as ever.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     matrices: tuple[str, ...]
+    activations: Backend | None = None
+
+    def begin_step(self, step: int) -> None:
+        """The coming forward is of `step`, from 0."""
+        if self.activations is not None:
+            self.activations.step = step
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; HMT knows those not in `p.grad`."""
@@ -64,6 +74,8 @@ class Contender:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def close(self) -> None:
+        if self.activations is not None:
+            self.activations.close()
         if isinstance(self.optimizer, HMT):
             self.optimizer.close()
 
@@ -81,7 +93,7 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
     """The contender of a variant around `model`.
 
     Raises:
-        ValueError: an option that the variant's optimizer does not have or a value it refuses.
+        ValueError: an option that the variant's kind does not have or a value that is refused.
         Unavailable: this machine cannot run it.
     """
     variant: Variant = VARIANTS[name]
@@ -96,6 +108,7 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
             f"variant {name!r}: unknown option {', '.join(unknown)}; "
             f"legal for {variant.kind}: {', '.join(legal) or 'none'}"
         )
+    block = options.pop("activations", None)
     try:
         made, optimizer = builder(model, matrices, options, hyper)
     except ModuleNotFoundError as error:
@@ -103,7 +116,8 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
         raise Unavailable(f"{error.name} is not installed: {advice}") from error
     except adapters.Missing as error:
         raise Unavailable(str(error)) from error
-    return Contender(made, optimizer, matrices)
+    backend = None if block is None else Backend(made, block)
+    return Contender(made, optimizer, matrices, backend)
 
 
 Built = tuple[nn.Module, Optimizer]
@@ -172,11 +186,11 @@ _PROJECTION = ("rank", "update_proj_gap", "scale", "proj_type")
 
 # kind -> who builds it, and the options it may be given.
 BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
-    "adamw": (_adamw, ("scale",)),
+    "adamw": (_adamw, ("scale", "activations")),
     "galore": (_galore, _PROJECTION),
     "apollo": (_apollo, (*_PROJECTION, "proj", "scale_type")),
     "fira": (_fira, ("rank", "update_proj_gap", "scale", "norm_growth_limit")),
-    "hmt": (_hmt, tuple(DEFAULTS)),
+    "hmt": (_hmt, (*DEFAULTS, "activations")),
     "lora": (_adapter(quantized=False), ("rank", "alpha")),
     "qlora": (_adapter(quantized=True), ("rank", "alpha")),
 }

@@ -43,6 +43,8 @@ CELL_COLUMNS = (
     "captured_energy_mean",
     "activation_error",
     "activation_error_matrices",
+    "codec_error",
+    "activation_bytes",
     "rank_smallest",
     "rank_mean",
     "rank_largest",
@@ -67,6 +69,8 @@ HEADERS = (
     "ranks",
     "captured",
     "activation error",
+    "codec error",
+    "activations held",
     "tokens/s",
     "step, median / p95",
     "peak memory",
@@ -90,6 +94,9 @@ NOTES = (
     "activation error: share of the weight gradient's squared norm that is lost because the linear's "
     "input is saved projected, a mean over the matrices whose input is; blank where none is, or where "
     "it was not measured. HMT's own step does not use that part, its probe residual aside.",
+    "codec error: |decoded - original| / |original| of what the activation backend encodes, by component, a "
+    "mean over the steps that measure it; activations held: bytes that it holds for backward at a step's "
+    "fullest moment, a mean over the steps. Blank without a backend, where autograd's are not counted.",
     "over start: peak less what the process held before its first step, which is weights, text and "
     "libraries; the rest is gradients, states, activations and temporaries.",
     "average memory: of samples after forward, backward and optimizer of every step; `^` marks cells "
@@ -154,6 +161,7 @@ def _write_csv(path: Path, records: Sequence[Record]) -> None:
         for record in records:
             states = record.get("state_bytes", {})
             found = {**record, **last_ranks(record), "activation_error": activation_error(record)}
+            found["codec_error"] = _errors(record.get("codec_error"))
             row = [found.get(key) for key in CELL_COLUMNS]
             writer.writerow([*row, *(states.get(key) for key in STATE_COLUMNS)])
 
@@ -257,6 +265,9 @@ def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | No
         "step_seconds_p95": timed["step_seconds_p95"],
         "captured_energy_mean": own[0].get("captured_energy_mean"),
         "activation_error": activation_error(own[0]),
+        "codec_error": own[0].get("codec_error"),
+        "activation_bytes": own[0].get("activation_bytes"),
+        "activation_bytes_per_component": own[0].get("activation_bytes_per_component"),
         "peak_device_bytes": max(r["peak_device_bytes"] for r in own),
         "peak_over_start_bytes": max(r["peak_device_bytes"] - r["start_device_bytes"] for r in own),
         "average_device_bytes": mean(r["average_device_bytes"] for r in own),
@@ -319,6 +330,8 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
         ranks,
         _share(line["captured_energy_mean"]),
         _share(line["activation_error"]),
+        _errors(line["codec_error"]),
+        _megabytes(line["activation_bytes"]),
         f"{about}{line['tokens_per_second']:.0f}",
         f"{about}{line['step_seconds_median']:.3f} / {line['step_seconds_p95']:.3f} s",
         _megabytes(line["peak_device_bytes"]),
@@ -332,6 +345,11 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _errors(of_components: Mapping[str, float] | None) -> str:
+    found = (of_components or {}).items()
+    return ", ".join(f"{name} {error:.4f}" for name, error in found if error is not None)
 
 
 def _megabytes(value: float | None) -> str:

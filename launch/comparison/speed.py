@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ class TimedStep:
         setting, contender = self.setting, self.contender
         rows = self.order.rows(self.step * setting.batch_rows, setting.batch_rows)
         batch = self.data.train.batch(rows)
+        contender.begin_step(self.step)
         self.step += 1
         begin, begin_cpu = now(), time.process_time()
         with arithmetic(setting.device, setting.dtype):
@@ -65,17 +67,19 @@ def measure_speed(
     """
     contenders: dict[str, Callable[[], Sample]] = {}
     skipped: dict[str, str] = {}
-    for name in names:
-        lr = VARIANTS[name].learning_rates[0]
-        try:
-            made = build(name, build_model(setting, 0), setting.shape.hidden, setting.hyper(lr, 0))
-        except Unavailable as reason:
-            skipped[name] = str(reason)
-            continue
-        made.model.train()
-        contenders[name] = TimedStep(made, setting, data)
-    before = load_average()
-    samples = interleave(contenders, rounds, WARMUP)
+    with contextlib.ExitStack() as built:
+        for name in names:
+            hyper = setting.hyper(VARIANTS[name].learning_rates[0], 0)
+            try:
+                made = build(name, build_model(setting, 0), setting.shape.hidden, hyper)
+            except Unavailable as reason:
+                skipped[name] = str(reason)
+                continue
+            built.callback(made.close)
+            made.model.train()
+            contenders[name] = TimedStep(made, setting, data)
+        before = load_average()
+        samples = interleave(contenders, rounds, WARMUP)
     about = {
         "setting": setting.__dict__,
         "rounds": rounds,

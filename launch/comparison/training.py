@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import load_average, machine
 from benchmarks.timing import now, percentile
+from comparison.activations import HeldActivations
 from comparison.cells import Cell, Setting, Store
 from comparison.contenders import Contender, build
 from comparison.corpus import held_out_rows
@@ -97,6 +98,7 @@ class Run:
             "captured_energy": {},
         }
         self.memory, self.pcie = Memory(setting.device), Pcie(setting.device)
+        self.held = HeldActivations()
         self.energy: dict[str, float] = {}
         self.diverged = False
         self.commit = code_version()
@@ -111,6 +113,7 @@ class Run:
         digest.update(batch["input_ids"].numpy().tobytes())
         self.batches = digest.hexdigest()
         contender.set_learning_rate(learning_rate(setting, self.cell.lr, self.step, self.steps))
+        contender.begin_step(self.step)
         begin, begin_cpu = now(), time.process_time()
         with arithmetic(setting.device, setting.dtype):
             loss = contender.model(**self.pcie.to_device(batch)).loss
@@ -120,6 +123,8 @@ class Run:
         self.memory.sample()
         if self._is_evaluation(self.step + 1):
             self.energy = captured_energy(contender)
+        if contender.activations is not None:
+            self.held.add(contender.activations.metrics())
         resumed = now()
         norm = contender.clip(setting.clip)
         contender.optimizer.step()
@@ -196,6 +201,7 @@ class Run:
             "progress": {name: getattr(self, name) for name in self._PLAIN},
             "memory": self.memory.kept,
             "pcie": self.pcie.count,
+            "held": self.held.kept,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if self.memory.cuda else [],
         }
@@ -215,6 +221,7 @@ class Run:
             setattr(self, name, value)
         self.memory = Memory(self.setting.device, state["memory"])
         self.pcie = Pcie(self.setting.device, state["pcie"])
+        self.held = HeldActivations(state.get("held"))  # older checkpoints are without
         torch.set_rng_state(state["rng"].cpu())
         if self.memory.cuda:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
@@ -241,6 +248,7 @@ class Run:
             "checkpoint_bytes": self.save(),
             "state_bytes": state_bytes(self.contender),
             **activation_error(self.contender, self.energy),
+            **self.held.record(),
             "batches": self.batches,
             "threads": torch.get_num_threads(),
             "load_average_after": load_average(),

@@ -19,6 +19,21 @@ INTERVAL = 50
 FIRST_ROUND = "gradients/4"
 # The peers refresh all bases in one step; HMT in as many as the bytes above ask for, one after the other.
 REFRESH = "together"
+# The HMT paper's table of activations, and X [Q | P] held of projected linears' inputs, of which the table
+# says nothing. Every tenth step measures what encoding loses.
+ACTIVATIONS = {
+    "policy": {
+        "embedding": "keep",
+        "attention_qkv": "recompute",
+        "attention_output": "int8",
+        "mlp_intermediate": "int8",
+        "residual": "keep",
+        "layernorm": "keep",
+        "projected_inputs": "project",
+        "lm_head": "keep",
+    },
+    "error_interval": 10,
+}
 STAGES = ("sweep", "final", "finetune", "speed")
 
 
@@ -79,6 +94,17 @@ VARIANTS: dict[str, Variant] = {
         _hmt(rank="auto", rank_candidates=["d/16", "d/8", "d/4", "d/2"], rank_budget=0.3),
         _QUARTER,
     ),
+    # the paper's "Proposed": ranks by energy and the activations above
+    "hmt_proposed": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            rank="auto",
+            rank_candidates=["d/8", "d/4", "d/2"],
+            activations=ACTIVATIONS,
+        ),
+        _QUARTER,
+    ),
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
@@ -123,6 +149,11 @@ VARIANTS: dict[str, Variant] = {
     "hmt_auto_side_int8_factored_d4": Variant(
         "hmt", _hmt(projection="auto", state_dtype="int8", second_moment="factored"), _QUARTER
     ),
+    # what the activations alone cost: the same without them are hmt_auto_side_d4 and adamw
+    "hmt_auto_side_d4_activations": Variant(
+        "hmt", _hmt(projection="auto", activations=ACTIVATIONS), _QUARTER
+    ),
+    "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
