@@ -71,6 +71,7 @@ KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "see
 KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "rank",
     "update_interval",
+    "refresh",
     "scale",
     "scale_type",
     "norm_growth_limit",
@@ -170,7 +171,7 @@ def test_adamw_keeps_its_own_fields():
 
 def test_apollo_keeps_its_own_fields():
     kept = {"rank": 4, "update_interval": 9, "scale": 2.0, "norm_growth_limit": None}
-    kept["scale_type"] = "tensor"
+    kept |= {"scale_type": "tensor", "refresh": "together"}
     kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
     config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
     assert (config.rank, config.scale, config.module_rules["w"].rank) == (4, 2.0, 2)
@@ -278,19 +279,25 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"method": "galore"}, ".method", "Legal: "),
         ({"projection": "rigth"}, ".projection", 'Did you mean "right"?'),
         ({"scale": 0}, ".scale", "a number > 0"),
-        ({"seed": 3}, ".seed", 'it belongs at "hmt.optimizer.seed"'),
+        ({"seed": 3}, ".seed", 'it is set for all modules, at "hmt.optimizer.seed"'),
+        ({"state_dtype": "bf16"}, ".state_dtype", 'all modules, at "hmt.optimizer.state_dtype"'),
+        ({"Scale": 1.0}, ".Scale", "did you mean \"hmt.optimizer.module_rules['q'].scale\"?"),
+        ({"chunk_size": 8}, ".chunk_size", 'it belongs at "hmt.fpdt.chunk_size"'),
+        ({}, "", "got {}. It sets nothing: "),
+        ({"rank": None}, "", "got {}. It sets nothing: "),
         ({"rank": 8, "method": "adamw"}, ".rank", 'It means nothing with "method": "adamw"'),
         ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
         ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),
         ({"scale_type": "channel"}, ".scale_type", "It is APOLLO's"),
         ({"scale_type": "channel", "method": "apollo_mini"}, ".scale_type", "one scale per tensor"),
-        (3, "", "Legal: an object."),
+        (3, "", "got 3. Legal: an object."),
     ],
 )
 def test_bad_module_rule_is_named_by_its_pattern(rule, path, words):
     key, text = problem_of_field(module_rules={"q": rule, "w": {"rank": 4}})
     assert key == f"hmt.optimizer.module_rules['q']{path}"
-    assert text.startswith(f"got {next(iter(rule.values())) if path else rule!r}".split("'")[0])
+    if path:
+        assert text.startswith(f"got {next(iter(rule.values()))!r}.".split("'")[0])
     assert words in text
 
 
@@ -470,6 +477,13 @@ CONFLICTS = [
     ({"residual": "full", "projected_backward": True}, {"projected_backward"}),
     ({"residual": "full", "projection": "two_sided"}, {"residual"}),
     ({"residual": "full", "probes": 4}, {"probes"}),
+    ({"residual": "full", "residual_scale": 2.0}, {"residual_scale"}),
+    ({"residual": "full", "residual_scale": "auto"}, {"residual_scale"}),
+    ({"range_finder": "random", "rank": 8, "early_refresh": True}, {"early_refresh"}),
+    (
+        {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": 9},
+        {"max_full_gradient_bytes"},
+    ),
     ({"second_moment": "factored", "projection": "two_sided"}, {"second_moment"}),
     ({"method": "apollo", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "projected_backward": True}, {"projected_backward"}),
@@ -527,6 +541,8 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"method": "apollo", "rank": 8, "projected_backward": "auto"},
         {"second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
         {"second_moment": "full", "projection": "two_sided"},
+        {"range_finder": "random", "rank": 8, "early_refresh": False},
+        {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": "auto"},
     ],
 )
 def test_no_conflict(fields):
@@ -534,6 +550,81 @@ def test_no_conflict(fields):
     assert optimizer.model_fields_set == set(fields)
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
     assert {key: getattr(optimizer, key) for key in fields} == given
+
+
+_RANDOM = {"range_finder": "random", "rank": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        *[
+            ({"method": method, key: value}, {"method": "lowrank_adamw"})
+            for method in ("adamw", "apollo")
+            for key, value in LOW_RANK_ONLY.items()
+            if key not in KEPT_BY_APOLLO
+        ],
+        *[
+            ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": method})
+            for method in ("apollo", "apollo_mini", "lowrank_adamw")
+            for key in ("update_interval", "refresh", "norm_growth_limit", "projected_backward")
+        ],
+        ({"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9}, {"rank": "auto"}),
+        ({"rank": 8, "rank_budget": 0.5}, {"rank": "auto"}),
+        ({"projection": "two_sided", "full_rank_budget": 0.1}, {"projection": "right"}),
+        ({"residual": "full", "probes": 4, "residual_scale": 2.0}, {"residual": "probe"}),
+        ({"residual": "full", "weight_dtype": "int8"}, {"residual": "probe"}),
+        ({"residual": "none", "norm_growth_limit": None}, {"residual": "probe"}),
+        ({"residual": "none", "norm_growth_limit": None}, {"method": "apollo"}),
+        ({"residual": "none", "probes": 0, "early_refresh": True}, {"residual": "full"}),
+        ({**_RANDOM, "early_refresh": True}, {"range_finder": "svd"}),
+        ({**_RANDOM, "max_full_gradient_bytes": 9}, {"range_finder": "svd"}),
+    ],
+)
+def test_what_a_module_rule_reads_is_legal(fields, rule):
+    written = {**fields, "module_rules": {"w": {"method": "adamw"}, "q": rule}}
+    optimizer = HMTConfig.from_block({"optimizer": written}).optimizer
+    assert optimizer.model_fields_set == set(written)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "blamed"),
+    [
+        *[
+            ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": "lowrank_adamw"}, key)
+            for key in ("rank", "scale", "scale_type", "target_modules", "exclude_modules")
+        ],
+        ({"method": "adamw", "projection": "left"}, {"method": "apollo"}, "projection"),
+        ({"method": "adamw", "early_refresh": True}, {"method": "apollo"}, "early_refresh"),
+        (
+            {"method": "apollo", "projection": "left"},
+            {"method": "lowrank_adamw", "projection": "right"},
+            "projection",
+        ),
+        (
+            {"method": "adamw", "energy_threshold": 0.5},
+            {"method": "lowrank_adamw", "rank": 8},
+            "energy_threshold",
+        ),
+        ({"rank": 8, "energy_threshold": 0.5}, {"method": "apollo"}, "energy_threshold"),
+        ({"residual": "full", "probes": 4}, {"residual": "full", "rank": 4}, "probes"),
+        ({**_RANDOM, "early_refresh": True}, {"rank": 4}, "early_refresh"),
+        ({"projection": "left", "share_basis": True}, {"projection": "right"}, "share_basis"),
+        ({"range_finder": "random"}, {"rank": 8}, "range_finder"),
+    ],
+)
+def test_what_no_module_rule_reads_is_refused(fields, rule, blamed):
+    key, text = problem_of_field(**fields, module_rules={"w": {"method": "adamw"}, "q": rule})
+    assert key == f"hmt.optimizer.{blamed}"
+    assert text.startswith(f"got {fields[blamed]!r}. ")
+
+
+def test_a_bad_module_rule_does_not_make_what_it_reads_a_conflict():
+    rules = {"q": {"method": "lowrank_adamw", "projection": "lft"}}
+    problems = problems_of(
+        {"optimizer": {"method": "adamw", "energy_threshold": 0.5, "module_rules": rules}}
+    )
+    assert set(problems) == {"hmt.optimizer.module_rules['q'].projection"}
 
 
 @pytest.mark.parametrize(

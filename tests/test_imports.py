@@ -18,13 +18,14 @@ REPO = Path(__file__).resolve().parent.parent
 
 ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "sites": set(),
-    "config": {"sites"},
+    "conflicts": set(),
+    "config": {"sites", "conflicts"},
     "version": set(),
     "kernels": set(),
     "memory": set(),
     "report": set(),
     "planner": {"sites"},
-    "optim": {"kernels", "sites"},
+    "optim": {"kernels", "sites", "conflicts"},
     "activations": {"sites", "kernels", "memory", "planner"},
     "fpdt": {"kernels", "memory"},
     "train": {"__init__", "config", "report"},

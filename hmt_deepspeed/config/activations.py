@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from hmt_deepspeed.config.conflicts import Conflict
 from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
+from hmt_deepspeed.conflicts import Conflict
 from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
 
 __all__ = [

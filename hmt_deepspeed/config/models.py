@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -14,12 +12,7 @@ from hmt_deepspeed.config.activations import (
     ActivationsConfig,
     activation_conflicts,
 )
-from hmt_deepspeed.config.conflicts import (
-    conflict_problems,
-    conflicts_of,
-    conflicts_of_rule,
-    snapshot_conflicts,
-)
+from hmt_deepspeed.config.conflicts import conflict_problems, snapshot_conflicts
 from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
@@ -32,6 +25,7 @@ from hmt_deepspeed.config.fields import (
 )
 from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.problems import field_problems, walk_fields
+from hmt_deepspeed.conflicts import conflicts_of
 
 __all__ = [
     "BLOCK_NAME",
@@ -60,7 +54,7 @@ MomentTransfer = Literal["rotate", "keep", "reset"]
 
 
 class ModuleRule(StrictModel):
-    """A value of `hmt.optimizer.module_rules`: fields left out are taken from `hmt.optimizer`."""
+    """A value of `hmt.optimizer.module_rules`: at least one field; others are taken from `hmt.optimizer`."""
 
     method: Method | None = None
     projection: Projection | None = None
@@ -89,7 +83,8 @@ class OptimizerConfig(StrictModel):
     )
     rank: Auto | PositiveInt = Field(
         default="auto",
-        description="Rank of each basis: a fixed number, or chosen per matrix from the candidates.",
+        description="Rank of each basis: a fixed number, or chosen per matrix from the candidates; "
+        '"auto" of "apollo" is a quarter of the smaller side, of "apollo_mini" 1.',
     )
     rank_candidates: RankList = Field(
         default=(32, 64, 128, 256),
@@ -189,7 +184,8 @@ class OptimizerConfig(StrictModel):
     state_dtype: StateDtype = Field(
         default="fp32",
         description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
-        "of 256; tensors below 4096 elements stay in fp32.",
+        "of 256. Dense tensors below 4096 elements stay in fp32, APOLLO's moments where they would be int8; "
+        "a low-rank matrix's must have as many for int8.",
     )
     second_moment: SecondMoment = Field(
         default="full",
@@ -221,7 +217,8 @@ class OptimizerConfig(StrictModel):
     module_rules: dict[Regex, ModuleRule] = Field(
         default={},
         description="Rules of their own for modules, by regular expression: embeddings and head too. "
-        "The first match decides, before every other pattern.",
+        "The first match decides, before every other pattern. A rule sets at least one field; the others are taken "
+        "from hmt.optimizer, under another method all but rank, scale and scale_type.",
         json_schema_extra={"legal": "an object of regular expressions and objects"},
     )
     seed: int = Field(
@@ -233,10 +230,7 @@ class OptimizerConfig(StrictModel):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> OptimizerConfig:
-        conflicts = conflicts_of({key: getattr(self, key) for key in self.model_fields_set})
-        for rule in self.module_rules.values():
-            given = {key: getattr(rule, key) for key in rule.model_fields_set}
-            conflicts += conflicts_of_rule(given, self.method)
+        conflicts = conflicts_of(self.model_dump(exclude_unset=True))
         if conflicts:
             raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
         return self
@@ -291,21 +285,6 @@ _PLANNED_CHUNKS = (
     "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
     "turn hmt.fpdt off."
 )
-
-
-def _rule_problems(section: object, known_bad: Mapping[str, str]) -> dict[str, str]:
-    """Conflicts within the module rules of a raw `hmt.optimizer` whose method and rules are in order."""
-    prefix = f"{BLOCK_NAME}.optimizer"
-    own = ("method", "module_rules")
-    if not isinstance(section, dict) or any(f"{prefix}.{key}" in known_bad for key in own):
-        return {}
-    method = section.get("method", OptimizerConfig.model_fields["method"].default)
-    found: dict[str, str] = {}
-    for pattern, rule in section.get("module_rules", {}).items():
-        where = f"{prefix}.module_rules[{pattern!r}]"
-        find = partial(conflicts_of_rule, method=method)
-        found |= conflict_problems(rule, where, known_bad, find)
-    return found
 
 
 def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
@@ -437,7 +416,6 @@ class HMTConfig(StrictModel):
         ):
             prefix = f"{BLOCK_NAME}.{section}"
             problems |= conflict_problems(block.get(section), prefix, problems, find)
-        problems |= _rule_problems(block.get("optimizer"), problems)
         problems |= _planner_problems(block, problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"  - {key}: {text}" for key, text in problems.items()]

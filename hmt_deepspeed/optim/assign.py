@@ -128,7 +128,7 @@ def _check(assigned: Assignment) -> None:
         return
     if settings.rank is not None and settings.rank > min(shape):
         raise ValueError(
-            f"hmt.optimizer.rank is {settings.rank}, but {assigned.name} is {shape[0]} x {shape[1]}: "
+            f"{settings.key('rank')} is {settings.rank}, but {assigned.name} is {shape[0]} x {shape[1]}: "
             f'legal is 1..{min(shape)}. Lower the rank, use "auto" (candidates are lowered per '
             "matrix), or exclude the module."
         )
@@ -136,8 +136,11 @@ def _check(assigned: Assignment) -> None:
         rank = min(settings.rank or settings.rank_candidates[0], *shape)
         rows = rank if settings.projection == "two_sided" else settings.oriented(*shape)[0]
         if rows * rank < MIN_INT8_ELEMENTS and not settings.is_apollo:
+            small = settings.key("rank")
+            if settings.rank is None:
+                small = f"the smallest of {settings.key('rank_candidates')}"
             raise ValueError(
                 f'hmt.optimizer.state_dtype is "int8", but the moments of {assigned.name} have '
-                f"{rows * rank} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise the "
-                'rank, use "bf16", or exclude the module.'
+                f"{rows * rank} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise {small}, "
+                'use "bf16", or exclude the module.'
             )

@@ -36,7 +36,6 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.settings import LOW_RANK
 from hmt_deepspeed.optim.sharing import share_bases, shareable
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
@@ -72,7 +71,7 @@ class HMT(Optimizer):
         fields: the fields of ``hmt.optimizer``, with the same defaults and meaning (README).
 
     Raises:
-        ValueError: for every value out of range or combination that cannot work.
+        ValueError: for every value out of range, combination that cannot work, and field that nothing would read.
         TypeError: for an unknown field.
     """
 
@@ -86,7 +85,7 @@ class HMT(Optimizer):
         **fields: Any,
     ) -> None:
         self.options = complete_options(fields)
-        check_options(self.options)
+        check_options(self.options, fields)
         self._settings = matrix_settings(self.options)
         self._rules = module_rules(self.options)
         self._slots: dict[Tensor, Slot] = {}
@@ -240,7 +239,7 @@ class HMT(Optimizer):
                 slot.site = self._sites[slot.param] = site
                 patched.append((cast(nn.Linear, module), slot.site))
             elif self.options["projected_backward"] is True:
-                why = "has a rule that needs whole gradients"
+                why = f"needs whole gradients: {slot.matrix.settings.wants_whole}"
                 if able and module is None:
                     why = "is not the weight of a linear layer"
                 elif able:
@@ -349,7 +348,7 @@ class HMT(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm!r}; legal: > 0, infinity to measure only")
-        if self.options["probes"] == 0 and self.options["method"] == LOW_RANK:
+        if self.options["probes"] == 0:
             raise ValueError(
                 "hmt.optimizer.probes is 0, so that the norm of what is outside the bases is unknown; "
                 'legal where gradients are clipped: "auto" or an integer >= 1. To do: use "auto".'

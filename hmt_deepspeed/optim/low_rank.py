@@ -109,12 +109,9 @@ class LowRankMatrix(MatrixRule):
     def residual_scale(self) -> float:
         """c of the probe residual; "auto" is the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE.
 
-        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling. The full residual is
-        exact: its c is 1.
+        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling.
         """
         wanted = self.settings.residual_scale
-        if self.settings.residual == "full":
-            return 1.0 if wanted is None else wanted
         unbiased = (self.shape[1] - self.rank) / self.num_probes
         return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
 
@@ -341,7 +338,7 @@ class LowRankMatrix(MatrixRule):
     def advance(
         self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
     ) -> tuple[Tensor, Tensor]:
-        """``[U | c phi S]`` for ``[A | S]``; ``U Q^T + c phi (G - A Q^T)`` for whole rows."""
+        """``[U | c phi S]`` for ``[A | S]``; ``U Q^T + phi (G - A Q^T)`` for whole rows."""
         gradient = gradient.float().mul_(factor)
         if self.takes_whole:
             return self._advance_whole(gradient, betas, eps)
@@ -364,7 +361,7 @@ class LowRankMatrix(MatrixRule):
         basis = basis.float()
         part = gradient @ basis
         direction = self.moments.advance(part, betas=betas, eps=eps)
-        residual = full_residual(direction, part, gradient, basis, self.residual_scale)
+        residual = full_residual(direction, part, gradient, basis)
         if not self._knows_residual:
             residual.zero_()
         squares = residual.square().sum(dim=1, keepdim=True)

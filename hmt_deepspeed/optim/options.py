@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, cast
 
+from hmt_deepspeed.conflicts import OWN_OF_METHOD, conflicts_of
 from hmt_deepspeed.optim.settings import (
-    APOLLO,
-    APOLLO_MINI,
     DENSE,
     LOW_RANK,
     METHODS,
@@ -33,15 +32,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "second_moment": SECOND_MOMENTS,
     "weight_dtype": ("auto", "int8"),
 }
-_SCALE_TYPES = {APOLLO: ("auto", "channel", "tensor"), APOLLO_MINI: ("auto", "tensor")}
 _RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale", "scale_type")
-_RULE_FIELDS_OF = {
-    LOW_RANK: ("method", "projection", "rank", "range_finder", "residual", "scale"),
-    APOLLO: ("method", "rank", "scale", "scale_type"),
-    APOLLO_MINI: ("method", "rank", "scale"),
-    DENSE: ("method",),
-}
-
 
 DEFAULTS: dict[str, object] = {
     "method": LOW_RANK,
@@ -91,10 +82,13 @@ def complete_options(given: Mapping[str, object]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in merged.items()}
 
 
-def matrix_settings(options: Mapping[str, object]) -> MatrixSettings | None:
+def matrix_settings(
+    options: Mapping[str, object], written: Mapping[str, str] | None = None
+) -> MatrixSettings | None:
     """Settings of the matrices from ``HMT.options`` or the fields of ``hmt.optimizer``.
 
     "auto" becomes None where the matrix decides, else the published default. None for ``adamw``.
+    ``written``: see :class:`MatrixSettings`.
 
     Raises:
         ValueError: a value out of range.
@@ -108,7 +102,8 @@ def matrix_settings(options: Mapping[str, object]) -> MatrixSettings | None:
 
     if options["method"] == DENSE:
         return None
-    return MatrixSettings(**{field.name: value(field.name) for field in fields(MatrixSettings)})
+    values = {f.name: value(f.name) for f in fields(MatrixSettings) if f.name in options}
+    return MatrixSettings(**values, written=written or {})
 
 
 def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSettings | None]]:
@@ -126,14 +121,18 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
         fields_given = {name: value for name, value in rule.items() if value is not None}
         merged = {**options, **fields_given}
         if merged["method"] != options["method"]:
-            own = {name: DEFAULTS[name] for name in ("rank", "scale", "scale_type")}
+            own = {name: DEFAULTS[name] for name in OWN_OF_METHOD}
             merged.update({k: v for k, v in own.items() if k not in fields_given})
-        rules.append((pattern, matrix_settings(merged)))
+        written = {name: f"module_rules[{pattern!r}].{name}" for name in fields_given}
+        rules.append((pattern, matrix_settings(merged, written)))
     return rules
 
 
-def check_options(options: Mapping[str, object]) -> None:
+def check_options(options: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Check the fields that are not :class:`MatrixSettings`' own, and what cannot go together.
+
+    Args:
+        options: all fields. given: those that were written down.
 
     Raises:
         ValueError: field, value, legal range, what to do.
@@ -141,8 +140,6 @@ def check_options(options: Mapping[str, object]) -> None:
     for field, choices in _CHOICES.items():
         if options[field] not in choices:
             _refuse(field, options[field], f"one of {choices}", "choose one of them")
-    if options["weight_dtype"] == "int8":
-        _check_int8_weights(options)
     budget = options["max_full_gradient_bytes"]
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
     if not whole and budget != "auto":
@@ -159,8 +156,11 @@ def check_options(options: Mapping[str, object]) -> None:
         _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
     if not _is_share(fallback):
         _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
-    _check_module_rules(options["module_rules"], str(options["method"]))
-    _check_together(options)
+    _check_module_rules(options["module_rules"])
+    if conflicts := conflicts_of(given):
+        raise ValueError(
+            "\n".join(f"hmt.optimizer.{c.key} is {c.value!r}. {c.advice}" for c in conflicts)
+        )
 
 
 def _is_share(value: object) -> bool:
@@ -168,99 +168,14 @@ def _is_share(value: object) -> bool:
     return real and 0 <= cast(float, value) <= 1
 
 
-def _check_module_rules(rules: object, method: str) -> None:
-    """``method``: of the rules that name none."""
+def _check_module_rules(rules: object) -> None:
     if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
         _refuse("module_rules", rules, "a mapping of patterns and mappings", "use {} for no rules")
     for pattern, rule in cast("Mapping[str, Mapping[str, object]]", rules).items():
-        where, own = f"module_rules[{pattern!r}]", str(rule.get("method") or method)
-        fields_given = [name for name, value in rule.items() if value is not None]
-        for names, legal, whose in (
-            (rule, _RULE_FIELDS, ""),
-            (fields_given, _RULE_FIELDS_OF.get(own, _RULE_FIELDS), f" with method {own!r}"),
-        ):
-            for name in names:
-                if name not in legal:
-                    words = f"fields {', '.join(legal)}{whose}"
-                    _refuse(where, dict(rule), words, f"remove {name!r}")
-        if own == APOLLO_MINI and rule.get("rank") not in (None, "auto", 1):
-            _refuse(where, dict(rule), f'rank "auto" or 1 with method {own!r}', "remove 'rank'")
-
-
-def _check_together(options: Mapping[str, object]) -> None:
-    """Refuse combinations in which one field contradicts another; the first is to blame."""
-    method, residual = options["method"], options["residual"]
-    low_rank = method == LOW_RANK
-    whole = method in (APOLLO, APOLLO_MINI) or (low_rank and residual == "full")
-    if whole and options["projected_backward"] is True:
-        why = f"method {method!r}" if not low_rank else "residual 'full'"
-        _refuse_with("projected_backward", True, why, '"auto" or False', "it needs whole gradients")
-    if not low_rank and options["second_moment"] == "factored":
-        advice = f"set 'full', or the method to {LOW_RANK!r}"
-        _refuse_with("second_moment", "factored", f"method {method!r}", "'full'", advice)
-    kinds = _SCALE_TYPES.get(str(method), ("auto",))
-    if options["scale_type"] not in kinds:
-        words, advice = " or ".join(map(repr, kinds)), f"set 'auto', or the method to {APOLLO!r}"
-        _refuse_with("scale_type", options["scale_type"], f"method {method!r}", words, advice)
-    if method == APOLLO_MINI and options["rank"] not in ("auto", 1):
-        advice = 'set the method to "apollo" for other ranks'
-        _refuse_with("rank", options["rank"], f"method {method!r}", '"auto" or 1', advice)
-    _check_budgets(options)
-    if not options["share_basis"]:
-        return
-    clashes = {
-        "method": (LOW_RANK,),
-        "projection": ("right",),
-        "projected_backward": ("auto", True),
-        "residual": ("probe", "none"),
-        "range_finder": ("randomized", "subspace", "svd"),
-    }
-    for field, legal in clashes.items():
-        if options[field] not in legal:
-            advice = "share_basis False, or change the other"
-            words = f"{field} one of {legal}"
-            _refuse_with("share_basis", True, f"{field} {options[field]!r}", words, advice)
-
-
-def _check_budgets(options: Mapping[str, object]) -> None:
-    given = {"rank_budget": options["rank_budget"], "full_rank_budget": options["full_rank_budget"]}
-    for field, value in given.items():
-        if not value:
-            continue
-        if options["method"] != LOW_RANK:
-            legal = f"a budget with method {LOW_RANK!r}"
-            _refuse_with(field, value, f"method {options['method']!r}", legal, "remove one of them")
-        if options["rank"] != "auto":
-            legal, advice = 'a budget with rank "auto"', "remove one of them"
-            _refuse_with(field, value, f"rank {options['rank']!r}", legal, advice)
-    if all(given.values()):
-        other = f"rank_budget {given['rank_budget']!r}"
-        legal, advice = "one of the two", "set full_rank_budget to 0"
-        _refuse_with("full_rank_budget", given["full_rank_budget"], other, legal, advice)
-    if given["full_rank_budget"] and options["projection"] == "two_sided":
-        legal, advice = "a fallback of one-sided projections", "remove one of them"
-        value = given["full_rank_budget"]
-        _refuse_with("full_rank_budget", value, "projection 'two_sided'", legal, advice)
-
-
-def _refuse_with(field: str, value: object, other: str, legal: str, advice: str) -> None:
-    raise ValueError(
-        f"hmt.optimizer.{field} is {value!r} with {other}; legal: {legal}. To do: {advice}."
-    )
-
-
-def _check_int8_weights(options: Mapping[str, object]) -> None:
-    """INT8 weights belong to linears whose forward is patched: those with a projected backward."""
-    legal: dict[str, tuple[object, ...]] = {
-        "method": (LOW_RANK,),
-        "projected_backward": ("auto", True),
-        "residual": ("probe", "none"),
-    }
-    for field, choices in legal.items():
-        if options[field] not in choices:
-            words = " or ".join(map(repr, choices)) + " with weight_dtype 'int8'"
-            advice = 'choose one of them, or set weight_dtype to "auto"'
-            _refuse(field, options[field], words, advice)
+        for name in rule:
+            if name not in _RULE_FIELDS:
+                words = f"fields {', '.join(_RULE_FIELDS)}"
+                _refuse(f"module_rules[{pattern!r}]", dict(rule), words, f"remove {name!r}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -71,10 +71,8 @@ def probe_residual(direction: Tensor, projected: Tensor, probes: Tensor, scale: 
     return (scale * phi) * probes
 
 
-def full_residual(
-    direction: Tensor, projected: Tensor, gradient: Tensor, basis: Tensor, scale: float
-) -> Tensor:
-    """Fira's residual ``c phi o (G - A Q^T)``, rows x n; ``gradient`` is overwritten.
+def full_residual(direction: Tensor, projected: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
+    """Fira's residual ``phi o (G - A Q^T)``, rows x n; ``gradient`` is overwritten.
 
     ``phi_j = ||U_j|| / ||A_j||`` per row (Fira, equation of section 4.1). A row of which the basis sees
     less than a hundredth of the energy moves as if it saw that: its ratio would be noise.
@@ -84,7 +82,7 @@ def full_residual(
         projected.norm(dim=1, keepdim=True), 0.1 * gradient.norm(dim=1, keepdim=True)
     )
     phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(_TINY)
-    return gradient.mul_(scale * phi)
+    return gradient.mul_(phi)
 
 
 def growth_factor(norm: Tensor, previous: Tensor, limit: float) -> Tensor:

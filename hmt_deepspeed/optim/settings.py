@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -31,12 +31,14 @@ class MatrixSettings:
 
     method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
     or ``two_sided``; APOLLO always projects the smaller side.
-    rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``.
+    rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``; None is a
+    quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
-    residual_scale: c, up to the unbiased (n-r)/k. norm_growth_limit: limit on the residual's norm,
-    of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per ``tensor``, as
-    Mini's always is. state_dtype: storage of the moments. second_moment: ``full``, or ``factored`` as
-    Adafactor's; APOLLO's is always full.
+    residual_scale: c of the probe residual, up to the unbiased (n-r)/k. norm_growth_limit: limit on the
+    residual's norm, of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per
+    ``tensor``, as Mini's always is. state_dtype: storage of the moments. second_moment: ``full``, or
+    ``factored`` as Adafactor's; APOLLO's is always full. written: keys of the values that a module rule
+    gives, for messages.
     """
 
     method: str = LOW_RANK
@@ -56,39 +58,49 @@ class MatrixSettings:
     state_dtype: str = "fp32"
     second_moment: str = "full"
     seed: int = 0
+    written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of range: field, value, legal range, what to do."""
-        for field, (is_legal, legal, advice) in _LEGAL.items():
-            value = getattr(self, field)
+        for name, (is_legal, legal, advice) in _LEGAL.items():
+            value = getattr(self, name)
             if not is_legal(value):
-                raise ValueError(
-                    f"hmt.optimizer.{field} is {value!r}; legal: {legal}. To do: {advice}."
-                )
+                raise ValueError(f"{self.key(name)} is {value!r}; legal: {legal}. To do: {advice}.")
         if self.residual == "probe" and self.probes == 0:
             raise ValueError(
-                "hmt.optimizer.probes is 0; legal: an integer >= 1 with a probe residual. "
+                f"{self.key('probes')} is 0 with {self.key('residual')} 'probe'; legal: an integer >= 1. "
                 'To do: raise it, or set residual to "none".'
             )
         if self.projection == "two_sided" and self.residual == "full" and not self.is_apollo:
             raise ValueError(
-                "hmt.optimizer.residual is 'full' with projection 'two_sided'; legal with a core: 'probe' "
-                "(exact inside the span of the right basis) or 'none'. To do: choose one of them."
+                f"{self.key('residual')} is 'full' with {self.key('projection')} 'two_sided'; legal with a "
+                "core: 'probe' (exact inside the span of the right basis) or 'none'. To do: choose one of them."
             )
         if self.is_factored and self.projection == "two_sided":
             raise ValueError(
-                "hmt.optimizer.second_moment is 'factored' with projection 'two_sided'; legal with a core: "
-                "'full' (its r x r is small already). To do: use that, or project one side."
+                f"{self.key('second_moment')} is 'factored' with {self.key('projection')} 'two_sided'; legal "
+                "with a core: 'full' (its r x r is small already). To do: use that, or project one side."
             )
         if self.range_finder == "random" and self.rank is None and self.method == LOW_RANK:
             raise ValueError(
-                "hmt.optimizer.range_finder is 'random' with rank 'auto', but a basis that ignores the "
-                "gradient has no spectrum to choose a rank by; legal: a fixed rank. To do: give one."
+                f"{self.key('range_finder')} is 'random' with {self.key('rank')} 'auto', but a basis that "
+                "ignores the gradient has no spectrum to choose a rank by; legal: a fixed rank. To do: give one."
             )
+
+    def key(self, name: str) -> str:
+        """Full key of a field: of the module rule's where that gives the value."""
+        return f"hmt.optimizer.{self.written.get(name, name)}"
 
     @property
     def is_apollo(self) -> bool:
         return self.method in (APOLLO, APOLLO_MINI)
+
+    @property
+    def wants_whole(self) -> str:
+        """What asks for whole gradients, which a projected backward never forms: ``key is 'value'``, or nothing."""
+        if self.is_apollo:
+            return f"{self.key('method')} is {self.method!r}"
+        return f"{self.key('residual')} is 'full'" if self.residual == "full" else ""
 
     @property
     def is_factored(self) -> bool:
@@ -97,7 +109,7 @@ class MatrixSettings:
     @property
     def takes_projection(self) -> bool:
         """Whether the rule can be given projected gradients; the others need whole gradient rows."""
-        return not self.is_apollo and self.residual != "full"
+        return not self.wants_whole
 
     def transposes(self, m: int, n: int) -> bool:
         """Whether an m x n weight is projected from the left, i.e. its transpose from the right.

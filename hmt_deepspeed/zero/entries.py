@@ -273,8 +273,8 @@ def _site(
     if not settings.takes_projection:
         if wanted is True:
             raise ValueError(
-                f"hmt.optimizer.projected_backward is true, but the rule of {assignment.name} needs "
-                'the whole gradient (APOLLO, or "residual": "full"). Use "auto", or give it another rule.'
+                f"hmt.optimizer.projected_backward is true, but {settings.wants_whole}, which needs the whole "
+                f'gradient of {assignment.name}. Use "auto", or give it another rule.'
             )
         return None
     module = modules.get(assignment.name)

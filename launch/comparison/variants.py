@@ -167,7 +167,9 @@ VARIANTS: dict[str, Variant] = {
     "hmt_d4_staggered": Variant("hmt", _hmt(refresh="staggered"), _QUARTER),
     "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
     "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
-    "hmt_d4_random": Variant("hmt", _hmt(range_finder="random"), _QUARTER),
+    "hmt_d4_random": Variant(
+        "hmt", _hmt(range_finder="random", max_full_gradient_bytes="auto"), _QUARTER
+    ),
     # Above (n - r) / k of every matrix: the estimate of the residual is the unbiased one.
     "hmt_d4_residual_unbiased": Variant("hmt", _hmt(residual_scale=64.0), _QUARTER),
     "hmt_auto_side_d4_no_residual": Variant(

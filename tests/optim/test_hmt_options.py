@@ -7,10 +7,11 @@ import torch
 from hmt_runs import OPTIONS, batches, network, train
 from torch import nn
 
+from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.options import matrix_settings
+from hmt_deepspeed.optim.options import DEFAULTS, matrix_settings
 
 # -- construction ---------------------------------------------------------------------------------
 
@@ -30,9 +31,9 @@ def test_options_and_settings():
     assert (settings.scale, settings.norm_growth_limit) == (None, 1.01)
     matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
     assert matrix.scale == 0.25  # each method resolves its own "auto"
-    options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, residual="none").options
+    options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, probes=3).options
     assert matrix_settings(options).norm_growth_limit is None
-    assert matrix_settings(options).residual == "none"
+    assert matrix_settings(options).probes == 3
 
 
 @pytest.mark.parametrize(
@@ -90,63 +91,64 @@ def test_values_out_of_range(field, value, legal):
     assert legal in message
 
 
+UNREAD = [
+    ("rank", {"method": "adamw", "rank": 4}),
+    ("residual", {"method": "apollo", "residual": "none"}),
+    ("probes", {"method": "apollo", "probes": 4}),
+    ("probes", {"residual": "full", "probes": 4}),
+    ("energy_threshold", {"rank": 8, "energy_threshold": 0.95}),
+    ("residual_scale", {"residual": "full", "residual_scale": 2.0}),
+    ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": True}),
+    (
+        "max_full_gradient_bytes",
+        {"range_finder": "random", "rank": 2, "max_full_gradient_bytes": 10**6},
+    ),
+    ("second_moment", {"second_moment": "factored", "method": "apollo"}),
+    ("scale_type", {"scale_type": "tensor"}),
+    ("rank_budget", {"rank_budget": 0.5, "rank": 8}),
+    ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "rank_budget": 0.5}),
+    ("full_rank_budget", {"full_rank_budget": 0.5, "projection": "two_sided"}),
+]
 CONTRADICTIONS = [
-    ("projected_backward", {"method": "apollo", "projected_backward": True}, "method 'apollo'"),
-    (
-        "projected_backward",
-        {"method": "apollo_mini", "projected_backward": True},
-        "method 'apollo_mini'",
-    ),
-    ("projected_backward", {"residual": "full", "projected_backward": True}, "residual 'full'"),
-    ("rank", {"method": "apollo_mini", "rank": 2}, "method 'apollo_mini'"),
-    ("scale_type", {"scale_type": "tensor"}, "method 'lowrank_adamw'"),
-    ("rank_budget", {"rank_budget": 0.5, "rank": 8}, "rank 8"),
-    ("full_rank_budget", {"full_rank_budget": 0.5, "rank": 8}, "rank 8"),
-    ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}, "method 'apollo'"),
-    ("full_rank_budget", {"full_rank_budget": 0.5, "method": "adamw"}, "method 'adamw'"),
-    ("full_rank_budget", {"full_rank_budget": 0.5, "rank_budget": 0.5}, "rank_budget 0.5"),
-    (
-        "full_rank_budget",
-        {"full_rank_budget": 0.5, "projection": "two_sided"},
-        "projection 'two_sided'",
-    ),
-    ("share_basis", {"share_basis": True, "projection": "left"}, "projection 'left'"),
-    ("share_basis", {"share_basis": True, "projection": "auto"}, "projection 'auto'"),
-    ("share_basis", {"share_basis": True, "projection": "two_sided"}, "projection 'two_sided'"),
-    ("share_basis", {"share_basis": True, "residual": "full"}, "residual 'full'"),
-    ("share_basis", {"share_basis": True, "method": "apollo"}, "method 'apollo'"),
-    (
-        "share_basis",
-        {"share_basis": True, "range_finder": "random", "rank": 2},
-        "range_finder 'random'",
-    ),
-    (
-        "share_basis",
-        {"share_basis": True, "projected_backward": False},
-        "projected_backward False",
-    ),
-    ("residual", {"residual": "full", "projection": "two_sided"}, "projection 'two_sided'"),
-    (
-        "second_moment",
-        {"second_moment": "factored", "projection": "two_sided"},
-        "projection 'two_sided'",
-    ),
-    ("second_moment", {"second_moment": "factored", "method": "apollo"}, "method 'apollo'"),
-    ("second_moment", {"second_moment": "factored", "method": "adamw"}, "method 'adamw'"),
-    ("range_finder", {"range_finder": "random"}, "rank 'auto'"),
+    ("projected_backward", {"method": "apollo", "projected_backward": True}),
+    ("projected_backward", {"method": "apollo_mini", "projected_backward": True}),
+    ("projected_backward", {"residual": "full", "projected_backward": True}),
+    ("probes", {"probes": 0, "residual": "probe"}),
+    ("rank", {"method": "apollo_mini", "rank": 2}),
+    ("share_basis", {"share_basis": True, "projection": "left"}),
+    ("share_basis", {"share_basis": True, "residual": "full"}),
+    ("share_basis", {"share_basis": True, "range_finder": "random", "rank": 2}),
+    ("share_basis", {"share_basis": True, "projected_backward": False}),
+    ("residual", {"residual": "full", "projection": "two_sided"}),
+    ("second_moment", {"second_moment": "factored", "projection": "two_sided"}),
+    ("range_finder", {"range_finder": "random"}),
 ]
 
 
-@pytest.mark.parametrize(("field", "options", "other"), CONTRADICTIONS)
-def test_fields_that_contradict_each_other_are_refused(field, options, other):
-    """As the "hmt" block refuses them, with the module and with bare tensors."""
+@pytest.mark.parametrize(("field", "options"), [*UNREAD, *CONTRADICTIONS])
+def test_what_the_block_refuses_is_refused_in_its_words(field, options):
+    with pytest.raises(ValueError) as block:
+        HMTConfig.from_block({"optimizer": options})
+    advice = str(block.value).split(f"hmt.optimizer.{field}: got {options[field]!r}. ")[1]
     for params in (network(), [nn.Parameter(torch.ones(8, 8))]):
         with pytest.raises(ValueError) as caught:
             HMT(params, **options)
-        message = str(caught.value)
-        assert f"hmt.optimizer.{field} is {options[field]!r} with {other}" in message
-        assert "legal" in message
-        assert "To do: " in message
+        assert f"hmt.optimizer.{field} is {options[field]!r}. {advice}" in str(caught.value)
+
+
+def test_what_a_module_rule_reads_is_accepted():
+    rules = {"2": {"method": "lowrank_adamw"}}
+    options = {"rank_candidates": [2, 4], "residual": "none", "projection": "left"}
+    for method in ("adamw", "apollo"):
+        optimizer = HMT(network(), method=method, module_rules=rules, **options)
+        settings = optimizer.matrices["2.weight"].settings
+        assert (settings.rank_candidates, settings.residual) == ((2, 4), "none")
+        assert settings.projection == "left"
+
+
+def test_every_default_may_be_written():
+    HMT(network(), **DEFAULTS)
 
 
 def test_share_basis_of_bare_parameters_is_refused():

@@ -370,10 +370,10 @@ class Tied(nn.Module):
     ("options", "words"),
     [
         ({"weight_dtype": "fp8"}, ["weight_dtype is 'fp8'", "'auto', 'int8'"]),
-        ({"projected_backward": False}, ["projected_backward is False", "'auto' or True"]),
-        ({"residual": "full"}, ["residual is 'full'", "'probe' or 'none'", '"auto"']),
-        ({"method": "apollo"}, ["method is 'apollo'", "'lowrank_adamw'"]),
-        ({"method": "adamw"}, ["method is 'adamw'", "'lowrank_adamw'"]),
+        ({"projected_backward": False}, ["weight_dtype is 'int8'", "projected linears"]),
+        ({"residual": "full"}, ["weight_dtype is 'int8'", "full residual"]),
+        ({"method": "apollo"}, ["weight_dtype is 'int8'", '"method": "apollo"']),
+        ({"method": "adamw"}, ["weight_dtype is 'int8'", '"method": "adamw"']),
         ({"target_modules": ["0"], "exclude_modules": [""]}, ["no matrix to convert", "legal"]),
     ],
 )

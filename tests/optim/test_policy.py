@@ -421,7 +421,6 @@ def test_early_refresh_after_a_change_of_data_and_not_before(projection, early):
         lr=1e-3,
         projection=projection,
         max_full_gradient_bytes=10**6,
-        energy_threshold=0.9,
         **options,
     )
     for _ in train(weights, optimizer, gradients, 100):

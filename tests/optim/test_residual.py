@@ -184,3 +184,13 @@ def test_full_residual_learns():
     optimizer = HMT(model, lr=2e-2, rank=4, update_interval=20, scale=1.0, residual="full")
     losses = train(model, optimizer, batches(150, size=64))
     assert sum(losses[-10:]) < 0.25 * sum(losses[:10])
+
+
+def test_residual_scale_of_the_others_leaves_a_full_residual_firas():
+    """The factor is the probes': a matrix whose rule takes the full residual moves as without it."""
+    series = list(gradients(6))
+    rules = {"param_0": {"residual": "full"}}
+    paths = [
+        run(series, module_rules=rules, **fields)[0] for fields in ({}, {"residual_scale": 4.0})
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*paths, strict=True))

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "rule with a rank too large": (
         {"module_rules": {"o_proj": {"rank": 41}}},
-        ["hmt.optimizer.rank is 41", "o_proj", "1..40"],
+        ["hmt.optimizer.module_rules['o_proj'].rank is 41", "1..40"],
     ),
     "rule against the whole": (
         {"projection": "two_sided", "module_rules": {"o_proj": {"residual": "full"}}},
@@ -189,7 +189,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "rule that takes the whole gradient where backward must project": (
         {"projected_backward": True, "module_rules": {"o_proj": {"method": "apollo"}}},
-        ["hmt.optimizer.projected_backward is true", "o_proj", "whole gradient", '"auto"'],
+        [
+            "hmt.optimizer.projected_backward is true",
+            "hmt.optimizer.module_rules['o_proj'].method is 'apollo'",
+            "whole gradient",
+            '"auto"',
+        ],
     ),
 }
 

@@ -1,0 +1,295 @@
+"""Fields of `hmt.optimizer` that cannot be given together, or that nothing would read.
+
+One table for the JSON's block and for `HMT()`; it knows what was written down, not the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, cast
+
+__all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
+
+LOW_RANK = "lowrank_adamw"
+Given = Mapping[str, object]  # the fields that were written down, not the defaults
+
+
+class Conflict(NamedTuple):
+    """key, value: the field to blame. depends_on: the others, whose values make the conflict.
+
+    unread: the field is only ignored, and legal where one of the module rules reads it.
+    """
+
+    key: str
+    value: object
+    depends_on: tuple[str, ...]
+    advice: str
+    unread: bool = False
+
+
+class _Rule(NamedTuple):
+    """Conflicts of `keys`, each where it is given and `applies`; see :class:`Conflict`."""
+
+    keys: tuple[str, ...]
+    depends_on: str
+    applies: Callable[[Given], bool]
+    advice: str
+    unread: bool = False
+
+
+def _is(key: str, value: object) -> Callable[[Given], bool]:
+    return lambda given: given.get(key) == value and type(given.get(key)) is type(value)
+
+
+def _all(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:
+    return lambda given: all(condition(given) for condition in conditions)
+
+
+_READ_BY_ALL = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
+_READ_BY_APOLLO = _READ_BY_ALL | {
+    "rank",
+    "update_interval",
+    "refresh",
+    "scale",
+    "scale_type",
+    "norm_growth_limit",
+    "projected_backward",
+    "target_modules",
+    "exclude_modules",
+}
+
+_READ_BY = {"adamw": _READ_BY_ALL, "apollo": _READ_BY_APOLLO, "apollo_mini": _READ_BY_APOLLO}
+# What a module rule of another method does not take from the others: it means something else to it.
+OWN_OF_METHOD = ("rank", "scale", "scale_type")
+_NOT_FOR_RULES = ("method", "module_rules", "target_modules", "exclude_modules")
+
+# Rules of lowrank_adamw; `{}` in an advice is the value of the field it depends on.
+_SCALE_TYPE = 'It is APOLLO\'s: remove it or set "method": "apollo" there.'
+_RULES = (
+    _Rule(("scale_type",), "method", lambda given: given["scale_type"] != "auto", _SCALE_TYPE),
+    _Rule(
+        ("rank_candidates", "energy_threshold", "rank_budget", "full_rank_budget"),
+        "rank",
+        lambda given: isinstance(given.get("rank"), int),
+        'With "rank": {} it is ignored: remove it or set "rank": "auto".',
+        unread=True,
+    ),
+    _Rule(
+        ("range_finder",),
+        "rank",
+        lambda given: given["range_finder"] == "random" and not isinstance(given.get("rank"), int),
+        'A random basis has no spectrum to choose a rank by: set "rank" to a number.',
+    ),
+    _Rule(
+        ("energy_threshold", "full_rank_budget"),
+        "rank_budget",
+        lambda given: given.get("rank_budget") is not None,
+        'With a "rank_budget" it is ignored: remove it or set "rank_budget": null.',
+    ),
+    _Rule(
+        ("full_rank_budget",),
+        "projection",
+        lambda given: given.get("projection") == "two_sided" and bool(given["full_rank_budget"]),
+        'A core has no full rank to fall back to: remove it or set "projection": "right".',
+        unread=True,
+    ),
+    _Rule(
+        ("second_moment",),
+        "projection",
+        _all(_is("second_moment", "factored"), _is("projection", "two_sided")),
+        'A core is small already and is not factored: set "second_moment": "full".',
+    ),
+    _Rule(
+        ("share_basis",),
+        "projection",
+        lambda given: given["share_basis"] is True and given.get("projection", "right") != "right",
+        'A shared basis is one of the input: set "projection": "right".',
+    ),
+    _Rule(
+        ("share_basis",),
+        "projected_backward",
+        _all(_is("share_basis", True), _is("projected_backward", False)),
+        'Who reads the same input shows only in a projected backward: set that to "auto".',
+    ),
+    _Rule(
+        ("share_basis",),
+        "residual",
+        _all(_is("share_basis", True), _is("residual", "full")),
+        'No projected backward shows who shares: set "residual": "probe".',
+    ),
+    _Rule(
+        ("share_basis",),
+        "range_finder",
+        _all(_is("share_basis", True), _is("range_finder", "random")),
+        "Random bases take no storage to be saved: set it to false.",
+    ),
+    _Rule(
+        ("weight_dtype",),
+        "projected_backward",
+        _all(_is("weight_dtype", "int8"), _is("projected_backward", False)),
+        'Codes are decoded in the projected linears: set "auto", or "weight_dtype": "auto".',
+    ),
+    _Rule(
+        ("weight_dtype",),
+        "residual",
+        _all(_is("weight_dtype", "int8"), _is("residual", "full")),
+        "The full residual has no projected linears, whose forward would decode: use probe.",
+        unread=True,
+    ),
+    _Rule(
+        ("projected_backward",),
+        "residual",
+        _all(_is("residual", "full"), _is("projected_backward", True)),
+        '"residual": "full" needs the whole gradient, which it never forms: set "auto".',
+    ),
+    _Rule(
+        ("residual",),
+        "projection",
+        _all(_is("residual", "full"), _is("projection", "two_sided")),
+        'A core has the exact residual inside its span already: set "probe" or "none".',
+    ),
+    _Rule(
+        ("probes",),
+        "residual",
+        _is("residual", "full"),
+        'With "residual": "full" there are no probes: remove it or set "probe".',
+        unread=True,
+    ),
+    _Rule(
+        ("residual_scale", "norm_growth_limit"),
+        "residual",
+        _is("residual", "none"),
+        'With "residual": "none" it is ignored: remove it or set "residual": "probe".',
+        unread=True,
+    ),
+    _Rule(
+        ("residual_scale",),
+        "residual",
+        _is("residual", "full"),
+        'The full residual is no estimate, its factor is 1: remove it or set "residual": "probe".',
+        unread=True,
+    ),
+    _Rule(
+        ("early_refresh",),
+        "probes",
+        lambda given: (
+            given["early_refresh"] is True
+            and given.get("probes") == 0
+            and given.get("residual") != "full"
+        ),
+        "Without probes nothing shows that a basis captures less: set it to false.",
+        unread=True,
+    ),
+    _Rule(
+        ("early_refresh",),
+        "range_finder",
+        _all(_is("early_refresh", True), _is("range_finder", "random")),
+        "A random basis is as good as the next one: remove it or set it to false.",
+        unread=True,
+    ),
+    _Rule(
+        ("max_full_gradient_bytes",),
+        "range_finder",
+        lambda given: (
+            given["max_full_gradient_bytes"] != "auto" and given.get("range_finder") == "random"
+        ),
+        'A random basis needs no gradient: remove it or set "auto".',
+        unread=True,
+    ),
+    _Rule(
+        ("probes",),
+        "residual",
+        lambda given: given["probes"] == 0 and given.get("residual", "probe") == "probe",
+        '"residual": "probe" needs at least one probe column: set "auto" or an integer >= 1, '
+        'or set "residual": "none".',
+    ),
+)
+
+
+def conflicts_of(given: Given) -> list[Conflict]:
+    """Explicitly given fields of `hmt.optimizer`, those of its module rules included, that cannot be honoured.
+
+    What nothing reads under the global method is legal where a module rule takes it over and reads it.
+    """
+    method = str(given.get("method", LOW_RANK))
+    rules = cast("Mapping[str, Given]", given.get("module_rules", {}))
+    written = {
+        pattern: {key: value for key, value in rule.items() if value is not None}
+        for pattern, rule in rules.items()
+    }
+    read = {key for rule in written.values() for key in _read_by(rule, given, method)}
+    found = [c for c in _conflicts(given, method) if not (c.unread and c.key in read)]
+    for pattern, rule in written.items():
+        found += _conflicts_of_rule(f"module_rules[{pattern!r}]", rule, method)
+    return found
+
+
+def _read_by(rule: Given, given: Given, method: str) -> set[str]:
+    """Global fields that a module rule takes over and reads."""
+    own = str(rule.get("method", method))
+    left = {*_NOT_FOR_RULES, *rule, *(OWN_OF_METHOD if own != method else ())}
+    taken = {key: value for key, value in given.items() if key not in left}
+    return taken.keys() - {c.key for c in _conflicts({**taken, **rule}, own)}
+
+
+def _conflicts_of_rule(where: str, rule: Given, method: str) -> Iterator[Conflict]:
+    """`where`: the rule's key. `method`: of a rule that names none."""
+    if not rule:
+        advice = 'It sets nothing: give these modules a "method", or remove it.'
+        yield Conflict(where, dict(rule), (), advice)
+    own = str(rule.get("method", method))
+    found = _method_conflicts(own, rule) if own in _READ_BY else []
+    if own == LOW_RANK and "scale_type" in rule:
+        found = [Conflict("scale_type", rule["scale_type"], ("method",), _SCALE_TYPE)]
+    for conflict in found:
+        yield conflict._replace(key=f"{where}.{conflict.key}")
+
+
+def _conflicts(given: Given, method: str) -> list[Conflict]:
+    """Of the fields of one set of matrices."""
+    if method in _READ_BY:
+        return _method_conflicts(method, given)
+    return [
+        Conflict(
+            key,
+            given[key],
+            (rule.depends_on, "module_rules") if rule.unread else (rule.depends_on,),
+            rule.advice.replace("{}", str(given.get(rule.depends_on))),
+            rule.unread,
+        )
+        for rule in _RULES
+        for key in rule.keys
+        if key in given and rule.applies(given)
+    ]
+
+
+def _method_conflicts(method: str, given: Given) -> list[Conflict]:
+    """Of a method that is not lowrank_adamw."""
+
+    def conflict(key: str, advice: str) -> Conflict:
+        return Conflict(key, given[key], ("method",), advice)
+
+    ruled = bool(given.get("module_rules"))
+    nothing = f'It means nothing with "method": "{method}": remove it or set '
+    own = "it in the rules of another method, which do not take it over."
+    conflicts = [
+        Conflict(
+            key,
+            given[key],
+            ("method", "module_rules"),
+            nothing + (own if ruled and key in OWN_OF_METHOD else '"lowrank_adamw" there.'),
+            unread=True,
+        )
+        for key in given
+        if key not in _READ_BY[method]
+    ]
+    if method != "adamw" and given.get("projected_backward") is True:
+        advice = f'"{method}" scales whole gradients, which a projected backward never forms: '
+        conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
+    if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
+        advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
+        conflicts.append(conflict("rank", advice))
+    if method == "apollo_mini" and given.get("scale_type") == "channel":
+        advice = '"apollo_mini" has one scale per tensor: remove it, or set "method": "apollo".'
+        conflicts.append(conflict("scale_type", advice))
+    return conflicts
