@@ -157,12 +157,17 @@ def _is_number(text: str) -> bool:
 def _unknown_key_text(
     key: str, path: str, model: type[BaseModel], root: type[BaseModel], name: str
 ) -> str:
-    close = difflib.get_close_matches(_normalised(key), model.model_fields, n=1)
+    written = _normalised(key)
+    section = path.partition("[")[0].rpartition(".")[0]  # around an object of patterns
+    full_keys = [full for full, _ in walk_fields(root, name)]
+    if "[" in path and written not in model.model_fields and f"{section}.{written}" in full_keys:
+        return (
+            f'Unknown key here: it is set for all modules, at "{section}.{written}". Move it there.'
+        )
+    close = difflib.get_close_matches(written, model.model_fields, n=1)
     if close:
         return f'Unknown key: did you mean "{path}.{close[0]}"? Rename it or remove it.'
-    elsewhere = [
-        full for full, _ in walk_fields(root, name) if full.endswith(f".{_normalised(key)}")
-    ]
+    elsewhere = [full for full in full_keys if full.endswith(f".{written}")]
     if elsewhere:
         nearest = max(elsewhere, key=lambda full: full.startswith(f"{path}."))
         return f'Unknown key here: it belongs at "{nearest}". Move it there.'
