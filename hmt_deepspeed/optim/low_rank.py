@@ -123,6 +123,11 @@ class LowRankMatrix(MatrixRule):
     def takes_whole(self) -> bool:
         return self.full_rank or self.settings.residual == "full"
 
+    @property
+    def measures_energy(self) -> bool:
+        """Whether what lies outside the basis is seen between refreshes; without probes nobody knows E."""
+        return self.takes_whole or self.num_probes > 0 or self.rank == self.shape[1]
+
     def state_bytes(self) -> int:
         parked, basis = self.columns.parked, self.columns.basis
         if self.columns.owner != self.name or basis is None:

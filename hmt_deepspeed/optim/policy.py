@@ -79,7 +79,7 @@ class RankPolicy:
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
-        self._watched = [i for i, group in enumerate(groups) if not group[0].redraws]
+        self._watched = [i for i, group in enumerate(groups) if _can_fade(group[0])]
         self.trigger = StalenessTrigger(len(self._watched)) if early else None
 
     def _leader(self, index: int) -> LowRankMatrix:
@@ -98,6 +98,9 @@ class RankPolicy:
         if history.latest is None:
             prior = prior_rank(self._types[leader.name], self.histories, leader.candidates)
             return leader.candidates[0] if prior is None else prior
+        if not leader.measures_energy:
+            known = [rank for rank in leader.candidates if rank <= history.latest.rank]
+            return known[-1] if known else leader.candidates[0]
         now = leader.log_norm()
         trend = now - self.log_norms.get(leader.name, now)
         lost = self._energy_when_new(index, leader) - float(leader.smoothed_energy())
@@ -123,7 +126,7 @@ class RankPolicy:
         self.histories[leader.name].add(step, rank, energies)
         if leader.energy_weight:
             self.log_norms[leader.name] = leader.log_norm()
-        if self.trigger is not None:
+        if self.trigger is not None and index in self._watched:
             self.trigger.refreshed(self._watched.index(index), step)
         return rank
 
@@ -259,6 +262,12 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
     if taken > budget or total_captured(spectra, best)[0] - held >= LEAST_GAIN * moved:
         return best
     return improve_ranks(spectra, present, budget, LEAST_GAIN)
+
+
+def _can_fade(leader: MatrixRule) -> bool:
+    """Whether a basis that captures less than when it was new would be seen, and a new one be better."""
+    settings = leader.settings
+    return not leader.redraws and (settings.residual == "full" or settings.probes != 0)
 
 
 def _is_full(leader: LowRankMatrix) -> bool | None:

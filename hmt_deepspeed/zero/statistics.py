@@ -66,11 +66,15 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
 
     ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
-    APOLLO, which has no basis, is left out of it.
+    APOLLO, which has no basis, and matrices without probes, which see nothing outside theirs, are left out of it.
     """
     low_rank = optimizer.low_rank
     energies: dict[str, float] = {}
-    matrices = [(e.name, e.matrix) for e in low_rank if isinstance(e.matrix, LowRankMatrix)]
+    matrices = [
+        (e.name, e.matrix)
+        for e in low_rank
+        if isinstance(e.matrix, LowRankMatrix) and e.matrix.measures_energy
+    ]
     if matrices:
         stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])
         energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))

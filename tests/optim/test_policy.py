@@ -531,3 +531,42 @@ def test_equal_matrices_do_not_swap_ranks_for_noise():
     refresh(1, [0.2, 0.9], 20)  # a real difference
     assert refresh(0, [0.69, 0.7], 21) == 4
     assert refresh(1, [0.2, 0.9], 22) == 8
+
+
+# -- without probes -------------------------------------------------------------------------------
+
+
+def test_without_probes_nothing_is_predicted_from_an_energy_that_nobody_measured():
+    """What is inside the basis is all that is seen: its share of that, which is 1, says nothing."""
+    sources = [Source(6, 0.05)]
+    options = {"residual": "none", "probes": 0, "energy_threshold": 0.9, "update_interval": 30}
+    weights, optimizer = construct(sources, **options)
+    for _ in train(weights, optimizer, sources, 20):
+        pass
+    policy, matrix = optimizer._policy, optimizer.matrices["param_0"]
+    assert not matrix.measures_energy
+    assert policy._watched == []
+    matrix.captured_energy.zero_()
+    assert policy.first_width(0) == matrix.rank == 8
+    for _ in train(weights, optimizer, sources, 20):
+        pass
+    assert optimizer._schedule.num_refreshes == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "measures"),
+    [
+        ({"residual": "none"}, True),
+        ({"residual": "none", "probes": 0}, False),
+        ({"residual": "none", "probes": 0, "projection": "two_sided"}, False),
+        ({"residual": "full"}, True),
+        (
+            {"residual": "none", "probes": 0, "projection": "left", "rank": 48},
+            True,
+        ),  # nothing is outside
+    ],
+)
+def test_who_measures_the_captured_energy(options, measures):
+    optimizer = HMT([nn.Parameter(torch.zeros(SHAPE))], **{"rank": 8, **options})
+    optimizer.describe()
+    assert optimizer.matrices["param_0"].measures_energy == measures

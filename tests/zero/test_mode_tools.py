@@ -144,6 +144,22 @@ def reach_all_columns() -> dict[str, tuple[list[float], list[int], int]]:
     return found
 
 
+def redrawn() -> dict[str, Any]:
+    """Next redraws after a step, by ``refresh``; and the metrics of a run without probes."""
+    found: dict[str, Any] = {}
+    for refresh in ("staggered", "together"):
+        options = {"method": "apollo", "update_interval": 14, "refresh": refresh}
+        engine = mode_engine(options, 2)
+        train(engine, 1)
+        found[refresh] = engine.optimizer.schedule.next_refresh
+        engine.destroy()
+    engine = mode_engine({**FIXED, "residual": "none", "probes": 0}, 2, gradient_clipping=0)
+    train(engine, 2)
+    found["no probes"] = engine.optimizer.metrics()
+    engine.destroy()
+    return found
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "core with the full residual": (
         {"projection": "two_sided", "residual": "full"},
@@ -334,6 +350,16 @@ def test_state_bytes_shrink_with_the_state_dtype(described: Any) -> None:
         if row["states"] == "int8" and row["rule"] == "adamw":
             numel = int(row["elements"].replace(",", ""))
             assert int(row["state bytes"].replace(",", "")) < 2.1 * numel
+
+
+def test_apollo_redraws_all_together_and_no_energy_is_told_that_nobody_measured(
+    ranks: Ranks,
+) -> None:
+    found = ranks.run(redrawn, 1)[0]
+    assert set(found["together"]) == {14}
+    assert sorted(found["staggered"]) == [2, 4, 6, 8, 10, 12, 14]
+    assert found["no probes"]["captured_energy_per_matrix"] == {}
+    assert found["no probes"]["mean_captured_energy"] is None
 
 
 def test_the_largest_candidate_may_span_every_column(ranks: Ranks) -> None:
