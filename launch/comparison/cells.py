@@ -47,8 +47,9 @@ SHAPES = {
 class Setting:
     """What all cells of a comparison share. All of it identifies a result.
 
-    batch_rows: rows of seq_length tokens per step. dtype: of the arithmetic; weights, gradients and
-    states are fp32 for every variant, "bf16" computes under autocast. eval_rows: fixed held-out rows.
+    batch_rows: rows of seq_length tokens per step. dtype: of the arithmetic, "bf16" computes under autocast;
+    weights, gradients and states are fp32 unless the variant stores states or weights in fewer bits.
+    eval_rows: fixed held-out rows.
     decay: what a step at the peak rate takes of a weight, the same at every learning rate, since those of
     the variants lie a factor of ten apart: weight_decay = decay / lr. warmup, final_lr: shares of the
     steps and of the learning rate.

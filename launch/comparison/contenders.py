@@ -1,7 +1,8 @@
 """From an entry of the table to a model and an optimizer that can train it.
 
-Embeddings, head and norms are on AdamW in every variant; weight decay, betas, eps and clipping are the
-same for all. One learning rate serves both parts, as in the papers.
+Embeddings, head and norms are on AdamW, but for `hmt_apollo_head`'s embeddings and head, and under adapters,
+where they are frozen. Weight decay, betas, eps and clipping are the same for all. One learning rate serves all
+parameters, as in the papers.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Memory:
 
 
 class Pcie:
-    """Bytes that the loop copies between host and device; the optimizers here copy none."""
+    """Bytes that the loop copies between host and device; scalars that the optimizers read are not counted."""
 
     def __init__(self, device: str, count: int = 0) -> None:
         self.device, self.count = device, count
