@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from comparison.contenders import Contender
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import can_project
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
 
@@ -114,14 +115,14 @@ def ranks(contender: Contender) -> dict[str, int]:
 def captured_energy(contender: Contender) -> dict[str, float]:
     """Share of each matrix gradient's squared norm inside its basis; empty where there is no such share.
 
-    Of HMT its own running estimate; of methods with an orthonormal basis and whole gradients it is
-    computed. APOLLO's random projection is no orthogonal one.
+    Of HMT its own running estimate, where it has one; of methods with an orthonormal basis and whole
+    gradients it is computed. APOLLO's random projection is no orthogonal one.
     """
     if isinstance(contender.optimizer, HMT):
         return {
-            name: float(state["captured_energy"]) / float(state["energy_weight"])
-            for name, state in states_by_name(contender)
-            if state.get("energy_weight")
+            name: float(matrix.smoothed_energy())
+            for name, matrix in contender.optimizer.matrices.items()
+            if isinstance(matrix, LowRankMatrix) and matrix.measures_energy and matrix.energy_weight
         }
     gradients = dict(contender.model.named_parameters())
     found = {}

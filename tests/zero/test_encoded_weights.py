@@ -199,7 +199,14 @@ def refused(stage: int, options: dict[str, Any], changes: dict[str, Any], tied: 
 @pytest.fixture(scope="module")
 def runs(ranks: Ranks) -> Any:
     """Results of all ranks, each layout once."""
-    names = {"right": {}, "left": {"projection": "left"}, "full": FULL_RANK}
+    names = {
+        "right": {},
+        "left": {"projection": "left"},
+        "auto": {"projection": "auto"},
+        "two_sided": {"projection": "two_sided"},
+        "share_basis": {"share_basis": True},
+        "full": FULL_RANK,
+    }
 
     @cache
     def of(stage: int, world: int, kind: str = "right", bf16: bool = False) -> list[Any]:
@@ -208,17 +215,18 @@ def runs(ranks: Ranks) -> Any:
     return of
 
 
-LAYOUTS = [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
+LAYOUTS = [(stage, world, "right") for stage, world in [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]]
+LAYOUTS += [(0, 2, "auto"), (1, 2, "share_basis"), (2, 2, "two_sided")]
 
 
-@pytest.mark.parametrize(("stage", "world"), LAYOUTS)
-def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int) -> None:
+@pytest.mark.parametrize(("stage", "world", "kind"), LAYOUTS)
+def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int, kind: str) -> None:
     """Sums in another order change an update by 1e-7 of a code or so, and once in many draws a code
     falls to the other side: one step of its scale, below 1e-2 here. That moves the next gradients, and
     from then on the number of other codes about doubles with every step (0, 0, 0, 1, 9, 26, 69, 123 of
     28,080 in one run), so codes are compared after four steps and losses after eight. Another seed of
     the rounding would change every other code."""
-    one, other = runs(2, 1)[0], runs(stage, world)[0]
+    one, other = runs(2, 1, kind)[0], runs(stage, world, kind)[0]
     assert one["refreshed"]
     assert one["losses"][-1] < one["losses"][0]
     assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
