@@ -116,7 +116,8 @@ def traits_of(func: Any) -> Traits:
     attention = "attention" in name or "attn" in name
     custom_attention = attention and namespace not in ("aten", "prim")
     known = packet in flop_registry or name in _FORMULAS
-    draws = torch.Tag.nondeterministic_seeded in func.tags
+    dropout = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), -1)
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
     return Traits(
         heavy=(known or custom_attention) and not writes and "backward" not in name,
         attention=attention,
@@ -125,9 +126,9 @@ def traits_of(func: Any) -> Traits:
         writes=tuple(writes),
         writes_to=tuple(arguments[i].name for i in writes),
         fresh=packet in _FRESH,
-        draws=draws,
-        dropout=next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), -1),
-        fills=draws and writes == [0] and name.endswith("_"),
+        draws=seeded or dropout >= 0,  # few custom operations carry the tag
+        dropout=dropout,
+        fills=seeded and writes == [0] and name.endswith("_"),
         masks=packet is aten.native_dropout,
     )
 

@@ -310,13 +310,24 @@ def test_a_write_after_the_function_is_noticed(choice, raises):
 @torch.library.custom_op(
     "hmt_test::attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
-def drawing_attention(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tagged_attention(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.bernoulli(torch.full_like(x, 0.5))
     return x * mask, mask
 
 
-drawing_attention.register_autograd(
+@torch.library.custom_op("hmt_test::untagged_attn_forward", mutates_args=())
+def untagged_attention(x: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As FlashAttention's."""
+    mask = torch.bernoulli(torch.full_like(x, 1 - dropout_p))
+    return x * mask, mask
+
+
+tagged_attention.register_autograd(
     lambda ctx, grad, _: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+untagged_attention.register_autograd(
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
 )
 
@@ -325,24 +336,29 @@ class Drawing(Mlp):
     """An attention operation that draws, and a dropout after it."""
 
     class Attention(nn.Module):
-        def __init__(self):
+        def __init__(self, operation):
             super().__init__()
-            self.out = nn.Linear(16, 16)
+            self.operation, self.out = operation, nn.Linear(16, 16)
 
         def forward(self, x):
-            return self.out(drawing_attention(x)[0])
+            return self.out(self.operation(x)[0])
 
-    def __init__(self):
+    def __init__(self, operation=tagged_attention):
         super().__init__(after=lambda: nn.Dropout(0.3))
-        self.attention = self.Attention()
+        self.attention = self.Attention(operation)
 
     def forward(self, x):
         return super().forward(nn.functional.dropout(x + self.attention(x), 0.3))
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [tagged_attention, lambda x: untagged_attention(x, 0.5)],
+    ids=["tagged", "untagged"],
+)
 @pytest.mark.parametrize("choice", ["keep", "recompute", "int8"])
-def test_an_operation_that_draws_leaves_the_generator_where_forward_did(choice):
-    model = Stack(Drawing(), Drawing())
+def test_an_operation_that_draws_leaves_the_generator_where_forward_did(choice, operation):
+    model = Stack(Drawing(operation), Drawing(operation))
     expected = stack_gradients(model)
     after = torch.get_rng_state()
     components = {"attention": "attention_output", "attention.out": "residual"}
