@@ -230,8 +230,9 @@ class RankPolicy:
         """Groups that should refresh early; looks at the device once in some steps."""
         if self.trigger is None or not self._watched or step % self.trigger.check_every:
             return []
-        energies = torch.stack([self.groups[i][0].smoothed_energy() for i in self._watched])
-        return [self._watched[place] for place in self.trigger.read(step, energies)]
+        energies = [self.groups[i][0].smoothed_energy() for i in self._watched]
+        together = torch.stack([e.to(energies[0].device) for e in energies])
+        return [self._watched[place] for place in self.trigger.read(step, together)]
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, random_basis
+from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.rank import select_rank
 from hmt_deepspeed.optim.rank_history import (
     RankHistory,
@@ -333,6 +334,28 @@ def test_trigger_reads_the_device_once_per_interval():
     for step in range(100):
         trigger.read(step, energies)
     assert energies.reads == 10
+
+
+def test_matrices_on_several_devices_are_read_together():
+    class Matrix:
+        redraws = False
+
+        def __init__(self, device):
+            self.name, self.device = device, device
+
+        def smoothed_energy(self):
+            return torch.zeros((), device=self.device)
+
+    class Trigger:
+        check_every = 1
+
+        def read(self, step, smoothed):
+            assert smoothed.device.type == "meta"
+            return [1]
+
+    policy = RankPolicy([[Matrix("meta")], [Matrix("cpu")]], None, 0, early=True)
+    policy.trigger = Trigger()
+    assert policy.stale(1) == [1]
 
 
 def test_trigger_state_survives_a_round_trip():
