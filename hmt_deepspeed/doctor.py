@@ -111,7 +111,7 @@ def _machine(accelerator: Any, device: str) -> str:
     parts += [f"{format_bytes(memory.available)} of {format_bytes(memory.total)} host memory free"]
     if device == "cpu":
         return "machine: no GPU; " + ", ".join(parts)
-    name = accelerator.device_name(0)
+    name = torch.cuda.get_device_name(0) if device == "cuda" else accelerator.device_name(0)
     total = format_bytes(accelerator.total_memory(0))
     return f"machine: {accelerator.device_count()} x {name} of {total}; " + ", ".join(parts)
 

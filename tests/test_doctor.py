@@ -140,7 +140,7 @@ class Gpu:
         return getattr(CPU_Accelerator(), name)
 
     def device_name(self, index: int | None = None) -> str:
-        return "cuda" if index is None else "a small GPU"
+        return "cuda" if index is None else f"cuda:{index}"
 
     def device_count(self) -> int:
         return 1
@@ -153,6 +153,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: Any) -> None:
     from hmt_deepspeed.train import models
 
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", Gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a small GPU")
     monkeypatch.setattr(models, "bf16_is_fast", lambda device: True)
     found = examine(CONFIGS / "hmt_zero2.json", ranks=2)
     assert "1 x a small GPU of 1.0 MiB" in str(found)
