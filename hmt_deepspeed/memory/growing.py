@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import Tensor
 
 from .errors import PoolFull
@@ -54,7 +56,7 @@ class GrowingHostStore(TieredStore):
         return sum(host.pool.peak_bytes for host in self._hosts)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """As :meth:`HostStore.put`; PoolFull when ``max_bytes`` leave no room."""
+        """As :meth:`HostStore.put`; PoolFull when ``max_bytes`` leave no room, or no more can be page-locked."""
         try:
             super().put(name, tensor)
         except PoolFull:
@@ -74,6 +76,14 @@ class GrowingHostStore(TieredStore):
                 f"{name!r} needs {nbytes} bytes of host memory, but {self._limit_name} is "
                 f"{self.max_bytes} bytes, of which {left} are not taken yet"
             )
-        host = HostStore(self.engine, min(max(self._slab_bytes, whole_pages(nbytes)), left))
+        try:
+            host = HostStore(self.engine, min(max(self._slab_bytes, whole_pages(nbytes)), left))
+        except RuntimeError as error:
+            self.max_bytes = self.pinned_bytes  # nor is it tried again
+            warnings.warn(
+                f"{self._limit_name} comes to {self.max_bytes} bytes only: {error}", stacklevel=2
+            )
+            self._limit_name = "all that could be page-locked"
+            raise PoolFull(f"{name!r} needs {nbytes} bytes of host memory: {error}") from error
         self._hosts.append(host)
         self.tiers = (*self.tiers, host)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol
 
@@ -140,6 +141,8 @@ class CudaStreams:
         portable = 1
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), portable)
         if int(code) != 0:
+            with suppress(RuntimeError):  # else the next kernel raises what is the last error still
+                torch.ones((), device=self.device)
             raise RuntimeError(
                 f"cannot page-lock {memory.numel()} bytes of host memory (CUDA error {int(code)}): "
                 "ask for a smaller pool, or raise the limit of locked memory (ulimit -l)"

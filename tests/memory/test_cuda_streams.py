@@ -14,9 +14,11 @@ import torch
 from memory_cases import PAGE, assert_same, pattern, tensors
 
 from hmt_deepspeed.memory.errors import TransferError
+from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.host import HostStore
 from hmt_deepspeed.memory.nvme import FileStore
 from hmt_deepspeed.memory.streams import CudaStreams
+from hmt_deepspeed.memory.tiered import TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 
 CPU = torch.device("cpu")
@@ -71,7 +73,8 @@ class Cuda:
     def __init__(self, patch):
         self.compute = self.now = Stream()
         self.recorded, self.locked, self.devices = [], {}, []
-        copy = torch.Tensor.copy_
+        self.lockable, self.last_error = 2**40, 0
+        copy, ones = torch.Tensor.copy_, torch.ones
 
         def copy_(target, source, non_blocking=False):
             assert non_blocking
@@ -95,6 +98,13 @@ class Cuda:
         def record_stream(tensor, side):
             self.recorded.append((tensor.data_ptr(), side))
 
+        def launch(*args, **kwargs):
+            code, self.last_error = self.last_error, 0
+            if code:
+                raise RuntimeError(f"CUDA error {code}")
+            return ones(*args, **kwargs)
+
+        patch.setattr(torch, "ones", launch)
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "device", device)
@@ -104,6 +114,9 @@ class Cuda:
         patch.setattr(torch.Tensor, "record_stream", record_stream)
 
     def cudaHostRegister(self, pointer, nbytes, flags):
+        if sum(self.locked.values()) + nbytes > self.lockable:
+            self.last_error = 2
+            return 2
         self.locked[pointer] = nbytes
         return 0
 
@@ -151,6 +164,26 @@ def test_memory_is_not_freed_while_it_is_page_locked(cuda):
         gc.collect()
         assert not cuda.locked
         assert stored.done()
+
+
+def test_where_no_more_can_be_page_locked_tensors_go_to_the_next_tier(
+    cuda, engine, tmp_path, recwarn
+):
+    cuda.lockable = 18 * PAGE
+    host = GrowingHostStore(engine, 8 * PAGE, "hmt.limit", slab_bytes=2 * PAGE)
+    store = TieredStore([host, FileStore(engine, str(tmp_path))])
+    for index in range(4):
+        store.put(str(index), torch.full((PAGE // 4,), float(index)))
+        assert torch.ones(1).item() == 1  # what failed is no later kernel's error
+    found = [store.get(str(index)) for index in range(4)]
+    cuda.compute.synchronize()
+    assert [value[0].item() for value in found] == list(range(4))
+    assert host.pinned_bytes == 2 * PAGE
+    (told,) = recwarn
+    assert str(told.message).startswith(f"hmt.limit comes to {2 * PAGE} bytes only: cannot page-")
+    store.close()
+    with pytest.raises(RuntimeError, match="cannot page-lock"):  # at the start nothing replaces it
+        GrowingHostStore(engine, 8 * PAGE, "hmt.limit", slab_bytes=4 * PAGE)
 
 
 def test_the_consumer_waits_for_the_fetch_and_the_host_does_not(cuda, engine):
