@@ -102,7 +102,7 @@ class Weight:
         if self.master is not None:
             return self.master
         with self.shard() as shard:
-            return shard.to(self.device, torch.float32)
+            return shard.to(self.device).float()
 
     def set_values(self, values: Tensor) -> None:
         """Overwrite master and shard from flat fp32 values of the shard."""
@@ -178,7 +178,8 @@ class Weight:
             return
         with self.shard(overwrite=True) as shard:
             if self.master is not None:
-                shard.copy_(values)
+                # torch would convert on the host, and move more bytes
+                shard.copy_(values.to(shard.dtype) if self._offloaded else values)
             elif self._offloaded:
                 rounded = torch.empty_like(shard, device=self.device)
                 stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])

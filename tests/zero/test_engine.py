@@ -19,6 +19,7 @@ from deepspeed.utils import (
 )
 from harness import Ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import (
     LOW_RANK,
     assert_same,
@@ -35,6 +36,8 @@ from training import (
 )
 
 import hmt_deepspeed
+from hmt_deepspeed.zero.shards import RowShards
+from hmt_deepspeed.zero.weights import Weight
 
 STEPS = 6
 
@@ -218,6 +221,35 @@ def test_stage_3_parameters_persistent_or_not(ranks: Ranks) -> None:
     assert counts["none"] == 0 < counts["some"] < counts["all"]
     for how in ("some", "all", "zero.Init"):
         assert_same(found["none"], found[how])
+
+
+class Conversions(TorchDispatchMode):
+    """Finds copies to another device that convert; torch makes them on the host. A meta device is the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = func is torch.ops.aten.copy_.default
+        target = args[0] if is_copy else func(*args, **(kwargs or {}))
+        if is_copy or func is torch.ops.aten._to_copy.default:
+            source = args[1] if is_copy else args[0]
+            if source.device != target.device and source.dtype != target.dtype:
+                self.found.append(f"{source.dtype} to {target.dtype}")
+        return target
+
+
+@pytest.mark.parametrize("keep_master", [True, False])
+def test_a_step_on_offloaded_weights_converts_on_the_device(keep_master: bool) -> None:
+    param: Any = torch.nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16, device="meta"))
+    param.ds_tensor = torch.zeros(24, dtype=torch.bfloat16)
+    param.ds_tensor.final_location = None
+    weight = Weight(param, RowShards(6, 4, 1), 0, keep_master)
+    assert weight.has_master == keep_master
+    with Conversions() as conversions:
+        weight.step_update(torch.ones(6, 4, device="meta"), 0.1, 0.0, key=0)
+    assert not conversions.found
 
 
 class GatherStream:
