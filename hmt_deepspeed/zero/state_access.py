@@ -11,6 +11,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.encoded import EncodedWeight
@@ -226,6 +227,8 @@ def move_states(
             first.to(device, non_blocking=non_blocking)
             second.to(device, non_blocking=non_blocking)
             entry.dense_state = (first, second, step.to(device, non_blocking=non_blocking))
+    if non_blocking and torch.device(device).type == "cpu":
+        get_accelerator().synchronize()  # the host, which may read them now, waits for no stream
 
 
 def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -171,8 +172,13 @@ def test_offload_param_changes_nothing(ranks: Ranks, variant: str) -> None:
 def moves_states(stage: int, move: bool) -> dict[str, Any]:
     engine = make_engine(ds_config(stage, bf16={"enabled": True}))
     losses = train(engine, 3)
+    fences: list[str] = []
     if move:
-        engine.offload_states()
+        accelerator = get_accelerator()
+        accelerator.synchronize = lambda *_: fences.append("waits")
+        engine.optimizer.offload_states(non_blocking=True)
+        fences.append("offloaded")
+        del accelerator.synchronize
         engine.reload_states()
     losses += train(engine, 3, first=3)
     error = ""
@@ -180,7 +186,7 @@ def moves_states(stage: int, move: bool) -> dict[str, Any]:
         engine.optimizer.offload_states(include=["lp_params"])
     except ValueError as refusal:
         error = str(refusal)
-    return {"losses": losses, "weights": weights(engine), "error": error}
+    return {"losses": losses, "weights": weights(engine), "error": error, "fences": fences}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -188,6 +194,7 @@ def test_offload_and_reload_states(ranks: Ranks, stage: int) -> None:
     plain, moved = (ranks.run(moves_states, 2, stage, move)[0] for move in (False, True))
     assert plain["losses"] == moved["losses"]
     assert "include" in moved["error"]
+    assert moved["fences"] == ["waits", "offloaded"]
 
 
 def partitioned_from_the_start(how: str) -> dict[str, Any]:
