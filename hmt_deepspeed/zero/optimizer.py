@@ -120,6 +120,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             order_of_use(self.entries, param_names),
             self.host,
         )
+        self._step.written = self.order_gathers
         self._hooks = self._register_hooks()
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
@@ -163,7 +164,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
     def _register_hooks(self) -> list[Any]:
         hooks: list[Any] = []
         if self.parameter_offload is not None:
-            hooks.append(self.module.register_forward_pre_hook(self._order_gathers, prepend=True))
+            # for writes that are not ours: GatheredParameters
+            hooks.append(self.module.register_forward_pre_hook(self.order_gathers, prepend=True))
         params = [entry.gradient.param for entry in self.entries]
         for entry in self.entries:
             param: Any = entry.gradient.param
@@ -174,10 +176,15 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 param.partition()
         return hooks
 
-    def _order_gathers(self, *_: object) -> None:
-        """ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing: neither for what a
-        step has written to the partitions, nor a loaded checkpoint."""
-        stream = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream  # type: ignore[union-attr]
+    def order_gathers(self, *_: object) -> None:
+        """Gathers to come wait for what was written to the partitions of stage 3 until now.
+
+        ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing. A rank alone has nothing to
+        gather, but DeepSpeed makes its host wait for that stream.
+        """
+        if self.parameter_offload is None or self.collectives.world == 1:
+            return
+        stream = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())
 
@@ -383,6 +390,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def checkpoint_event_epilogue(self) -> None:
         """After saving or loading: persistent parameters of stage 3 whole again."""
+        self.order_gathers()
         self._gather_persistent_parameters()
 
     def empty_partition_cache(self) -> None:

@@ -68,6 +68,7 @@ class StateAccess:
         entry, rank = self._settled(param), self.optimizer.shard_rank
         if optim_state_key is None:
             entry.weight.set_whole(value.reshape(-1).float())
+            self.optimizer.order_gathers()
         elif entry.matrix is None:
             shard = entry.gradient.shards.shard_of(value.reshape(-1), rank)
             self._set_state(entry, optim_state_key, shard)
@@ -114,6 +115,7 @@ class StateAccess:
         entry = self._settled(param)
         if optim_state_key is None:
             entry.weight.set_values(value.reshape(-1).float())
+            self.optimizer.order_gathers()
         else:
             self._set_state(entry, optim_state_key, value)
 

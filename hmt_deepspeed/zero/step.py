@@ -41,6 +41,9 @@ class ZeroStep:
         shard_rank: this process's place in the shards; 0 at stage 0.
         order: places of the entries in the order in which their new weights are needed.
         host: does the updates in host memory, None when there are none.
+
+    Attributes:
+        written: called when new weights are in place, by default nothing.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ZeroStep:
         host: HostWorker | None = None,
     ) -> None:
         self.order, self.host = order, host
+        self.written: Callable[[], None] = lambda: None
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
         self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
@@ -278,6 +282,7 @@ class ZeroStep:
                 self._gather_weight(entry, gather)
             entry.gradient.clear()
         gather.finish()
+        self.written()
         self._uncommitted = bool(self._unfinished)
 
     def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
@@ -322,6 +327,8 @@ class ZeroStep:
         Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
         at different places still gather in the same order.
         """
+        if not self._unfinished:
+            return
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         while self._unfinished:
             entry = self._unfinished.popleft()
@@ -331,6 +338,7 @@ class ZeroStep:
             if entry is last:
                 break
         gather.finish()
+        self.written()
 
     def commit(self) -> None:
         """What a finished step has written to an SSD counts; waits for the last writes of it.

@@ -17,8 +17,10 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
 )
 from harness import Ranks
+from test_offload_optimizer import offloaded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import (
@@ -260,31 +262,64 @@ def test_a_step_on_offloaded_weights_converts_on_the_device(keep_master: bool) -
 
 
 class GatherStream:
-    """In the place of DeepSpeed's stream for all-gathers, which a CPU has not."""
+    """In the place of DeepSpeed's stream for all-gathers, which a CPU has not: what its next gather may read."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.found = engine, list[tuple[object, bool]]()
+        self.params, self.num_waits = dict(engine.module.named_parameters()), 0
+        self.visible = self._partitions()
+        engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream = self
+
+    def _partitions(self) -> dict[str, Tensor]:
+        return {name: p.ds_tensor.detach().clone() for name, p in self.params.items()}
 
     def wait_stream(self, stream: object) -> None:
-        dense = [p for p in self.engine.module.parameters() if not p.ds_persist]
-        self.found.append((stream, any(p.numel() for p in dense)))
+        self.num_waits += 1
+        self.visible = self._partitions()
+
+    def is_late(self) -> bool:
+        return any(not torch.equal(now, self.visible[n]) for n, now in self._partitions().items())
 
 
-def forward_orders_gathers() -> list[tuple[object, bool]]:
-    engine = make_engine(ds_config(3), tiny_llama())
-    stream = GatherStream(engine)
-    engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream = stream
+def late_gathers(folder: str, overlap: str) -> dict[str, bool]:
+    """After what a gather would not find the new weights."""
+    config, late = ds_config(3), {}
+    if overlap:
+        config = offloaded(config)
+        config["hmt"]["offload"] = {"overlap": overlap}
+    engine = make_engine(config, tiny_llama())
+    stream, param = GatherStream(engine), engine.module.lm_head.weight
+    train(engine, 1)
+    if overlap == "forward":
+        model_weights(engine)
+    late["step"] = stream.is_late()
+    engine.save_checkpoint(folder, tag="one")
     train(engine, 2)
-    engine.eval()
+    safe_set_full_fp32_param(param, torch.ones(param.ds_shape))
+    late["set"] = stream.is_late()
+    safe_set_local_fp32_param(param, torch.zeros(param.ds_tensor.numel()))
+    late["set local"] = stream.is_late()
+    engine.load_checkpoint(folder, tag="one")
+    late["load"] = stream.is_late()
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        param.data.fill_(2.0)
     with torch.no_grad():
         loss_of(engine, micro_batches(engine, 0)[0])
-    engine.destroy()
-    return stream.found
+    late["gathered"] = stream.is_late()
+    return late | {"waits": stream.num_waits > 0}
 
 
-def test_stage_3_gathers_wait_for_what_the_step_wrote(ranks: Ranks) -> None:
-    """Before every forward, while nothing is gathered yet."""
-    assert ranks.run(forward_orders_gathers, 2)[0] == [(None, False)] * 3
+@pytest.mark.parametrize("overlap", ["", "forward"])
+def test_stage_3_gathers_wait_for_what_was_written(
+    ranks: Ranks, tmp_path: Any, overlap: str
+) -> None:
+    for found in ranks.run(late_gathers, 2, str(tmp_path), overlap):
+        assert found.pop("waits")
+        assert not any(found.values()), found
+
+
+def test_a_rank_alone_waits_for_no_gathers(ranks: Ranks, tmp_path: Any) -> None:
+    """Each would keep the host: there the weights are the partitions."""
+    assert not ranks.run(late_gathers, 1, str(tmp_path), "")[0]["waits"]
 
 
 # -- Hugging Face's checkpointing ----------------------------------------------------------------------
