@@ -1,0 +1,87 @@
+"""Blocks of the config and what is said of bad ones."""
+
+import pytest
+
+from hmt_deepspeed.config import HMTConfig
+
+DEFAULTS = {
+    "method": "lowrank_adamw",
+    "projection": "right",
+    "rank": "auto",
+    "rank_candidates": (32, 64, 128, 256),
+    "energy_threshold": 0.95,
+    "rank_budget": None,
+    "full_rank_budget": 0.0,
+    "update_interval": 200,
+    "refresh": "staggered",
+    "early_refresh": True,
+    "range_finder": "randomized",
+    "moment_transfer": "rotate",
+    "residual": "probe",
+    "share_basis": False,
+    "probes": "auto",
+    "residual_scale": "auto",
+    "projected_backward": "auto",
+    "scale": "auto",
+    "scale_type": "auto",
+    "norm_growth_limit": "auto",
+    "max_full_gradient_bytes": "auto",
+    "state_dtype": "fp32",
+    "second_moment": "full",
+    "master_weights": "fp32",
+    "weight_dtype": "auto",
+    "target_modules": None,
+    "exclude_modules": ("embed", "lm_head", "lora_"),
+    "module_rules": {},
+    "seed": 0,
+}
+POLICY = {
+    "embedding": "keep",
+    "attention_qkv": "recompute",
+    "attention_output": "int8",
+    "mlp_intermediate": "int8",
+    "residual": "keep",
+    "layernorm": "keep",
+    "projected_inputs": "recompute",
+    "lm_head": "keep",
+}
+ACTIVATIONS = {
+    "policy": POLICY,
+    "overrides": {},
+    "components": {},
+    "rounding": "stochastic",
+    "block_size": 256,
+    "host_memory": "auto",
+    "nvme_path": None,
+    "error_interval": 0,
+}
+KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "seed"}
+KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
+    "rank",
+    "update_interval",
+    "refresh",
+    "scale",
+    "scale_type",
+    "norm_growth_limit",
+    "projected_backward",
+    "target_modules",
+    "exclude_modules",
+}
+
+
+def problems_of(block: object) -> dict[str, str]:
+    """The lines of the one ValueError that `block` raises, by key."""
+    with pytest.raises(ValueError) as caught:
+        HMTConfig.from_block(block)
+    assert type(caught.value) is ValueError
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith('The "hmt" block of the DeepSpeed config has ')
+    assert f" {len(lines)} problem" in first
+    assert all(line.startswith("  - hmt.") for line in lines)
+    return dict(line.removeprefix("  - ").split(": ", 1) for line in lines)
+
+
+def problem_of_field(section: str = "optimizer", **fields: object) -> tuple[str, str]:
+    problems = problems_of({section: fields})
+    assert len(problems) == 1, problems
+    return next(iter(problems.items()))
