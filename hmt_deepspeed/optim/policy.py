@@ -109,7 +109,9 @@ class RankPolicy:
 
     def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
         """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""
-        seen = nan if self.trigger is None else self.trigger.reference[self._watched.index(index)]
+        seen = nan
+        if self.trigger is not None and index in self._watched:
+            seen = self.trigger.reference[self._watched.index(index)]
         latest = self.histories[leader.name].latest
         assert latest is not None
         sketched = dict(zip(leader.candidates, latest.captured, strict=False))

@@ -28,6 +28,9 @@ __all__ = [
 
 # A number that is a whole part of a dotted name: the index of a layer, an expert, a stage.
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+# Share of a gradient's energy below which its growth is taken for noise: batches move even a smoothed norm by
+# some per cent.
+LEAST_ARRIVAL = 0.05
 _LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 
@@ -105,7 +108,7 @@ def predict_rank(
     Energy leaves a basis because its directions turn, which a new basis of the same rank wins back, or
     because new directions arrive beside them. Only these make the gradient grow: the share of its
     energy that has arrived is at most ``1 - exp(-2 norm_trend)``, and at most what was lost, for a
-    gradient that grows as a whole loses none. Directions as strong as the old ones then need
+    gradient that grows as a whole loses none; less than LEAST_ARRIVAL is none. Directions as strong as the old ones then need
     ``1 / (1 - arrived)`` times the rank. The guess is never below the last rank, whose energy the
     hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank` asks for.
 
@@ -117,7 +120,8 @@ def predict_rank(
     last = history.latest
     if last is None:
         return candidates[0]
-    arrived = max(0.0, min(lost, 1.0 - exp(-2.0 * norm_trend)))
+    arrived = min(lost, 1.0 - exp(-2.0 * norm_trend))
+    arrived = arrived if arrived >= LEAST_ARRIVAL else 0.0
     needed = needed_rank(candidates, last.captured, threshold)
     wanted = max(min(needed, last.rank) / max(1.0 - arrived, 1e-9), last.rank)
     return next((rank for rank in candidates if rank >= wanted), candidates[-1])

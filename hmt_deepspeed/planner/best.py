@@ -27,7 +27,7 @@ def best_plan(
     """(plan, its closed form, its simulation), or None if no plan fits.
 
     Args:
-        time_limit: seconds of each search; there are up to four.
+        time_limit: seconds of each solve; there are up to four.
     """
     plan = solve(problem, allowed, time_limit=time_limit)
     if plan is None:

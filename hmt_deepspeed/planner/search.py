@@ -63,10 +63,10 @@ class Solution:
 def solve_program(program: Program, time_limit: float = 1.5) -> Solution | None:
     """The counts of the fastest iteration, or None if no counts satisfy the limits.
 
-    After ``time_limit`` seconds the best counts known are returned with their gap. Where none are known by
-    then, the search goes on to the first; so 0 asks whether there are any.
+    After ``time_limit`` seconds, refining included, the best counts known are returned with their gap. Where
+    none are known by then, the search goes on to the first; so 0 asks whether there are any.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = time.monotonic() + max(time_limit / 2, time_limit - 2 * _REFINING)
     search = _Search(program)
     incumbent: Counts | None = None
     best = np.inf

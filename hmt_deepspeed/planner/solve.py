@@ -7,6 +7,7 @@ recompute needs is counted along the layer's graph and not added up site by site
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -93,7 +94,7 @@ def solve(problem: Problem, allowed: Allowed, *, time_limit: float = 1.5) -> Pla
 
     Args:
         allowed: of each component; see :func:`allowed_choices`.
-        time_limit: seconds of search; after that the best plan so far, with its ``gap``.
+        time_limit: seconds for it all; after that the best plan so far, with its ``gap``.
     """
     variants = [problem]
     if problem.setup.model_parallel > 1:
@@ -182,6 +183,7 @@ def _solution(
     What is swapped takes room in host memory for what is on its way, a constant that a program of fractions
     cannot switch on: it is set aside, and where nothing fits then, done without what needs it.
     """
+    start = time.monotonic()
     static, engine = static_bytes(problem), problem.setup.engine
     free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
     stagings: list[tuple[int, frozenset[Choice]]] = [(0, frozenset())]
@@ -200,7 +202,8 @@ def _solution(
             continue
         room = free | {"host": free["host"] - staging}
         limits = np.array([room[name] for name in MEMORIES])
-        solution = solve_program(_program(problem, parts, columns, limits), time_limit)
+        left = max(time_limit / 2, time_limit - (time.monotonic() - start))
+        solution = solve_program(_program(problem, parts, columns, limits), left)
         if solution is not None:
             return columns, solution
     return [], None

@@ -18,7 +18,10 @@ STEPS = 4
 def train(policy=None, accumulation=1, **changes):
     """Weights and the report of the last step of a run; every window of a schedule is met."""
     model = tiny("llama", num_hidden_layers=2)
-    optimizer = HMT(model, **{**OPTIONS, **changes})
+    options = {**OPTIONS, **changes}
+    if "method" in changes:
+        del options["probes"]
+    optimizer = HMT(model, **options)
     backend = None if policy is None else make_backend(model, policy)
     if backend is not None:
         backend.install()

@@ -18,6 +18,7 @@ from hmt_deepspeed.optim.rank_history import (
     predict_rank,
     prior_rank,
 )
+from hmt_deepspeed.optim.settings import MatrixSettings
 
 CPU = torch.device("cpu")
 CANDIDATES = (8, 16, 32, 64)
@@ -121,6 +122,7 @@ DOUBLED = log(2) / 2  # of the norm, when the gradient's energy doubles
         (112, (0.1, 0.2, 0.3, 0.4), 0.0, 0.0, 64),  # full rank: to be measured at the largest
         (64, (0.1, 0.2, 0.3, 0.4), 0.0, 0.0, 64),  # out of reach
         (32, (0.5, 0.8, 0.92), 0.0, 0.0, 32),  # held by the hysteresis
+        (32, (0.5, 0.8, 0.92), 0.04, 0.04, 32),  # noise does not move it
     ],
 )
 def test_prediction(rank, captured, lost, trend, expected):
@@ -338,7 +340,7 @@ def test_trigger_reads_the_device_once_per_interval():
 
 def test_matrices_on_several_devices_are_read_together():
     class Matrix:
-        redraws = False
+        redraws, settings = False, MatrixSettings()
 
         def __init__(self, device):
             self.name, self.device = device, device
