@@ -87,7 +87,7 @@ class ApolloMatrix(MatrixRule):
     def square_norm(self, sums: Tensor) -> Tensor:
         return sums[0]
 
-    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
+    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         return sums[0]
 
     def advance(

@@ -136,9 +136,9 @@ class FactoredMatrix(LowRankMatrix):
         rest = self._rest_square(own, inside, inside_square)
         return torch.cat((torch.stack((inside_square, rest)), columns))
 
-    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
+    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         self._column_squares = sums[2:] / self.shape[0]
-        return super().observe(sums, loss_scale)
+        return super().observe(sums, scale)
 
     def advance(
         self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float

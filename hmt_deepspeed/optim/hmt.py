@@ -98,6 +98,7 @@ class HMT(Optimizer):
         self._policy = build_policy((), self.options)
         self._linear_names: set[str] | None = None
         self._steps = 0
+        self._clipped: Tensor | None = None  # what clip_grad_norm_ has multiplied the gradients by
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
             release(model)
@@ -293,6 +294,7 @@ class HMT(Optimizer):
         """Drop the gradients, the projected ones included."""
         for site in self._sites.values():
             site.take()
+        self._clipped = None
         super().zero_grad(set_to_none)
 
     def _ready(self) -> None:
@@ -363,6 +365,7 @@ class HMT(Optimizer):
         for slot in slots:
             for gradient in slot.gradients():
                 gradient.mul_(factor.to(gradient.device))
+        self._clipped = factor if self._clipped is None else self._clipped * factor
         return norm
 
     # -- step -----------------------------------------------------------------------------------
@@ -385,8 +388,9 @@ class HMT(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self._slots:
-                    self._slots[param].step(group, self._steps)
-        self._steps += 1
+                    clipped = 1.0 if self._clipped is None else self._clipped.to(param.device)
+                    self._slots[param].step(group, self._steps, clipped)
+        self._steps, self._clipped = self._steps + 1, None
         for number in self._policy.stale(self._steps):
             self._schedule.advance(self._groups[number][0], self._steps)
         self._prepare()

@@ -335,9 +335,9 @@ class LowRankMatrix(MatrixRule):
         n, rank = self.shape[1], self.rank
         return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
 
-    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
+    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         total = self.square_norm(sums)
-        self.follow(sums[0], total, loss_scale)
+        self.follow(sums[0], total, scale)
         return total
 
     def advance(

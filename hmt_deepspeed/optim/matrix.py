@@ -150,9 +150,15 @@ class MatrixRule(ABC):
         """The (estimated) ``||G||_F^2`` from the sums of :meth:`measure`, 0-dim fp32."""
 
     @abstractmethod
-    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
-        """Take the sums of :meth:`measure` over all rows; the (estimated) ``||G||_F^2``, 0-dim, with
-        the loss scale still in it."""
+    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        """Take the sums of :meth:`measure` over all rows.
+
+        Args:
+            scale: what the gradient they measured has been multiplied by: a loss scale, a clipping.
+
+        Returns:
+            The (estimated) ``||G||_F^2`` of that gradient, the scale still in it, 0-dim fp32.
+        """
 
     @abstractmethod
     def advance(
@@ -181,12 +187,12 @@ class MatrixRule(ABC):
 
     # -- energy ---------------------------------------------------------------------------------
 
-    def follow(self, inside: Tensor, total: Tensor, loss_scale: float) -> None:
-        """Smooth ``||G||^2`` without the loss scale and the share of it inside the basis;
-        bias-corrected like a moment."""
+    def follow(self, inside: Tensor, total: Tensor, scale: Tensor | float) -> None:
+        """Smooth ``||G||^2`` without the scale and the share of it inside the basis; bias-corrected like a
+        moment."""
         share = inside / total.clamp_min(_TINY)
         self.captured_energy.lerp_(share, 1 - ENERGY_SMOOTHING)
-        self.mean_square_norm.lerp_(total / loss_scale**2, 1 - ENERGY_SMOOTHING)
+        self.mean_square_norm.lerp_(total / scale**2, 1 - ENERGY_SMOOTHING)
         self.energy_weight += (1 - ENERGY_SMOOTHING) * (1 - self.energy_weight)
 
     def forget_energy(self) -> None:

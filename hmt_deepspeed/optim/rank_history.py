@@ -108,9 +108,9 @@ def predict_rank(
     Energy leaves a basis because its directions turn, which a new basis of the same rank wins back, or
     because new directions arrive beside them. Only these make the gradient grow: the share of its
     energy that has arrived is at most ``1 - exp(-2 norm_trend)``, and at most what was lost, for a
-    gradient that grows as a whole loses none; less than LEAST_ARRIVAL is none. Directions as strong as the old ones then need
-    ``1 / (1 - arrived)`` times the rank. The guess is never below the last rank, whose energy the
-    hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank` asks for.
+    gradient that grows as a whole loses none; less than LEAST_ARRIVAL is none. Directions as strong as
+    the old ones then need ``1 / (1 - arrived)`` times the rank. The guess is never below the last rank,
+    whose energy the hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank` asks for.
 
     Args:
         history: of the matrix; without any, the smallest candidate.

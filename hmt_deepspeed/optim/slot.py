@@ -152,20 +152,26 @@ class Slot:
 
     # -- step -----------------------------------------------------------------------------------
 
-    def step(self, group: Mapping[str, Any], step: int) -> None:
-        """Update the weight; without a gradient nothing happens."""
+    def step(self, group: Mapping[str, Any], step: int, clipped: Tensor | float = 1.0) -> None:
+        """Update the weight; without a gradient nothing happens.
+
+        Args:
+            clipped: what clipping has multiplied the gradient by.
+        """
         if self.matrix is not None:
-            self._step_matrix(self.matrix, group, step)
+            self._step_matrix(self.matrix, group, step, clipped)
         elif self.param.grad is not None:
             self._step_dense(self.param.grad, group, step)
 
-    def _step_matrix(self, matrix: MatrixRule, group: Mapping[str, Any], step: int) -> None:
+    def _step_matrix(
+        self, matrix: MatrixRule, group: Mapping[str, Any], step: int, clipped: Tensor | float
+    ) -> None:
         reduced = self.reduced()
         if reduced is None:
             return
         if self.site is not None:
             self.site.take()
-        matrix.observe(matrix.measure(reduced, slice(None)))
+        matrix.observe(matrix.measure(reduced, slice(None)), clipped)
         if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
         update, sums = matrix.advance(reduced, 1.0, betas=group["betas"], eps=group["eps"])

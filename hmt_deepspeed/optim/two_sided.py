@@ -121,12 +121,12 @@ class TwoSidedMatrix(LowRankMatrix):
         core = self.left_basis[counted].float().t() @ image
         return torch.cat((super().measure(gradient, counted), core.flatten()))
 
-    def observe(self, sums: Tensor, loss_scale: float = 1.0) -> Tensor:
+    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         self._core = sums[2:].view(self.rank, self.rank)
         core_square = self._core.square().sum()
         total = self.square_norm(sums)
         self._seen = torch.maximum(core_square, sums[1]).sqrt()
-        self.follow(core_square, total, loss_scale)
+        self.follow(core_square, total, scale)
         return total
 
     def advance(

@@ -206,6 +206,24 @@ def test_clipping_leaves_small_gradients_and_refuses_nonsense():
         optimizer.clip_grad_norm_(0)
 
 
+def test_the_norm_that_ranks_are_predicted_by_is_that_before_clipping():
+    norms = []
+    for max_norms in ((), (0.05,), (0.5, 0.05)):
+        model = network()
+        optimizer = HMT(
+            model, **{**OPTIONS, "lr": 0.0}
+        )  # weights stay: all three see the same gradients
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            for max_norm in max_norms:
+                optimizer.clip_grad_norm_(max_norm)
+            optimizer.step()
+        norms.append([matrix.log_norm() for matrix in optimizer.matrices.values()])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-4)
+
+
 # -- gradients that are missing or bad ------------------------------------------------------------
 
 
