@@ -1,0 +1,212 @@
+"""Speed, CSV, JSON, Markdown and plots of what there is, and the README's table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare_runs import TRAINED, cell, markdown_rows
+
+from comparison.cells import Setting, Store
+from comparison.headline import headline
+from comparison.plots import draw
+from comparison.report import markdown, summaries, weight_decay, write_report
+from comparison.speed import measure_speed
+from comparison.stages import best_rate, lowest_rate
+
+
+def test_speed_alternates_and_skips_with_a_reason(
+    setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "speed.json"
+    names = ["adamw", "hmt_d4", "hmt_proposed", "adamw_activations"]
+    report = measure_speed([*names, "qlora"], setting, data, 3, path)
+    assert json.loads(path.read_text(encoding="utf-8")).keys() == report.keys()
+    assert report["adamw"]["together"] == names
+    assert len(report["adamw"]["step_seconds"]) == 3
+    assert report["hmt_d4"]["tokens_per_second"] > 0
+    for name in names:
+        assert report[name]["step_seconds_median"] == pytest.approx(
+            sorted(report[name]["step_seconds"])[1], abs=1e-5
+        )
+    assert report["hmt_d4"]["tokens_per_cpu_second"] > 0
+    assert "CUDA" in report["qlora"]["skipped"]
+
+
+def test_the_report_writes_csv_json_markdown_and_plots(
+    setting: Setting, store: Store, data: Any, results: Any
+) -> None:
+    measure_speed(["adamw"], setting, data, 2, store.results / "speed.json")
+    folder = write_report(store, store.results / "speed.json")
+    with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["variant"] for row in rows} == set(TRAINED)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    (experiment,) = report.values()
+    own = experiment["variants"]["adamw"]
+    assert own["val_loss"] == pytest.approx(results["adamw"]["val_loss"])
+    assert own["speed_measured_alone"] is True
+    assert own["lr_at_the_edge"] is True
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert all(f"| {name} |" in text for name in TRAINED)
+    for picture in ("loss", "memory"):
+        name = f"{experiment['name']}-{picture}.png"
+        assert (folder / name).stat().st_size > 5000
+        assert f"({name})" in text
+
+
+def test_ranks_are_drawn_where_there_are_several(
+    store: Store, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    records = [r for r in store.records() if r["variant"] in ("galore", "hmt_d4")]
+    (experiment,) = summaries(records, {})
+    assert [path.name for path in draw(experiment, records, tmp_path)] == [
+        f"{experiment['name']}-loss.png",
+        f"{experiment['name']}-memory.png",
+    ]
+    moved = next(iter(records[1]["curves"]["ranks"].values()))
+    moved[-1] += 8
+    *_, drawn = draw(experiment, records, tmp_path)
+    assert drawn.name == f"{experiment['name']}-ranks.png"
+    assert drawn.stat().st_size > 5000
+
+
+# What the paper compares: columns of cells.csv, which are keys of report.json; headers of report.md.
+METRICS = {
+    "peak device memory": (["peak_device_bytes"], ["peak memory"]),
+    "average device memory": (["average_device_bytes"], ["average memory"]),
+    "throughput": (["tokens_per_second"], ["tokens/s"]),
+    "step time": (["step_seconds_median", "step_seconds_p95"], ["step, median / p95"]),
+    "validation loss": (["val_loss"], ["validation loss"]),
+    "host RAM": (["peak_host_bytes"], ["host RAM"]),
+    "bytes over PCIe": (["pcie_bytes"], ["PCIe"]),
+    "checkpoint size": (["checkpoint_bytes"], ["checkpoint"]),
+    "rank distribution": (
+        ["rank_smallest", "rank_mean", "rank_largest", "rank_counts"],
+        ["ranks"],
+    ),
+    "activation error": (["activation_error"], ["activation error"]),
+}
+
+
+def test_the_report_has_every_metric_of_the_paper(
+    store: Store, results: dict[str, dict[str, Any]]
+) -> None:
+    folder = write_report(store, store.results / "speed.json")
+    with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
+        row = next(own for own in csv.DictReader(file) if own["variant"] == "hmt_d4")
+    (experiment,) = json.loads((folder / "report.json").read_text(encoding="utf-8")).values()
+    line = experiment["variants"]["hmt_d4"]
+    shown = markdown_rows((folder / "report.md").read_text(encoding="utf-8"))["hmt_d4"]
+    for metric, (columns, headers) in METRICS.items():
+        for where, keys in ((row, columns), (line, columns), (shown, headers)):
+            assert set(keys) <= set(where), metric
+            filled = {where[key] not in ("", None) for key in keys}
+            assert filled == {metric != "bytes over PCIe"}, metric  # on a CPU nothing crosses it
+    assert line["peak_host_bytes"] == results["hmt_d4"]["peak_host_bytes"]
+    assert (row["rank_smallest"], row["rank_mean"], row["rank_largest"]) == ("16", "16", "16")
+    assert row["rank_counts"] == "16:14"
+
+
+def test_bytes_over_pcie_are_shown_where_there_are_any(
+    setting: Setting, data: Any, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    store.write(cell(setting, data, "adamw"), {**results["adamw"], "pcie_bytes": 3 * 2**20})
+    (experiment,) = summaries(store.records(), {})
+    assert markdown_rows(markdown(experiment))["adamw"]["PCIe"] == "3 MiB"
+
+
+def test_older_cells_are_read_and_marked(
+    setting: Setting, data: Any, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Their activation error is a mean over all matrices, their memory was sampled once a step."""
+    store = Store(tmp_path, tmp_path / "runs")
+    newer = ("device_samples", "activation_error_matrices")
+    older = {key: value for key, value in results["hmt_d4"].items() if key not in newer}
+    for variant in ("hmt_d4", "hmt_auto_side_d4", "hmt_full_residual_d4"):
+        store.write(cell(setting, data, variant), older)
+    store.write(cell(setting, data, "adamw"), results["adamw"])
+    (experiment,) = summaries(store.records(), {})
+    rows = markdown_rows(markdown(experiment))
+    assert rows["hmt_d4"]["activation error"] == f"{older['activation_error']:.3f}"
+    assert rows["hmt_auto_side_d4"]["activation error"] == ""
+    assert rows["hmt_full_residual_d4"]["activation error"] == ""
+    assert rows["hmt_d4"]["average memory"].startswith("^")
+    assert not rows["adamw"]["average memory"].startswith("^")
+
+
+def test_cells_with_one_weight_decay_at_every_rate_are_an_experiment_of_their_own(
+    setting: Setting, data: Any, results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    newer = cell(setting, data, "adamw")
+    store.write(newer, results["adamw"])
+    record = store.records()[0]
+    older = {key: value for key, value in record["setting"].items() if key != "decay"}
+    record |= {"setting": {**older, "weight_decay": 0.1}, "key": "older"}
+    record |= {"lr": 2 * newer.lr, "val_loss": 0.0}
+    (store.results / "cells" / "older.json").write_text(json.dumps(record))
+    found = [weight_decay(experiment["setting"]) for experiment in summaries(store.records(), {})]
+    assert sorted(found) == ["0.0001 / lr", "0.1"]
+    assert best_rate(store, "adamw", setting, data.digest) == newer.lr
+
+
+def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"compare\.py sweep"):
+        write_report(Store(tmp_path, tmp_path), tmp_path / "speed.json")
+
+
+def test_finals_are_compared_with_adamw_at_the_same_seeds(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    for variant, seed, loss in (("adamw", 0, 2.0), ("adamw", 1, 4.0), ("hmt_d4", 1, 3.0)):
+        final = replace(cell(setting, data, variant), stage="final", seed=seed)
+        store.write(final, {**results[variant], "val_loss": loss})
+    head, _, *rows = (line.split(" | ") for line in headline(store).splitlines())
+    found = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
+    assert found["hmt_d4"]["against AdamW"] == "-25.0%"
+    assert (found["adamw"]["against AdamW"], found["adamw"]["seeds"]) == ("", "2")
+    assert found["adamw"]["validation loss"].startswith("3.000 ±")
+    with pytest.raises(ValueError, match=r"compare\.py final"):
+        headline(Store(tmp_path / "empty", tmp_path))
+
+
+def test_rates_are_compared_at_the_seeds_that_all_of_them_have(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    losses = {(1e-3, 0): 3.0, (1e-3, 1): 2.0, (2e-3, 0): 2.9, (4e-3, 0): 3.1}
+    for stage in ("sweep", "final"):
+        for (lr, seed), loss in losses.items():
+            own = replace(cell(setting, data, "adamw"), stage=stage, lr=lr, seed=seed)
+            store.write(own, {**results["adamw"], "val_loss": loss})
+    assert best_rate(store, "adamw", setting, data.digest) == 2e-3  # 1e-3 by the mean of its seeds
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert final["variants"]["adamw"]["lr"] == 2e-3
+    shorter = replace(cell(setting, data, "adamw"), lr=8e-3, tokens=1)
+    store.write(shorter, {**results["adamw"], "val_loss": 1.0})
+    assert best_rate(store, "adamw", setting, data.digest) == 2e-3
+    apart = [{"lr": lr, "seed": seed, "val_loss": 1.0} for seed, lr in enumerate((1e-3, 2e-3))]
+    assert lowest_rate([*apart, {**apart[1], "seed": 2, "val_loss": 0.5}]) == 2e-3
+
+
+def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+    middle = cell(setting, data, "adamw")
+    other_text = replace(middle, text="another")
+    store.write(replace(middle, stage="final"), results["adamw"])
+    for swept in (middle, replace(middle, lr=middle.lr * 2), replace(other_text, lr=middle.lr / 2)):
+        store.write(swept, results["adamw"])
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert final["variants"]["adamw"]["lr_at_the_edge"]
+    store.write(replace(middle, lr=middle.lr / 2), results["adamw"])
+    final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
+    assert not final["variants"]["adamw"]["lr_at_the_edge"]
