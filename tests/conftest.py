@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is loaded: test workers and ranks share the cores, where threads that wait for each other's
+# turns cost up to a hundred times.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "zero"))  # harness and training
 

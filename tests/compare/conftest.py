@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
@@ -17,14 +16,6 @@ from compare_runs import TRAINED, cell
 from comparison.cells import Setting, Store
 from comparison.corpus import pretraining_text
 from comparison.training import train_cell
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
