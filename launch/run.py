@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfigError
 
 import hmt_deepspeed
-from hmt_deepspeed.config import read_json_config
+from hmt_deepspeed.config import HMTConfig, read_json_config
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.train import finish, models
 from hmt_deepspeed.train.data import DEFAULT_CACHE, prepare_data
@@ -84,7 +84,8 @@ def main() -> None:
     models.model_config(args.model)
     deepspeed.init_distributed()
     default = f"runs/{Path(args.deepspeed_config).stem}-{Path(args.model).name}"
-    output_dir = finish.choose_output_dir(args.output_dir, default, args.resume)
+    snapshots = HMTConfig.from_block(config.get("hmt") or {}).snapshot.path
+    output_dir = finish.choose_output_dir(args.output_dir, default, args.resume, snapshots)
 
     data = prepare_data(
         args.data,

@@ -36,17 +36,22 @@ _ENGINE_FIELDS = (
 )
 
 
-def choose_output_dir(wanted: str | None, default: str, resume: bool) -> Path:
+def choose_output_dir(
+    wanted: str | None, default: str, resume: bool, snapshots: str | None = None
+) -> Path:
     """The run's folder, the same on every rank.
 
     Without `wanted` a new run gets `default`, or `default-2`, `default-3`, ... where a run is
-    there already; a resumed one takes the newest of them. Raises ValueError rather than write
-    over a run that has checkpoints, or resume one that has none.
+    there already; a resumed one takes the newest of them. `snapshots` is the config's
+    `hmt.snapshot.path`. Raises ValueError rather than write over a run that has checkpoints or
+    among the snapshots of another, or resume one that has neither.
     """
-    return Path(on_rank_zero(lambda: str(_choose_output_dir(wanted, default, resume))))
+    return Path(on_rank_zero(lambda: str(_choose_output_dir(wanted, default, resume, snapshots))))
 
 
-def _choose_output_dir(wanted: str | None, default: str, resume: bool) -> Path:
+def _choose_output_dir(
+    wanted: str | None, default: str, resume: bool, snapshots: str | None
+) -> Path:
     if wanted is not None:
         folder = Path(wanted)
     else:
@@ -55,15 +60,23 @@ def _choose_output_dir(wanted: str | None, default: str, resume: bool) -> Path:
             number += 1
         folder = _numbered(default, max(number - 1, 1) if resume else number)
     checkpoints = folder / "checkpoints"
-    if resume and not (checkpoints / "latest").exists():
+    taken = snapshots is not None and any(Path(snapshots).glob("step????????"))
+    if resume and not (checkpoints / "latest").exists() and not taken:
+        places = f"{checkpoints} or {snapshots}" if snapshots is not None else f"{checkpoints}"
         raise ValueError(
-            f"--resume found no checkpoint in {checkpoints}; give the --output_dir of a run that "
+            f"--resume found no checkpoint in {places}; give the --output_dir of a run that "
             "saved one (--save_interval), or leave --resume out"
         )
     if not resume and checkpoints.exists():
         raise ValueError(
             f"--output_dir {str(folder)!r} holds a run with checkpoints; continue it with "
             "--resume or give another --output_dir"
+        )
+    if not resume and taken:
+        raise ValueError(
+            f"hmt.snapshot.path is {snapshots!r}, which holds snapshots of another run, and --resume "
+            "would take them for this one's; continue that run with --resume, name another folder or "
+            "remove this one"
         )
     return folder
 

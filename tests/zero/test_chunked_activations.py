@@ -209,13 +209,14 @@ def test_deepspeeds_keys_are_refused() -> None:
     assert "swap_host" in message
 
 
-def test_chunks_under_another_optimizer_are_refused() -> None:
+@pytest.mark.parametrize("other", [{"fpdt": {"enabled": True}}, {"offload": {"overlap": "none"}}])
+def test_what_is_not_activations_is_refused_under_another_optimizer(other: dict[str, Any]) -> None:
     """Activations alone go with any."""
     from hmt_deepspeed.zero.selection import hmt_options
 
     config: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "hmt": {"activations": {}}}
     assert hmt_options(config, None) is None
-    config["hmt"]["fpdt"] = {"enabled": True}
+    config["hmt"] |= other
     with pytest.raises(ValueError, match='leave only "activations" in it'):
         hmt_options(config, None)
 
