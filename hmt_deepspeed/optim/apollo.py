@@ -40,10 +40,10 @@ class ApolloMatrix(MatrixRule):
 
     def _start(self) -> None:
         settings = self.settings
-        mini = settings.method == APOLLO_MINI
-        self.per_tensor = mini or settings.scale_type == "tensor"
-        quarter = max(1, min(self.shape) // 4)  # the paper's rank
-        self.rank = 1 if mini else settings.rank or quarter
+        self.per_tensor = settings.method == APOLLO_MINI or settings.scale_type == "tensor"
+        rank = settings.drawn_rank(*self.shape)
+        assert rank is not None
+        self.rank = rank
         self.candidates = (self.rank,)
         self.draw = 0
         # of the whole matrix: the same on every rank

@@ -40,11 +40,16 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Method, projection and kind of second moment: what must agree for a saved state to fit."""
-        if self.settings is None or self.settings.is_apollo:
+        """Method, projection, kind of second moment, and rank where bases are drawn: what must agree for a saved
+        state to fit."""
+        settings = self.settings
+        if settings is None:
             return self.rule
-        factored = ", factored" if self.settings.is_factored else ""
-        return f"{self.rule} {self.settings.projection}{factored}"
+        side = "" if settings.is_apollo else f" {settings.projection}"
+        factored = ", factored" if settings.is_factored else ""
+        rank = settings.drawn_rank(*self.shape)
+        drawn = "" if rank is None else f", random of rank {rank}"
+        return f"{self.rule}{side}{factored}{drawn}"
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:

@@ -309,10 +309,14 @@ class HMT(Optimizer):
                 )
         for number, group in enumerate(self._groups):
             slots = [self._low_rank[index] for index in group]
-            ready = slots[0].due and all(slot.param.grad is not None for slot in slots)
-            if ready and self._refresh(number, slots):
+            if not slots[0].due:
+                continue
+            has_gradients = all(slot.param.grad is not None for slot in slots)
+            if has_gradients and self._refresh(number, slots):
                 for index in group:
                     self._schedule.refreshed(index, self._steps)
+            else:
+                self._schedule.postpone(group[0], self._steps)
 
     def _refresh(self, number: int, slots: Sequence[Slot]) -> bool:
         """Take a new basis from the window's full gradients; False if they gave none."""

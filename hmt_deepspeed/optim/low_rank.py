@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class LowRankMatrix(MatrixRule):
     """
 
     NUM_SUMS = 1
+    SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
 
     def _start(self) -> None:
         settings = self.settings

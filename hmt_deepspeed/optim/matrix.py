@@ -73,7 +73,7 @@ class MatrixRule(ABC):
         self.transposed = transposed
         self.captured_energy = torch.zeros((), device=device)
         self.mean_square_norm = torch.zeros((), device=device)
-        self.energy_weight = 0.0
+        self.energy_weight = torch.zeros((), device=device)
         self.limited_norm = torch.zeros((), device=device)
         self._start()
 
@@ -189,25 +189,26 @@ class MatrixRule(ABC):
 
     def follow(self, inside: Tensor, total: Tensor, scale: Tensor | float) -> None:
         """Smooth ``||G||^2`` without the scale and the share of it inside the basis; bias-corrected like a
-        moment."""
+        moment. A window without a gradient says nothing of either."""
         share = inside / total.clamp_min(_TINY)
-        self.captured_energy.lerp_(share, 1 - ENERGY_SMOOTHING)
-        self.mean_square_norm.lerp_(total / scale**2, 1 - ENERGY_SMOOTHING)
-        self.energy_weight += (1 - ENERGY_SMOOTHING) * (1 - self.energy_weight)
+        weight = (1 - ENERGY_SMOOTHING) * (total > 0)
+        self.captured_energy.lerp_(share, weight)
+        self.mean_square_norm.lerp_(total / scale**2, weight)
+        self.energy_weight.lerp_(torch.ones_like(weight), weight)
 
     def forget_energy(self) -> None:
         """Start the averages anew: what an old basis captured says nothing of a new one."""
-        self.energy_weight = 0.0
+        self.energy_weight.zero_()
         self.captured_energy.zero_()
         self.mean_square_norm.zero_()
 
     def smoothed_energy(self) -> Tensor:
         """Captured energy E in [0, 1], an average over recent steps; 0-dim fp32."""
-        return self.captured_energy / max(self.energy_weight, 1e-12)
+        return self.captured_energy / self.energy_weight.clamp_min(1e-12)
 
     def log_norm(self) -> float:
         """Logarithm of the smoothed ``||G||``; reading it waits for the device."""
-        square = float(self.mean_square_norm) / max(self.energy_weight, 1e-12)
+        square = float(self.mean_square_norm / self.energy_weight.clamp_min(1e-12))
         return 0.5 * log(max(square, _TINY))
 
     # -- checkpoint -----------------------------------------------------------------------------
@@ -227,7 +228,6 @@ class MatrixRule(ABC):
         """Restore; ``exp_avg`` and ``exp_avg_sq`` hold the rows of this object."""
         self.moments.load_state_dict(state)
         self.rank = int(state["rank"])
-        for key in ("limited_norm", "captured_energy", "mean_square_norm"):
+        for key in ("limited_norm", "captured_energy", "mean_square_norm", "energy_weight"):
             value = torch.as_tensor(state[key])
             setattr(self, key, value.to(device=self.device, dtype=torch.float32, copy=True))
-        self.energy_weight = float(state["energy_weight"])

@@ -18,7 +18,7 @@ __all__ = [
     "probe_residual",
 ]
 
-_TINY = 1e-30
+TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
 
 
 def adamw_(
@@ -67,7 +67,7 @@ def probe_residual(direction: Tensor, projected: Tensor, probes: Tensor, scale: 
     # Where the basis sees less of a row than the probes do, ||S_j|| takes ||A_j||'s place, so a row
     # the basis misses (A_j ~ 0) moves by c ||U_j|| at most instead of without bound.
     seen = torch.maximum(projected.norm(dim=1, keepdim=True), probes.norm(dim=1, keepdim=True))
-    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(_TINY)
+    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(TINY)
     return (scale * phi) * probes
 
 
@@ -81,7 +81,7 @@ def full_residual(direction: Tensor, projected: Tensor, gradient: Tensor, basis:
     seen = torch.maximum(
         projected.norm(dim=1, keepdim=True), 0.1 * gradient.norm(dim=1, keepdim=True)
     )
-    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(_TINY)
+    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(TINY)
     return gradient.mul_(phi)
 
 
@@ -91,7 +91,7 @@ def growth_factor(norm: Tensor, previous: Tensor, limit: float) -> Tensor:
     ``previous`` of zero means that there was no step before: nothing is limited. 0-dim or vector, fp32.
     """
     allowed = limit * previous
-    factor = (allowed / norm.clamp_min(_TINY)).clamp(max=1.0)
+    factor = (allowed / norm.clamp_min(TINY)).clamp(max=1.0)
     return torch.where(previous > 0, factor, torch.ones_like(factor))
 
 

@@ -88,6 +88,12 @@ class RefreshSchedule:
         for member in self.groups[self.group_of[index]]:
             self.next_refresh[member] = min(self.next_refresh[member], step)
 
+    def postpone(self, index: int, step: int) -> None:
+        """Matrix ``index``, and its group, had no gradient to refresh from at ``step``: they go on being due,
+        behind those that wait now, so that parameters that nobody uses keep nobody waiting."""
+        for member in self.groups[self.group_of[index]]:
+            self.next_refresh[member] = step + 1
+
     def refreshed(self, index: int, step: int) -> None:
         """Note that matrix ``index`` refreshed at ``step`` and set its next time.
 

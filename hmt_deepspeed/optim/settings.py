@@ -111,6 +111,13 @@ class MatrixSettings:
         """Whether the rule can be given projected gradients; the others need whole gradient rows."""
         return not self.wants_whole
 
+    def drawn_rank(self, m: int, n: int) -> int | None:
+        """Rank of bases that are drawn from a seed, which never changes in a run; None of other bases."""
+        if self.is_apollo:
+            quarter = max(1, min(m, n) // 4)  # the paper's
+            return 1 if self.method == APOLLO_MINI else self.rank or quarter
+        return self.rank if self.range_finder == "random" else None
+
     def transposes(self, m: int, n: int) -> bool:
         """Whether an m x n weight is projected from the left, i.e. its transpose from the right.
 

@@ -21,8 +21,9 @@ def shareable(
     for names in groups:
         alike: dict[MatrixSettings, list[str]] = {}
         for name in names:
-            if type(matrices[name]) is LowRankMatrix:
-                alike.setdefault(matrices[name].settings, []).append(name)
+            matrix = matrices[name]
+            if isinstance(matrix, LowRankMatrix) and matrix.SHARES:
+                alike.setdefault(matrix.settings, []).append(name)
         parts += [part for part in alike.values() if len(part) > 1]
     return parts
 

@@ -17,11 +17,10 @@ from torch import Tensor
 from hmt_deepspeed.optim.basis import Subspace, keyed_generator, orthonormal, random_basis
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.moments import Moments, Recalled
+from hmt_deepspeed.optim.rules import TINY
 from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["TwoSidedMatrix"]
-
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class TwoSidedMatrix(LowRankMatrix):
@@ -32,6 +31,7 @@ class TwoSidedMatrix(LowRankMatrix):
     """
 
     ROW_STATES = ("left_basis",)
+    SHARES = False  # the left basis is a matrix's own
 
     def _new_moments(self) -> Moments:
         shape, settings = (self.rank, self.rank), self.settings
@@ -143,7 +143,7 @@ class TwoSidedMatrix(LowRankMatrix):
         self._direction = direction
         if self.settings.residual == "none" or not self._knows_residual:
             return torch.zeros_like(gradient), gradient.new_zeros(gradient.shape[0], 1)
-        phi = direction.norm() / (self._seen * factor).clamp_min(_TINY)
+        phi = direction.norm() / (self._seen * factor).clamp_min(TINY)
         gradient[:, : self.rank] -= left @ core
         if self.num_probes:
             gradient[:, self.rank :] *= self.residual_scale

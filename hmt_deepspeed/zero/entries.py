@@ -73,7 +73,8 @@ class ZeroSettings:
     stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
     clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
     check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
-    reduce_elements, gather_elements: sizes of the buckets. scale: factors that make a sum a mean.
+    reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
+    scale: factors that make a sum a mean.
     host: where masters and dense states live in host memory, else None.
     cache: how bases wait in host memory, else None.
     """

@@ -248,7 +248,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.shared.settle()  # the first window only observes who reads the same input
             if not self.shared.settled:
                 return set()
-            self.shared.restore(self.collectives.broadcast_object(self.shared.groups()))
+            groups = self.collectives.broadcast_object(self.shared.groups())
+            self.shared.restore(groups, settled=True)
             self._form_groups()
         return set(self.schedule.due(self.step_count))
 
@@ -322,7 +323,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.zero_grad()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
-            norm, factor = self._step.norm_and_clip_factor(self.loss_scale)
+            norm, factor = self._step.norm_and_clip_factor(
+                scale
+            )  # which the gradients have been multiplied by
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class ZeroStep:
                 rank = policy.choose(index, known, step)
             with self.bases.whole(self.low_rank[group[0]]):
                 if rank:
-                    basis = self._broadcast_basis(group, rank, found.get(place))
+                    basis = self._broadcast_basis(group, rank, found.pop(place, None))
                     members = [self.low_rank[i] for i in group]
                     if members[0].gradient.owner == self.collectives.rank:
                         self.bases.remember(members[0], rank)
@@ -160,6 +160,8 @@ class ZeroStep:
             if rank:
                 for member in group:
                     self.schedule.refreshed(member, step)
+            else:
+                self.schedule.postpone(group[0], step)
         history.release()
 
     def _matrix(self, index: int) -> LowRankMatrix:
@@ -179,7 +181,8 @@ class ZeroStep:
         gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
         older = self.bases.recall(self.low_rank[group[0]])
         found = self._matrix(group[0]).find_basis(gradient, step, first, older)
-        return None if found is None else (found, gradient)
+        # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
+        return None if found is None else (found, stacked[0])
 
     def _broadcast_basis(
         self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None
@@ -223,8 +226,11 @@ class ZeroStep:
             else:
                 reduced = full.float().contiguous() if columns is None else project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
-            begin, end = matrix.rows
-            gradient.reduced, gradient.full = reduced[begin:end], None
+            own = reduced[slice(*matrix.rows)]
+            gradient.full = None
+            gradient.reduced = (
+                own.clone() if self.sharded else own
+            )  # not a view that holds all rows
 
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
@@ -262,34 +268,54 @@ class ZeroStep:
 
         Weights in host memory are left to :meth:`finish`.
         """
-        updates = self._advance(factor)
         on_host = any(e.host is not None for e in self.entries)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         self.bases.will_use(self.entries[place] for place in self.order)
-        for place in self.order:
-            entry = self.entries[place]
-            key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
-            if entry.matrix is not None:
-                update = entry.matrix.finish(*updates.pop(place))
-                with self.bases.whole(entry):
-                    self._apply(entry, entry.matrix, update, key, gather)
-            elif entry.host is not None:
-                entry.host.step(host_factor, key, entry.hyper())
-                self._gather_weight(entry, gather)
-            else:
-                self._step_dense(entry, factor, key, step_count)
-                self._gather_weight(entry, gather)
-            entry.gradient.clear()
+        for portion in self._portions():
+            updates = self._advance(portion, factor)
+            for place in portion:
+                entry = self.entries[place]
+                key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
+                if entry.matrix is not None:
+                    update = entry.matrix.finish(*updates.pop(place))
+                    with self.bases.whole(entry):
+                        self._apply(entry, entry.matrix, update, key, gather)
+                elif entry.host is not None:
+                    entry.host.step(host_factor, key, entry.hyper())
+                    self._gather_weight(entry, gather)
+                else:
+                    self._step_dense(entry, factor, key, step_count)
+                    self._gather_weight(entry, gather)
+                entry.gradient.clear()
         gather.finish()
         self.written()
         self._uncommitted = bool(self._unfinished)
 
-    def _advance(self, factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Adam of every matrix; (update, sums over all rows) by place."""
+    def _portions(self) -> Iterator[list[int]]:
+        """Places in order, in parts whose updates are alive at once: one all-reduce of sums for each part.
+
+        A rule that takes whole gradients makes an fp32 update as large as its weight.
+        """
+        most = self.settings.gather_elements if self.sharded else 0
+        portion: list[int] = []
+        alive = 0
+        for place in self.order:
+            reduced = self.entries[place].gradient.reduced
+            size = 0 if reduced is None else reduced.numel()
+            if portion and alive + size > most:
+                yield portion
+                portion, alive = [], 0
+            portion.append(place)
+            alive += size
+        yield portion
+
+    def _advance(self, places: Sequence[int], factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Adam of the matrices among places; (update, sums over all rows) by place."""
         updates: dict[int, tuple[Tensor, Tensor]] = {}
         limited: list[int] = []
-        for place, entry in enumerate(self.entries):
+        for place in places:
+            entry = self.entries[place]
             matrix, reduced = entry.matrix, entry.gradient.reduced
             if matrix is None or reduced is None:
                 continue

@@ -59,7 +59,7 @@ def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
     assert all(m.state_bytes() == m.moments.nbytes for m in optimizer.matrices.values())
     moments = optimizer.matrices["0.weight"].moments.exp_avg.shape.numel()
     numbers = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor))
-    assert numbers <= 3 * moments + 3
+    assert numbers <= 3 * moments + 4  # the limited norm, two averages and their weight
     resumed.load_state_dict(straight.state_dict())
     fresh = HMT(resumed, projection=projection, **OPTIONS)
     fresh.load_state_dict(saved)
@@ -68,6 +68,25 @@ def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
     train(straight, optimizer, data[after:])
     train(resumed, fresh, data[after:])
     assert_same_weights(straight, resumed)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({}, {"range_finder": "randomized"}),
+        ({"range_finder": "randomized"}, {}),
+        ({}, {"rank": 4}),
+    ],
+)
+def test_moments_of_other_bases_are_refused(saved, wanted):
+    model = network()
+    optimizer = HMT(model, **{**OPTIONS, **saved})
+    train(model, optimizer, batches(3))
+    other = HMT(network(), **{**OPTIONS, **wanted})
+    with pytest.raises(
+        ValueError, match="construct it with the options and the model of the saved"
+    ):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def test_moments_are_carried_over_at_a_redraw():

@@ -85,6 +85,19 @@ def test_unrefreshed_stays_due():
     assert schedule.due(5) == [1]
 
 
+def test_what_has_no_gradient_to_refresh_from_lets_the_others_pass():
+    schedule = RefreshSchedule([1, 1, 1], 10, 1)
+    order = []
+    for step in range(6):
+        (index,) = schedule.due(step)
+        order.append(index)
+        if index:
+            schedule.refreshed(index, step)
+        else:
+            schedule.postpone(index, step)
+    assert order == [0, 1, 2, 0, 0, 0]  # the first comes back when nobody else waits
+
+
 def test_default_budget():
     assert default_full_gradient_bytes([100] * 64) == 200
     assert default_full_gradient_bytes([1, 500]) == 500

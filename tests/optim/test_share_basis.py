@@ -62,10 +62,17 @@ def columns_of(optimizer, *names):
     return {id(optimizer.matrices[f"{name}.weight"].columns) for name in names}
 
 
-@pytest.mark.parametrize("rank", [{}, {"rank": "auto", "rank_candidates": (2, 4, 8, 24)}])
-def test_readers_of_one_input_share_one_columns_object(rank):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rank": "auto", "rank_candidates": (2, 4, 8, 24)},
+        {"second_moment": "factored"},
+    ],
+)
+def test_readers_of_one_input_share_one_columns_object(fields):
     model = Block()
-    optimizer = HMT(model, **{**OPTIONS, **rank})
+    optimizer = HMT(model, **{**OPTIONS, **fields})
     train(model, optimizer, batches(12))
     assert optimizer._shared.groups() == GROUPS
     assert len(columns_of(optimizer, "q", "k", "v")) == 1

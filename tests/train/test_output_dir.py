@@ -35,5 +35,5 @@ def test_a_run_that_has_snapshots_and_no_checkpoint_yet_is_resumed(tmp_path: Pat
 
 def test_a_new_run_is_refused_among_the_snapshots_of_another(tmp_path: Path) -> None:
     (tmp_path / "step00000200").mkdir()
-    with pytest.raises(ValueError, match="hmt.snapshot.path is .* snapshots of another run"):
+    with pytest.raises(ValueError, match=r"hmt\.snapshot\.path is .* snapshots of another run"):
         choose_output_dir(str(tmp_path / "run"), "", resume=False, snapshots=str(tmp_path))

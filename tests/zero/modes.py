@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "left, full residual": {**LOW_RANK, "projection": "left", "residual": "full"},
     "no residual": {**LOW_RANK, "residual": "none"},
     "share_basis": {**LOW_RANK, "share_basis": True},
+    "share_basis, factored": {**LOW_RANK, "share_basis": True, "second_moment": "factored"},
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def refusals(folder: str) -> dict[str, str]:
         "factored to full": ("factored", MODES["auto"]),
         "full to factored": ("left", {**MODES["left"], **FACTORED}),
         "core to one side": ("two_sided", LOW_RANK),
+        "another rank that is drawn": ("apollo", {**MODES["apollo"], "rank": 3}),
         "one rule": ("left", {**MODES["left"], "module_rules": {"o_proj": {"method": "apollo"}}}),
     }
     said = {}
@@ -205,13 +207,16 @@ def test_another_layout_goes_on_the_same(
 def test_states_that_do_not_fit_are_refused(ranks: Ranks, saved: Any) -> None:
     said = ranks.run(refusals, 2, saved[0])[0]
     assert "lowrank_adamw left, now lowrank_adamw right" in said["projection"]
-    assert "lowrank_adamw left, now apollo" in said["method"]
-    assert "apollo, now lowrank_adamw right" in said["apollo to low rank"]
-    assert "apollo_mini, now apollo" in said["mini to apollo"]
+    assert "lowrank_adamw left, now apollo, random of rank" in said["method"]
+    assert re.search(
+        "apollo, random of rank .* now lowrank_adamw right", said["apollo to low rank"]
+    )
+    assert "apollo_mini, random of rank 1, now apollo" in said["mini to apollo"]
+    assert "now apollo, random of rank 3" in said["another rank that is drawn"]
     assert "lowrank_adamw two_sided, now lowrank_adamw right" in said["core to one side"]
     assert "lowrank_adamw auto, factored, now lowrank_adamw auto" in said["factored to full"]
     assert "lowrank_adamw left, now lowrank_adamw left, factored" in said["full to factored"]
-    assert "o_proj.weight (lowrank_adamw left, now apollo)" in said["one rule"]
+    assert "o_proj.weight (lowrank_adamw left, now apollo, random" in said["one rule"]
     for key, text in said.items():
         if key != "weights only":
             assert "Keep method, projection, second_moment, module_rules" in text, key

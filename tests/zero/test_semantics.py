@@ -96,6 +96,26 @@ def test_fp16_overflow_on_one_rank_skips_the_step(ranks: Ranks, stage: int, worl
         assert found["losses"][-1] < found["losses"][0]
 
 
+def growing_scale(growth_interval: int) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": growth_interval}
+    engine = make_engine(ds_config(2, fp16=fp16, gradient_clipping=0.1))
+    norms = []
+    for step in range(6):
+        train(engine, 1, first=step)
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"norms": norms, "scale": engine.optimizer.cur_scale}
+
+
+def test_fp16_gradients_are_divided_by_the_scale_they_were_multiplied_by(ranks: Ranks) -> None:
+    """The step after which the scale doubles too."""
+    constant, growing = (ranks.run(growing_scale, 1, interval)[0] for interval in (100, 2))
+    assert constant["scale"] < growing["scale"]
+    assert growing["norms"] == pytest.approx(constant["norms"], rel=1e-2)  # fp16 rounds otherwise
+
+
 def cast_inputs(auto_cast: bool) -> list[float]:
     """Losses of a regression on fp32 inputs, cast by the engine or by hand."""
     from deepspeed.accelerator import get_accelerator

@@ -215,3 +215,88 @@ def test_other_ways_to_drive_the_same_step(
 def test_predivided_gradients_of_one_rank(ranks: Ranks) -> None:
     expected = ranks.run(driven, 1, 0, "plain", 1)[0]
     assert_same(expected, ranks.run(driven, 1, 2, "plain", 1, gradient_predivide_factor=2.0)[0])
+
+
+# -- what a step keeps and holds ------------------------------------------------------------------------
+
+
+def nobody_shares(steps: int) -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 40))
+    options = {"rank": 8, "update_interval": 4, "share_basis": True}
+    engine = make_engine(ds_config(2, options), model)
+    policies = []
+    for _ in range(steps):
+        engine.backward(engine(torch.randn(12, 40)).square().mean())
+        engine.step()
+        policies.append(id(engine.optimizer.policy))
+    histories = engine.optimizer.policy.histories.values()
+    return {
+        "policies": len(set(policies[1:])),
+        "records": sum(len(history.records) for history in histories),
+        "refreshes": sum(engine.optimizer.schedule.num_refreshes),
+    }
+
+
+def test_a_model_in_which_nobody_shares_is_observed_once(ranks: Ranks) -> None:
+    """Forming the groups again in every step would forget each rank's history."""
+    found = ranks.run(nobody_shares, 1, 8)[0]
+    assert found["policies"] == 1
+    assert found["records"] == found["refreshes"] > 2
+
+
+def most_updates_alive(stage: int, bucket: int) -> dict[str, Any]:
+    """Elements of updates alive at once, of rules that take whole gradients."""
+    from hmt_deepspeed.zero.step import ZeroStep
+
+    most = 0
+    advance = ZeroStep._advance
+
+    def watched(self: ZeroStep, *args: Any) -> Any:
+        nonlocal most
+        updates = advance(self, *args)
+        most = max(most, sum(update.numel() for update, _ in updates.values()))
+        return updates
+
+    ZeroStep._advance = watched  # type: ignore[method-assign]
+    zero = {"allgather_bucket_size": bucket}
+    options = {"method": "apollo", "update_interval": 3}
+    engine = make_engine(ds_config(stage, options, zero_optimization=zero))
+    found = result(engine, train(engine, 4))
+    reduced = [entry.matrix for entry in engine.optimizer.low_rank]
+    found["largest"] = max(matrix.num_rows * matrix.shape[1] for matrix in reduced)
+    found["all"] = sum(matrix.num_rows * matrix.shape[1] for matrix in reduced)
+    return found | {"alive": most}
+
+
+def test_updates_of_whole_gradients_are_not_alive_together(ranks: Ranks) -> None:
+    alone = ranks.run(most_updates_alive, 1, 1, 10**6)[0]
+    assert alone["alive"] == alone["largest"]
+    small, large = (ranks.run(most_updates_alive, 2, 2, size)[0] for size in (5_000, 10**6))
+    assert small["alive"] <= max(5_000, small["largest"]) < small["all"]
+    assert large["alive"] == large["all"]  # one all-reduce of the limiter's sums
+    assert_same(alone, small)
+    assert_same(small, large)
+
+
+def rows_held(stage: int) -> list[tuple[int, int]]:
+    """Elements of gradient rows that refreshed matrices of whole gradients keep, and of what holds them."""
+    from hmt_deepspeed.zero.step import ZeroStep
+
+    found = []
+    measure = ZeroStep.norm_and_clip_factor
+
+    def watched(self: ZeroStep, scale: float) -> Any:
+        rows = [e.gradient.reduced for e in self.low_rank if e.gradient.reduced is not None]
+        found.extend((part.numel(), part.untyped_storage().nbytes() // 4) for part in rows)
+        return measure(self, scale)
+
+    ZeroStep.norm_and_clip_factor = watched  # type: ignore[method-assign]
+    options = {**LOW_RANK, "residual": "full", "max_full_gradient_bytes": 10**7}
+    train(make_engine(ds_config(stage, options)), 1)
+    return found
+
+
+def test_after_a_refresh_a_rank_holds_its_own_rows_alone(ranks: Ranks) -> None:
+    for found in ranks.run(rows_held, 2, 2):
+        assert found
+        assert all(own == held for own, held in found)
