@@ -29,8 +29,11 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = ["dequant_matmul", "dequant_matmul_reference", "dequant_matmul_triton"]
 
-_BLOCK_T, _BLOCK_N, _NUM_WARPS = 32, 64, 8
-_BLOCK_M = {False: 128, True: 64}  # by whether tiles are fp32, which take more registers
+# By whether tiles are fp32, which take more registers and no tensor cores.
+_TILES = {
+    False: {"BLOCK_T": 64, "BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8},
+    True: {"BLOCK_T": 32, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8},
+}
 
 
 def dequant_matmul_reference(
@@ -103,12 +106,13 @@ if triton is not None:
             return out
         # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
         widen = delta.dtype == torch.float32 or not delta.is_cuda
-        block_m = _BLOCK_M[widen]
-        _dequant_matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N),)](
+        tile = _TILES[widen]
+        grid = (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
+        _dequant_matmul_kernel[grid](
             patterns(delta) if widen else delta, patterns(codes), patterns(scales), patterns(out),
             tokens, m, n, block_size, *delta.stride(),
             FP8=codes.dtype != torch.int8, WIDEN=widen, TO_BF16=dtype == torch.bfloat16,
-            BLOCK_T=_BLOCK_T, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, num_warps=_NUM_WARPS,
+            **tile,
         )  # fmt: skip
         return out
 

@@ -68,6 +68,7 @@ if triton is not None:
             squares += projected * projected
         mean_square = tl.div_rn(tl.sum(squares, axis=1), tl.zeros_like(row.to(tl.float32)) + rank)
         row_mean = tl.load(row_means_ptr + row, mask=in_rows, other=0.0)
+        tl.debug_barrier()  # a row may be held by several warps: all read its mean before one writes it
         row_mean = beta2 * row_mean + share2 * mean_square
         tl.store(row_means_ptr + row, row_mean, mask=in_rows)
         row_root = tl.sqrt_rn(row_mean)[:, None]

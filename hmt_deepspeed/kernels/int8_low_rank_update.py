@@ -43,7 +43,11 @@ __all__ = [
     "int8_low_rank_update_triton_",
 ]
 
-_BLOCK_ROWS, _BLOCK_W = 16, 16
+# By whether the factors are multiplied in fp32, without tensor cores.
+_TILES = {
+    False: {"BLOCK_ROWS": 64, "BLOCK_W": 32, "num_warps": 8},
+    True: {"BLOCK_ROWS": 16, "BLOCK_W": 16, "num_warps": 4},
+}
 
 
 def int8_low_rank_update_reference_(
@@ -105,13 +109,14 @@ if triton is not None:
         """Triton launcher; see :func:`int8_low_rank_update_`."""
         (rows, n), (low, high) = codes.shape, key_halves(key or 0)
         update, projection = as_factors(update, projection)
+        tile = _TILES[widens(update)]
         if codes.numel() > 0:
-            _update_kernel[tile_grid(rows, n, _BLOCK_ROWS)](
+            _update_kernel[tile_grid(rows, n, tile["BLOCK_ROWS"])](
                 codes, scales, update, projection, rows, n, update.shape[1],
                 *update.stride(), *projection.stride(),
                 lr, 1 - lr * weight_decay, offset, low, high,
                 STOCHASTIC=key is not None, WIDEN=widens(update),
-                BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK, BLOCK_W=_BLOCK_W,
+                BLOCK=BLOCK, **tile,
             )  # fmt: skip
 
 

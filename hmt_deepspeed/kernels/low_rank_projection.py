@@ -23,7 +23,11 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 __all__ = ["project", "project_reference", "project_triton"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK_ROWS, _BLOCK_N, _BLOCK_W = 32, 64, 64
+# By whether the factors are multiplied in fp32, without tensor cores.
+_TILES = {
+    False: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 128, "num_warps": 4},
+    True: {"BLOCK_ROWS": 32, "BLOCK_N": 64, "BLOCK_W": 64, "num_warps": 4},
+}
 
 
 def project_reference(gradient: Tensor, projection: Tensor) -> Tensor:
@@ -83,7 +87,8 @@ if triton is not None:
         # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
         same = gradient.dtype == projection.dtype
         native = same and (gradient.is_cuda or gradient.dtype != torch.bfloat16)
-        grid = (triton.cdiv(rows, _BLOCK_ROWS) * triton.cdiv(width, _BLOCK_W),)
+        tile = _TILES[not native or gradient.dtype == torch.float32]
+        grid = (triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(width, tile["BLOCK_W"]),)
         _project_kernel[grid](
             gradient,
             projection,
@@ -94,9 +99,7 @@ if triton is not None:
             *gradient.stride(),
             *projection.stride(),
             WIDEN=not native,
-            BLOCK_ROWS=_BLOCK_ROWS,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_W=_BLOCK_W,
+            **tile,
         )
         return out
 

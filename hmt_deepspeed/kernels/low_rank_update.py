@@ -39,7 +39,11 @@ __all__ = [
     "low_rank_update_triton_",
 ]
 
-_BLOCK_ROWS, _BLOCK_N, _BLOCK_W = 64, 64, 32
+# By whether the factors are multiplied in fp32, without tensor cores.
+_TILES = {
+    False: {"BLOCK_ROWS": 128, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8},
+    True: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 32, "num_warps": 4},
+}
 _FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -205,7 +209,8 @@ if triton is not None:
         elif copy is not None:
             target, kind = copy, "fp16"
         low, high = key_halves(key or 0)
-        grid = (triton.cdiv(rows, _BLOCK_ROWS) * triton.cdiv(n, _BLOCK_N),)
+        tile = _TILES[widens(update)]
+        grid = (triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),)
         _low_rank_update_kernel[grid](
             weight.view(torch.int16) if rounds else weight,
             target,
@@ -224,10 +229,10 @@ if triton is not None:
             ROUND=rounds,
             COPY=kind,
             WIDEN=widens(update),
-            BLOCK_ROWS=_BLOCK_ROWS,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_W=_BLOCK_W,
+            **tile,
         )
+        written = (weight,) if copy is None else (weight, copy)
+        torch.autograd.graph.increment_version(written)  # a graph that saved them must not run on
 
 
 def low_rank_update_(

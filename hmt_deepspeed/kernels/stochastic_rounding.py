@@ -84,6 +84,7 @@ if triton is not None:
             high,
             BLOCK=_BLOCK,
         )
+        torch.autograd.graph.increment_version(out)  # a graph that saved it must not run on
 
 
 def stochastic_round(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:

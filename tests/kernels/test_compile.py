@@ -26,25 +26,9 @@ from hmt_deepspeed.kernels import (
 
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
 KEYED, STRIDES = "i64 i32 i32", "i64 i64 i64 i64"
-UPDATE = {
-    "BLOCK_ROWS": low_rank_update._BLOCK_ROWS,
-    "BLOCK_N": low_rank_update._BLOCK_N,
-    "BLOCK_W": low_rank_update._BLOCK_W,
-}
-PROJECT = {
-    "BLOCK_ROWS": low_rank_projection._BLOCK_ROWS,
-    "BLOCK_N": low_rank_projection._BLOCK_N,
-    "BLOCK_W": low_rank_projection._BLOCK_W,
-}
 STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
-INT8_UPDATE = {
-    "BLOCK_ROWS": int8_low_rank_update._BLOCK_ROWS,
-    "BLOCK": int8_weight.BLOCK,
-    "BLOCK_W": int8_low_rank_update._BLOCK_W,
-}
 TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
-DEQUANT = {"BLOCK_T": dequant_matmul._BLOCK_T, "BLOCK_N": dequant_matmul._BLOCK_N}
 CASES = [
     (
         stochastic_rounding._stochastic_round_kernel,
@@ -55,7 +39,12 @@ CASES = [
         (
             low_rank_update._low_rank_update_kernel,
             f"*{weight} *{copy} *{factor} *{factor} i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
-            {"ROUND": weight == "i16", "COPY": kind, "WIDEN": factor == "fp32", **UPDATE},
+            {
+                "ROUND": weight == "i16",
+                "COPY": kind,
+                "WIDEN": factor == "fp32",
+                **low_rank_update._TILES[factor == "fp32"],
+            },
         )
         for weight, factor, copy, kind in (
             ("i16", "bf16", "i16", "none"),
@@ -67,7 +56,10 @@ CASES = [
         (
             low_rank_projection._project_kernel,
             f"*{gradient} *{projection} *fp32 i32 i32 i32 {STRIDES}",
-            {"WIDEN": gradient != projection, **PROJECT},
+            {
+                "WIDEN": gradient != projection,
+                **low_rank_projection._TILES["fp32" in (gradient, projection)],
+            },
         )
         for gradient, projection in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     ),
@@ -109,7 +101,12 @@ CASES = [
     (
         int8_low_rank_update._update_kernel,
         f"*i8 *fp32 *bf16 *bf16 i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
-        {"STOCHASTIC": True, "WIDEN": False, **INT8_UPDATE},
+        {
+            "STOCHASTIC": True,
+            "WIDEN": False,
+            "BLOCK": int8_weight.BLOCK,
+            **int8_low_rank_update._TILES[False],
+        },
     ),
     *(
         (
@@ -143,8 +140,7 @@ CASES = [
                 "FP8": code == "u8",
                 "WIDEN": delta == "fp32",
                 "TO_BF16": out == "i16",
-                "BLOCK_M": dequant_matmul._BLOCK_M[delta == "fp32"],
-                **DEQUANT,
+                **dequant_matmul._TILES[delta == "fp32"],
             },
         )
         for delta, code, out in (
@@ -157,15 +153,45 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "types", "constants"), CASES)
-def test_compiles_for_hopper(kernel, types, constants):
+def compiled(kernel, types, constants, specialised):
+    """For Hopper; ``specialised``: of aligned pointers, sizes that 16 divides and inner strides of one, as a
+    launch with ordinary tensors compiles it."""
+    constants = dict(constants)
+    options = {"num_warps": constants.pop("num_warps", 4)}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types.split(), strict=True))
+    kept = {"offset", "key_low", "key_high"}  # never specialised
+    attributes = {}
+    for name, kind in signature.items() if specialised else ():
+        if name.endswith("_column"):
+            constants[name] = 1
+        elif name not in kept and (kind.startswith("*") or kind in ("i32", "i64")):
+            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         kernel,
-        signature | dict.fromkeys(constants, "constexpr"),
+        {name: signature[name] for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attributes,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= 99 * 1024  # what a block may use on consumer cards
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("specialised", [False, True], ids=["any", "specialised"])
+@pytest.mark.parametrize(("kernel", "types", "constants"), CASES)
+def test_compiles_for_hopper(kernel, types, constants, specialised):
+    made = compiled(kernel, types, constants, specialised)
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= 99 * 1024  # what a block may use on consumer cards
+
+
+def test_a_row_mean_is_read_by_all_warps_before_one_writes_it():
+    """Of transposed moments, whose layout needs no exchange between warps that would make them wait."""
+    kernel = factored_moment_update._factored_moment_update_kernel
+    types = f"{'*fp32 ' * 5} i32 i32 i64 {'fp32 ' * 6}"
+    for rank in (32, 64, 128, 256):
+        constants = {"projected_row": 1, "BLOCK_ROWS": 2048 // rank, "BLOCK_RANK": rank}
+        ptx = compiled(kernel, types, constants, False).asm["ptx"].splitlines()
+        store = next(i for i, line in enumerate(ptx) if "st.global" in line)
+        load = max(i for i, line in enumerate(ptx[:store]) if "ld.global" in line)
+        assert any("bar.sync" in line for line in ptx[load:store])

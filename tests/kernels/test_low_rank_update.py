@@ -169,8 +169,11 @@ def check_kernel(device="cpu"):
     assert weight.isnan().all()
     weight, copy = torch.full((2, 3), float("nan"), device=device), torch.zeros(2, 3, device=device)
     copy = copy.bfloat16()
+    assert copy._version == weight._version == 0
     kernel(weight, weight[:, :0], weight.t()[:, :0], 0.1, 0.0, copy=copy)
     assert copy.isnan().all()
+    # A graph that saved what is overwritten fails in its backward, as it does with torch's operations.
+    assert copy._version == weight._version == 1
     weight = weight.bfloat16()
     kernel(weight[:0], weight.float()[:0], torch.ones(3, 3, device=device), 0.1, 0.0, 1)
 
