@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
@@ -169,9 +170,12 @@ def install(
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers that :func:`install` would replace; ValueError when it would refuse."""
     family = _family_of(model)
-    layers: nn.ModuleList = resolve(getattr(model, model.base_model_prefix), family.layers)
+    base = getattr(model, model.base_model_prefix)
+    layers: nn.ModuleList = resolve(base, family.layers)
     for layer in layers:
         check_layer(layer, family)
+    for module in (layers, resolve(base, family.final_norm), model.get_output_embeddings()):
+        _refuse_dropout(module)
     return layers
 
 
@@ -329,6 +333,16 @@ def _family_of(model: Any) -> Family:
                 "hmt.fpdt out for this model"
             )
     return family
+
+
+def _refuse_dropout(module: nn.Module) -> None:
+    """An adapter's too, of which the model's config does not know."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, _DropoutNd) and inner.p > 0:
+            raise ValueError(
+                f"{name} of the model drops out with p={inner.p}: FPDT computes chunks twice and drops nothing "
+                "out. Set it to 0; of an adapter in its own config (lora_dropout)"
+            )
 
 
 _MUST_BE_ABSENT = {

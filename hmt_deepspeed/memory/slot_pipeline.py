@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -122,6 +123,7 @@ class SlotPipeline:
         self._writer = background_threads(1, "hmt-states-write") if write_behind else None
         self._last: dict[Piece, Lease] = {}  # of each piece, unless it is known to be over
         self._expected: deque[Lease] = deque()
+        _pipelines.add(self)
 
     @property
     def buffer_bytes(self) -> int:
@@ -236,3 +238,18 @@ class SlotPipeline:
     def _log(self, verb: str, piece: Piece, begin: float) -> None:
         if self.events is not None:
             self.events.append(Event(verb, piece.name, begin, time.perf_counter()))
+
+
+# -- the interpreter's exit -----------------------------------------------------------------------------
+
+_pipelines: WeakSet[SlotPipeline] = WeakSet()
+
+
+def _forget_what_is_expected() -> None:
+    for pipeline in list(_pipelines):
+        pipeline._forget()
+
+
+# The interpreter joins the threads of executors before it calls what `atexit` holds. A read that waits for a buffer
+# would never end: those before it hold all of them, for a backward that does not come.
+threading._register_atexit(_forget_what_is_expected)  # type: ignore[attr-defined]

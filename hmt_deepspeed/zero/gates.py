@@ -18,16 +18,18 @@ class Gates:
     ``all_gather`` and ``all_gather_coalesced`` of every parameter, each of which may be called for any list.
 
     Below stage 3 they are forward pre-hooks of the modules that hold the parameters, and pre-hooks of their
-    ``state_dict``. What reads ``module.weight`` elsewhere is not seen.
+    ``state_dict``. What reads ``module.weight`` elsewhere is not seen. The model's forward ends with all updates
+    finished, so that ranks that used other modules of it have gathered the same before any gradient is reduced.
 
     Args:
-        module: the model. partitioned: whether it is at stage 3.
+        module: the model. finish_all: for all parameters. partitioned: whether it is at stage 3.
     """
 
     def __init__(
         self,
         module: nn.Module,
         finish: Callable[[Iterable[nn.Parameter]], None],
+        finish_all: Callable[[], None],
         partitioned: bool,
     ) -> None:
         self._finish = finish
@@ -39,6 +41,7 @@ class Gates:
         else:
             for inner in module.modules():
                 self._gate_forward(inner)
+            self._handles.append(module.register_forward_hook(lambda *_: finish_all()))
 
     def close(self) -> None:
         """Take the gates away."""

@@ -59,7 +59,8 @@ class Overlap:
         self._begun: list[Entry] = []
         self.settle_copies: Callable[[], None] = lambda: None
         if kind == "forward":
-            self._gates = Gates(module, self._finish_for, partitioned)
+            step.gathers_apart = True
+            self._gates = Gates(module, self._finish_for, step.finish, partitioned)
         elif kind == "backward":
             for entry in self._on_host.values():
                 if entry.gradient.host is not None and entry.weight.has_master:

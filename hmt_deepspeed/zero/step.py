@@ -44,6 +44,7 @@ class ZeroStep:
 
     Attributes:
         written: called when new weights are in place, by default nothing.
+        gathers_apart: whether :meth:`finish` gathers each weight by itself, not in buckets.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ZeroStep:
     ) -> None:
         self.order, self.host = order, host
         self.written: Callable[[], None] = lambda: None
+        self.gathers_apart = False
         self.entries, self.schedule, self.collectives = entries, schedule, collectives
         self.bases = bases
         self.low_rank = [entry for entry in entries if entry.matrix is not None]
@@ -350,12 +352,14 @@ class ZeroStep:
     def finish(self, last: Entry | None = None) -> None:
         """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
 
-        Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks that stop
-        at different places still gather in the same order.
+        Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks may stop at
+        different places where each is gathered by itself: they all gather the same in the same order.
         """
         if not self._unfinished:
             return
-        gather = GatherPipeline(self.collectives, self.settings.gather_elements)
+        gather = GatherPipeline(
+            self.collectives, 0 if self.gathers_apart else self.settings.gather_elements
+        )
         while self._unfinished:
             entry = self._unfinished.popleft()
             assert isinstance(entry.weight, HostWeight)

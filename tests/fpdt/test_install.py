@@ -168,6 +168,22 @@ def test_settings_of_a_model_that_would_change_the_result(name, special, match):
         install(tiny(name, **special))
 
 
+def test_dropout_of_an_adapter_is_refused_by_name():
+    """Backward would draw other masks than forward."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(dropout):
+        targets = ["q_proj", "down_proj"]
+        config = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=targets)
+        return peft.inject_adapter_in_model(config, tiny())
+
+    with pytest.raises(
+        ValueError, match=r"0\.self_attn\.q_proj\.lora_dropout.* p=0\.5.*lora_dropout"
+    ):
+        install(adapted(0.5))
+    install(adapted(0.0)).remove()
+
+
 def test_other_families_are_refused_with_the_list():
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,5 +1,7 @@
 """Reads, updates and writes at once, through a few buffers, in an order that nobody has to think about."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,3 +267,34 @@ def test_an_expected_read_sees_the_write_before_it(beside: Case) -> None:
         beside.pipeline.expect(beside.pieces[:1])
     with beside.pipeline.lease(beside.pieces[0]) as memory:
         assert int(memory[0]) == 5
+
+
+EXIT = """
+import sys
+from pathlib import Path
+from hmt_deepspeed.memory.alternate import AlternateSlots, Piece
+from hmt_deepspeed.memory.file_io import PositionalIO
+from hmt_deepspeed.memory.pool import GRANULE as PAGE
+from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
+from hmt_deepspeed.memory.slots import SlotFolder
+from hmt_deepspeed.memory.transfer import TransferEngine
+
+engine = TransferEngine("cpu", PAGE)
+slots = AlternateSlots(SlotFolder(sys.argv[1], PositionalIO()))
+pipeline = SlotPipeline(slots, engine.new_pool(2 * PAGE, "pool"), True, True, print)
+pieces = [Piece(f"piece {number}", PAGE) for number in range(6)]
+for piece in pieces:
+    with pipeline.lease(piece) as memory:
+        memory.fill_(1)
+pipeline.drain()
+pipeline.commit()
+pipeline.expect(pieces)  # for work that does not come: two are read, the others wait for room
+print("ends")
+"""
+
+
+def test_a_process_ends_that_has_read_ahead(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("ends\n", 0), done.stderr

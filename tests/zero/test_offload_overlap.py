@@ -13,12 +13,14 @@ from harness import Ranks
 from test_offload_optimizer import ADAMW, offloaded, small_chunks
 from training import (
     LOW_RANK,
+    assert_same,
     ds_config,
     furthest,
     loss_of,
     make_engine,
     micro_batches,
     model_weights,
+    result,
     train,
     train_step,
     weights,
@@ -313,3 +315,41 @@ def test_what_cannot_be_taken_back_is_an_error(ranks: Ranks) -> None:
     assert "learning rate changed between backward and step" in said["another rate"]
     for message in said.values():
         assert '"overlap": "none"' in message
+
+
+# -- ranks that use other modules -----------------------------------------------------------------------
+
+
+class Tower(torch.nn.Module):
+    """A tower that only some batches pass through, then what all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, uses_tower: bool) -> torch.Tensor:
+        hidden = x + self.tower(x) if uses_tower else x
+        return (self.text(hidden) - 1).square().mean()
+
+
+def diverging(stage: int, overlap: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = offloaded(ds_config(stage, ADAMW))
+    config["hmt"]["offload"] = {"overlap": overlap}
+    engine = make_engine(config, Tower())
+    rank = torch.distributed.get_rank()
+    for step in range(5):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(2 * step + rank))
+        engine.backward(engine(x, step == 0 or step % 2 == rank))
+        engine.step()
+    engine.optimizer.overlap.settle()
+    return result(engine, [])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_use_other_modules_gather_the_same(ranks: Ranks, stage: int) -> None:
+    """Where one rank's forward meets a module that the other's does not, their gathers still pair up."""
+    plain = ranks.run(diverging, 2, stage, "none")
+    beside = ranks.run(diverging, 2, stage, "forward")
+    for found in (*plain[1:], *beside):
+        assert_same(plain[0], found)
