@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -33,8 +33,10 @@ from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.checkpoint_state import hmt_state
+from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.files import newest_steps
 from hmt_deepspeed.zero.raw_tensors import map_tensors
+from hmt_deepspeed.zero.residency import on_ssd, resident
 from hmt_deepspeed.zero.snapshot_files import Job, SnapshotWriter, Staged, prepare_folder
 from hmt_deepspeed.zero.snapshot_states import OffloadedStates
 from hmt_deepspeed.zero.swap import host_memory_share
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from hmt_deepspeed.zero.entries import Entry
 
 __all__ = ["SnapshotSettings", "Snapshots"]
+
+MOST_TEMPORARY = (
+    64 * 2**20
+)  # bytes of the device that decoded states and the like may take on their way
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,9 @@ class Snapshots:
         self._offloaded = OffloadedStates(self._engine.optimizer)
         self._staged: list[str] = []
         self._put: Callable[[str, Tensor], None]
+        self._wait: Callable[[str], object] = lambda _: None  # until a tensor's copy is done
+        self._living: set[int] = set()  # storages that are not made for a snapshot
+        self._temporary_bytes = 0  # of tensors that were, and may be on their way
         self._thread = background_threads(1, "hmt-snapshot")
         self._writing: Future[None] | None = None
         self._is_busy = False  # with one that is taken; it is written once its step counts
@@ -247,11 +256,12 @@ class Snapshots:
         self._offloaded.allocate()
         left = limit - self._offloaded.nbytes
         store = GrowingHostStore(self._transfers, left, "free host memory", first_bytes=sum(sizes))
-        self._put = store.put
+        self._put, self._wait = store.put, store.host_bytes
         return store
 
     def _states(self, masters: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank writes, by kind of file; masters and moments away from the device are given."""
+        self._living, self._temporary_bytes = _storages(self._engine), 0
         states = {"optim": self._optimizer_state(masters, moments)}
         if self._rank == 0 or self._engine.optimizer.settings.stage == 3:
             states["model"] = self._model_state()
@@ -273,13 +283,19 @@ class Snapshots:
                 "Save checkpoints instead, or spread the states over more ranks."
             ) from full
         self._staged.append(name)
+        if value.untyped_storage().data_ptr() not in self._living:
+            self._temporary_bytes += value.nbytes
+            if self._temporary_bytes > MOST_TEMPORARY:
+                self._wait(name)  # with it all before it have left the device
+                self._temporary_bytes = 0
         return Staged(name, value.dtype, tuple(value.shape), weight is not None)
 
     def _stage_weight(self, entry: Entry) -> Any:
-        values = entry.weight.master_values()
-        if entry.weight.master is None:  # as exact, and smaller
-            values = values.to(self._engine.optimizer.settings.model_dtype)
-        return self._stage(values, entry.name)
+        if entry.weight.master is not None:
+            return self._stage(entry.weight.master, entry.name)
+        dtype = self._engine.optimizer.settings.model_dtype  # as exact, and smaller
+        with entry.weight.shard() as shard:
+            return self._stage(_to_stay(entry.gradient.param, shard.to(dtype)), entry.name)
 
     def _optimizer_state(
         self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
@@ -299,7 +315,7 @@ class Snapshots:
         engine = self._engine
         frozen = engine._get_zero_frozen_param_attributes
         scheduler = engine.lr_scheduler
-        fragments = frozen(engine._get_param_fragment_func)
+        fragments = frozen(_fragment)
         shapes = frozen(engine._get_param_shape_func)
         state = {
             **engine.snapshot_client_state(),
@@ -345,6 +361,33 @@ class Snapshots:
         for name in self._staged:
             self._store.drop(name)
         self._staged.clear()
+
+
+def _fragment(param: Any) -> Tensor:
+    """What this rank holds of a frozen parameter, where it is."""
+    if not hasattr(param, "ds_tensor"):
+        return cast(Tensor, param.detach())
+    with resident(param) as part:
+        return _to_stay(param, part)
+
+
+def _to_stay(param: Any, part: Tensor) -> Tensor:
+    """A partition that is valid beyond its block: one that an SSD holds was read for the block only."""
+    return part.clone() if on_ssd(param) else part
+
+
+def _storages(engine: HMTEngine) -> set[int]:
+    """Addresses of what lives on after a snapshot: weights, masters and states as they are stored."""
+    params = list(engine.module.parameters())
+    tensors = [*params, *(param.ds_tensor for param in params if hasattr(param, "ds_tensor"))]
+    for entry in engine.optimizer.entries:
+        dense = () if entry.dense_state is None else entry.dense_state[:2]
+        states = dense if entry.matrix is None else entry.matrix.states().values()
+        tensors += [tensor for state in states for tensor in state.tensors()]
+        tensors += [] if entry.weight.master is None else [entry.weight.master]
+        if isinstance(entry.weight, EncodedWeight):
+            tensors += entry.weight.state_dict().values()
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _problem_of(path: str) -> str | None:

@@ -121,6 +121,66 @@ def test_a_snapshot_loads_at_another_stage_and_world_size(ranks: Ranks, tmp_path
     assert other["losses"][:1] == pytest.approx(whole["losses"][6:], rel=1e-5)
 
 
+# -- the device's memory ------------------------------------------------------------------------------------
+
+TEMPORARY = {
+    "no masters": {"options": {"master_weights": "none"}, "bf16": {"enabled": True}},
+    "bf16 states": {"options": {"state_dtype": "bf16"}, "bf16": {"enabled": True}},
+    "INT8 weights": {"options": {"weight_dtype": "int8"}, "bf16": {"enabled": True}},
+    "frozen": {},
+}
+
+
+def held_beside_the_run(folder: str, stage: int, variant: str, most: int) -> dict[str, int]:
+    """Bytes of tensors that only copies to the host keep on the device while a snapshot is taken, at most."""
+    from hmt_deepspeed.memory.streams import Direction
+    from hmt_deepspeed.zero import snapshot
+
+    snapshot.MOST_TEMPORARY = most
+    stage_one, peak, largest = snapshot.Snapshots._stage, 0, 0
+
+    def watched(self: Any, value: Any, *name: Any) -> Any:
+        nonlocal peak, largest
+        staged = stage_one(self, value, *name)
+        held = {}
+        for copy in self._transfers.streams._pending[Direction.TO_HOST]:
+            for storage in (tensor.untyped_storage() for tensor in copy.kept):
+                if storage.data_ptr() not in self._living:
+                    held[storage.data_ptr()] = storage.nbytes()
+        peak, largest = max(peak, sum(held.values())), max([largest, *held.values()])
+        return staged
+
+    snapshot.Snapshots._stage = watched  # type: ignore[method-assign]
+    changes = dict(TEMPORARY[variant])
+    options = {**LOW_RANK, **changes.pop("options", {})}  # type: ignore[dict-item]
+    config = ds_config(stage, options, **changes)
+    config["hmt"]["snapshot"] = {"path": folder, "interval": 1}
+    model = tiny_llama()
+    if variant == "frozen":
+        for name, param in model.named_parameters():
+            param.requires_grad = "mlp" not in name
+    engine = make_engine(config, model)
+    train_in_step(engine, 1)
+    engine.destroy()
+    return {"peak": peak, "largest": largest}
+
+
+@pytest.mark.parametrize("variant", TEMPORARY)
+def test_what_a_snapshot_makes_on_the_device_is_bounded(
+    ranks: Ranks, tmp_path: Path, variant: str
+) -> None:
+    """Copies leave more slowly than they are made: decoded states, but not weights, which live on."""
+    found, bound = (
+        ranks.run(held_beside_the_run, 1, f"{tmp_path}/{most}", 2, variant, most)[0]
+        for most in (2**30, 10_000)
+    )
+    assert bound["peak"] <= 10_000 + bound["largest"]
+    if variant in ("no masters", "frozen"):
+        assert found["peak"] < 25_000  # bases and counts
+    else:
+        assert found["peak"] > 40_000
+
+
 # -- differences and what is kept --------------------------------------------------------------------------
 
 
