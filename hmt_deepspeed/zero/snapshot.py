@@ -381,7 +381,7 @@ def _storages(engine: HMTEngine) -> set[int]:
     params = list(engine.module.parameters())
     tensors = [*params, *(param.ds_tensor for param in params if hasattr(param, "ds_tensor"))]
     for entry in engine.optimizer.entries:
-        dense = () if entry.dense_state is None else entry.dense_state[:2]
+        dense = () if entry.dense_state is None or entry.host is not None else entry.dense_state[:2]
         states = dense if entry.matrix is None else entry.matrix.states().values()
         tensors += [tensor for state in states for tensor in state.tensors()]
         tensors += [] if entry.weight.master is None else [entry.weight.master]
