@@ -323,9 +323,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.zero_grad()
         else:
             self._step.refresh_bases(self.groups, self.policy, self.step_count)
-            norm, factor = self._step.norm_and_clip_factor(
-                scale
-            )  # which the gradients have been multiplied by
+            # The scale that the losses were multiplied by: the next one may be larger.
+            norm, factor = self._step.norm_and_clip_factor(scale)
             self._global_grad_norm = norm
             self._step.update(factor, self.step_count)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask

@@ -229,10 +229,8 @@ class ZeroStep:
                 reduced = full.float().contiguous() if columns is None else project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
             own = reduced[slice(*matrix.rows)]
-            gradient.full = None
-            gradient.reduced = (
-                own.clone() if self.sharded else own
-            )  # not a view that holds all rows
+            # Of several ranks not a view, which would hold all rows.
+            gradient.reduced, gradient.full = own.clone() if self.sharded else own, None
 
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
@@ -303,8 +301,8 @@ class ZeroStep:
         portion: list[int] = []
         alive = 0
         for place in self.order:
-            reduced = self.entries[place].gradient.reduced
-            size = 0 if reduced is None else reduced.numel()
+            matrix, shards = self.entries[place].matrix, self.entries[place].gradient.shards
+            size = 0 if matrix is None else shards.max_rows * matrix.width  # equal on all ranks
             if portion and alive + size > most:
                 yield portion
                 portion, alive = [], 0
