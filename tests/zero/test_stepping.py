@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -276,6 +277,34 @@ def test_updates_of_whole_gradients_are_not_alive_together(ranks: Ranks) -> None
     assert large["alive"] == large["all"]  # one all-reduce of the limiter's sums
     assert_same(alone, small)
     assert_same(small, large)
+
+
+def portions() -> list[list[list[int]]]:
+    """Of a step, by size of the bucket."""
+    from hmt_deepspeed.zero.step import ZeroStep
+
+    found = []
+    update = ZeroStep.update
+
+    def watched(self: ZeroStep, *args: Any) -> None:
+        settings = self.settings
+        for elements in range(500, 20_000, 500):
+            self.settings = replace(settings, gather_elements=elements)
+            found.append(list(self._portions()))
+        self.settings = settings
+        update(self, *args)
+
+    ZeroStep.update = watched  # type: ignore[method-assign]
+    options = {"method": "apollo", "update_interval": 3}
+    train(make_engine(ds_config(2, options)), 1)
+    return found
+
+
+def test_ranks_with_unequal_shards_take_the_same_portions_of_a_step(ranks: Ranks) -> None:
+    """Each ends with an all-reduce."""
+    one, *others = ranks.run(portions, 3)
+    assert len({len(parts) for parts in one}) > 3
+    assert all(other == one for other in others)
 
 
 def rows_held(stage: int) -> list[tuple[int, int]]:
