@@ -144,14 +144,15 @@ def test_config_trains(alone: dict[str, Any], name: str) -> None:
 
 
 def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
-    assert alone["apollo"]["rules"] == {("apollo", "fp32")}
-    assert alone["apollo_mini"]["rules"] == {("apollo_mini", "fp32")}
+    quarters = {(f"apollo, random of rank {rank}", "fp32") for rank in (5, 10)}
+    assert alone["apollo"]["rules"] == quarters  # of the smaller side of k and v, and of the others
+    assert alone["apollo_mini"]["rules"] == {("apollo_mini, random of rank 1", "fp32")}
     assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
     assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
     assert alone["small_states"]["rules"] == {
         ("lowrank_adamw auto, factored", "bf16"),
         ("lowrank_adamw right, factored", "bf16"),
-        ("apollo", "bf16"),
+        ("apollo, random of rank 16", "bf16"),
     }
     assert alone["apollo_mini"]["share"] < 0.06
 

@@ -175,7 +175,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for layer in layers:
         check_layer(layer, family)
     for module in (layers, resolve(base, family.final_norm), model.get_output_embeddings()):
-        _refuse_dropout(module)
+        if module is not None:  # OPT may have no last norm
+            _refuse_dropout(module)
     return layers
 
 

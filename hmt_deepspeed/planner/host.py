@@ -265,14 +265,14 @@ def snapshot_bytes(
 def _matrix_tensors(
     parameter: Parameter, mode: OptimizerMode, sharding: Sharding, itemsize: int
 ) -> Iterable[int]:
-    """Moments in fp32, evidence, the whole basis, two more norms."""
+    """Moments in fp32, evidence, the whole basis; two averages more, and their weight."""
     evidence, *moments = moment_bytes(parameter, mode, sharding, in_fp32=True)
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     left = 0
     if mode.projection == "two_sided" and basis:
         rank = mode.rank_of(parameter)
         left = -(-parameter.shape[0] // sharding.ranks(1)) * rank * itemsize
-    sizes = [evidence, *moments, FP32, FP32]
+    sizes = [evidence, *moments, FP32, FP32, FP32]
     return [*sizes, *(size for size in (basis, left) if size)]
 
 
