@@ -6,6 +6,7 @@ The simulated streams, the caller's own included, run nothing before somebody wa
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from contextlib import contextmanager
 
@@ -24,6 +25,10 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 CPU = torch.device("cpu")
 
 
+# A step that another thread is in the middle of has not run.
+RUNNING = threading.RLock()
+
+
 def ran():
     """Stands for a step that has run."""
 
@@ -39,9 +44,10 @@ class Stream:
         self.run(len(self.work))
 
     def run(self, count):
-        for index in range(count):
-            step, self.work[index] = self.work[index], ran
-            step()
+        with RUNNING:
+            for index in range(count):
+                step, self.work[index] = self.work[index], ran
+                step()
 
 
 class Event:
@@ -54,7 +60,8 @@ class Event:
         self.stream, self.position = stream, len(stream.work)
 
     def query(self):
-        return all(step is ran for step in self.stream.work[: self.position])
+        with RUNNING:
+            return all(step is ran for step in self.stream.work[: self.position])
 
     def synchronize(self):
         self.stream.run(self.position)
@@ -71,29 +78,31 @@ class Cuda:
     """What ``CudaStreams`` asks of ``torch.cuda``, and the streams that tensors were recorded on."""
 
     def __init__(self, patch):
-        self.compute = self.now = Stream()
-        self.recorded, self.locked, self.devices = [], {}, []
+        self.compute = Stream()
+        self.thread = threading.local()  # its device and its current stream, as torch has them
+        self.recorded, self.locked = [], {}
         self.lockable, self.last_error = 2**40, 0
         copy, ones = torch.Tensor.copy_, torch.ones
 
         def copy_(target, source, non_blocking=False):
+            if self.now is self.compute:
+                return copy(target, source, non_blocking)
             assert non_blocking
-            assert self.devices, "the device that a thread begins on may be another"
+            assert self.thread.device, "the device that a thread begins on may be another"
             self.now.work.append(lambda: copy(target, source))
+            return target
 
         @contextmanager
         def device(device):
-            self.devices.append(device)
+            before, self.thread.device = getattr(self.thread, "device", None), device
             yield
-            self.devices.pop()
+            self.thread.device = before
 
         @contextmanager
         def stream(side):
-            before, self.now = self.now, side
-            with patch.context() as inside:
-                inside.setattr(torch.Tensor, "copy_", copy_)
-                yield
-            self.now = before
+            before, self.thread.stream = self.now, side
+            yield
+            self.thread.stream = before
 
         def record_stream(tensor, side):
             self.recorded.append((tensor.data_ptr(), side))
@@ -105,6 +114,7 @@ class Cuda:
             return ones(*args, **kwargs)
 
         patch.setattr(torch, "ones", launch)
+        patch.setattr(torch.Tensor, "copy_", copy_)
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "device", device)
@@ -112,6 +122,10 @@ class Cuda:
         patch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         patch.setattr(torch.cuda, "cudart", lambda: self)
         patch.setattr(torch.Tensor, "record_stream", record_stream)
+
+    @property
+    def now(self):
+        return getattr(self.thread, "stream", self.compute)
 
     def cudaHostRegister(self, pointer, nbytes, flags):
         if sum(self.locked.values()) + nbytes > self.lockable:
