@@ -105,6 +105,12 @@ VARIANTS: dict[str, Variant] = {
         ),
         _QUARTER,
     ),
+    # its ranks alone
+    "hmt_auto_side_energy": Variant(
+        "hmt",
+        _hmt(projection="auto", rank="auto", rank_candidates=["d/8", "d/4", "d/2"]),
+        _QUARTER,
+    ),
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
