@@ -51,6 +51,7 @@ StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 Refresh = Literal["staggered", "together"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
+Scale = Literal["auto", "match_rms_adamw"] | PositiveFloat
 
 
 class ModuleRule(StrictModel):
@@ -61,7 +62,7 @@ class ModuleRule(StrictModel):
     rank: Auto | PositiveInt | None = None
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
-    scale: Auto | PositiveFloat | None = None
+    scale: Scale | None = None
     scale_type: ScaleType | None = None
 
 
@@ -162,10 +163,12 @@ class OptimizerConfig(StrictModel):
         description="Backward forms the projected gradient without the full one: wherever it can, "
         "everywhere or it is an error (true), or nowhere (false).",
     )
-    scale: Auto | PositiveFloat = Field(
+    scale: Scale = Field(
         default="auto",
         description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
-        "1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor).",
+        '1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor). "match_rms_adamw" '
+        "gives the part inside the basis the root mean square of AdamW's update, whatever the rank: "
+        "sqrt(n / r) for n columns, so that AdamW's learning rate stays.",
     )
     scale_type: ScaleType = Field(
         default="auto",

@@ -131,7 +131,7 @@ class ApolloMatrix(MatrixRule):
         of a whole gradient's: 128 / r for a tensor takes Mini's steps at any rank."""
         wanted = self.settings.scale
         if wanted is not None:
-            return wanted
+            return float(wanted)
         return _MINI_SCALE / self.rank if self.per_tensor else 1.0
 
     # -- checkpoint -----------------------------------------------------------------------------

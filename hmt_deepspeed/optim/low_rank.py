@@ -31,6 +31,7 @@ from hmt_deepspeed.optim.rules import (
     growth_factor,
     probe_residual,
 )
+from hmt_deepspeed.optim.settings import MATCH_RMS_ADAMW
 from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["Columns", "LowRankMatrix", "adopt_together", "overlap_of"]
@@ -412,7 +413,14 @@ class LowRankMatrix(MatrixRule):
         """Factor on the update, at full rank too: the learning rate is one for all ranks."""
         default = 0.25  # GaLore's published value
         wanted = self.settings.scale
-        return default if wanted is None else wanted
+        if wanted == MATCH_RMS_ADAMW:
+            return 1 / self.rms_share
+        return default if wanted is None else float(wanted)
+
+    @property
+    def rms_share(self) -> float:
+        """Root mean square of the update's part inside the basis, of Adam's step in it: ``sqrt(r / n)``."""
+        return (self.rank / self.shape[1]) ** 0.5
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ _QUARTER = (1e-2, 5e-3, 2e-2)
 # The update's norm grows with the root of the rank.
 _QUARTER_3D8 = (8e-3, 4e-3, 1.6e-2)
 _QUARTER_D2 = (7e-3, 3.5e-3, 1.4e-2)
+_MATCHED = (1e-3, 2e-3, 5e-4)
 _WHOLE = (2e-3, 4e-3, 1e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 
@@ -160,6 +161,23 @@ VARIANTS: dict[str, Variant] = {
         "hmt", _hmt(projection="auto", activations=ACTIVATIONS), _QUARTER
     ),
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
+    # updates as large as AdamW's at every rank, at AdamW's learning rates
+    "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", scale="match_rms_adamw"), _MATCHED),
+    "hmt_matched_energy": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            rank="auto",
+            rank_candidates=["d/8", "d/4", "d/2"],
+            scale="match_rms_adamw",
+        ),
+        _MATCHED,
+    ),
+    "hmt_matched_int8_d2": Variant(
+        "hmt",
+        _hmt(projection="auto", rank="d/2", state_dtype="int8", scale="match_rms_adamw"),
+        _MATCHED,
+    ),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),

@@ -74,6 +74,7 @@ def test_options_and_settings():
         ("residual_scale", 0.0, "> 0"),
         ("projected_backward", "yes", "auto"),
         ("scale", 0, "> 0"),
+        ("scale", "rms", "match_rms_adamw"),
         ("norm_growth_limit", 0.9, ">= 1"),
         ("max_full_gradient_bytes", 0, ">= 1"),
         ("master_weights", "bf16", "fp32"),

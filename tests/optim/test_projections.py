@@ -124,6 +124,43 @@ def test_rank_changes_at_a_refresh(projection, transfer):
     assert ranks == [4] * 3 + [16] * 6 + [4] * 3
 
 
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+@pytest.mark.parametrize("projection", ["right", "left", "auto", "two_sided"])
+@pytest.mark.parametrize("rank", [2, 6, 12])
+def test_matched_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
+    """The first step of Adam is the sign of the gradient, in a basis too: its root mean square is lr."""
+    weight = nn.Parameter(torch.zeros(shape))
+    options = {"rank": rank, "projection": projection, "residual": "none", "early_refresh": False}
+    optimizer = HMT([weight], lr=1e-3, scale="match_rms_adamw", **options)
+    weight.grad = next(gradients(shape, 1))
+    optimizer.step()
+    # The basis is orthonormal to fp32 rounding, and eps takes 1e-8 of a gradient of order 1.
+    assert weight.detach().square().mean().sqrt().item() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_matched_updates_follow_the_rank_and_are_adamws_at_full_rank():
+    weight = nn.Parameter(torch.zeros(24, 32))
+    optimizer = HMT(
+        [weight],
+        lr=1e-3,
+        scale="match_rms_adamw",
+        residual="none",
+        rank_candidates=(4, 8),
+        update_interval=2,
+        full_rank_budget=1.0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    thin = torch.randn(24, 3, generator=generator) @ torch.randn(3, 32, generator=generator)
+    full = torch.randn(24, 32, generator=generator)
+    scales = []
+    for gradient in (thin, thin, full, full):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        matrix = optimizer.matrices["param_0"]
+        scales.append((matrix.full_rank, matrix.rank, round(matrix.scale**2, 9)))
+    assert scales == [(False, 4, 8.0)] * 2 + [(True, 32, 1.0)] * 2
+
+
 @pytest.mark.parametrize("projection", ["left", "auto", "two_sided"])
 def test_learns(projection):
     model = network()
