@@ -66,6 +66,7 @@ def _hmt(**options: Any) -> dict[str, Any]:
     return {**common, **refresh, **options}
 
 
+_ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4", "d/2"]}
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
 # The update's norm grows with the root of the rank.
@@ -96,22 +97,8 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     # the paper's "Proposed": ranks by energy and the activations above
-    "hmt_proposed": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            rank="auto",
-            rank_candidates=["d/8", "d/4", "d/2"],
-            activations=ACTIVATIONS,
-        ),
-        _QUARTER,
-    ),
-    # its ranks alone
-    "hmt_auto_side_energy": Variant(
-        "hmt",
-        _hmt(projection="auto", rank="auto", rank_candidates=["d/8", "d/4", "d/2"]),
-        _QUARTER,
-    ),
+    "hmt_proposed": Variant("hmt", _hmt(**_ENERGY, activations=ACTIVATIONS), _QUARTER),
+    "hmt_auto_side_energy": Variant("hmt", _hmt(**_ENERGY), _QUARTER),  # its ranks alone
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
@@ -163,16 +150,7 @@ VARIANTS: dict[str, Variant] = {
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # updates as large as AdamW's at every rank, at AdamW's learning rates
     "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", scale="match_rms_adamw"), _MATCHED),
-    "hmt_matched_energy": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            rank="auto",
-            rank_candidates=["d/8", "d/4", "d/2"],
-            scale="match_rms_adamw",
-        ),
-        _MATCHED,
-    ),
+    "hmt_matched_energy": Variant("hmt", _hmt(**_ENERGY, scale="match_rms_adamw"), _MATCHED),
     "hmt_matched_int8_d2": Variant(
         "hmt",
         _hmt(projection="auto", rank="d/2", state_dtype="int8", scale="match_rms_adamw"),
