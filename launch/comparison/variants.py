@@ -100,6 +100,12 @@ VARIANTS: dict[str, Variant] = {
     "hmt_proposed": Variant("hmt", _hmt(**_ENERGY, activations=ACTIVATIONS), _QUARTER),
     "hmt_auto_side_energy": Variant("hmt", _hmt(**_ENERGY), _QUARTER),  # its ranks alone
     "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
+    # ranks where a basis captures least of the gradients that follow it: queries and keys
+    "hmt_queries_keys_d2": Variant(
+        "hmt",
+        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
+        _QUARTER,
+    ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
@@ -227,6 +233,8 @@ def resolve(options: Mapping[str, Any], hidden: int, gradient_bytes: int) -> dic
 
 
 def _resolved(value: Any, wholes: Mapping[str, int]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _resolved(item, wholes) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_resolved(item, wholes) for item in value]
     share = (
