@@ -68,7 +68,13 @@ _SCALE_TYPE = 'It is APOLLO\'s: remove it or set "method": "apollo" there.'
 _RULES = (
     _Rule(("scale_type",), "method", lambda given: given["scale_type"] != "auto", _SCALE_TYPE),
     _Rule(
-        ("rank_candidates", "energy_threshold", "rank_budget", "full_rank_budget"),
+        (
+            "rank_candidates",
+            "energy_threshold",
+            "energy_estimate",
+            "rank_budget",
+            "full_rank_budget",
+        ),
         "rank",
         lambda given: isinstance(given.get("rank"), int),
         'With "rank": {} it is ignored: remove it or set "rank": "auto".',
@@ -178,6 +184,17 @@ _RULES = (
             and given.get("residual") != "full"
         ),
         "Without probes nothing shows that a basis captures less: set it to false.",
+        unread=True,
+    ),
+    _Rule(
+        ("energy_estimate",),
+        "probes",
+        lambda given: (
+            given["energy_estimate"] == "out_of_sample"
+            and given.get("probes") == 0
+            and given.get("residual") != "full"
+        ),
+        'Without probes nothing shows what a basis captures of later gradients: set it to "in_sample".',
         unread=True,
     ),
     _Rule(

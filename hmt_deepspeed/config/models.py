@@ -50,6 +50,7 @@ ScaleType = Literal["auto", "channel", "tensor"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 Refresh = Literal["staggered", "together"]
+EnergyEstimate = Literal["in_sample", "out_of_sample"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
 Scale = Literal["auto", "match_rms_adamw"] | PositiveFloat
 
@@ -99,6 +100,12 @@ class OptimizerConfig(StrictModel):
         le=1,
         description='"rank": "auto" takes the smallest candidate that captures this share of the '
         "gradient's squared Frobenius norm.",
+    )
+    energy_estimate: EnergyEstimate = Field(
+        default="in_sample",
+        description="Whose captured energy chooses ranks: that of the gradient a basis is made from, noise "
+        "included (the HMT paper's), or what is expected of the gradients that follow, from what the last basis "
+        "held of them.",
     )
     rank_budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,

@@ -324,7 +324,9 @@ class HMT(Optimizer):
         leader = matrices[0]
         parts = [cast(Tensor, slot.full_gradient()) for slot in slots]
         gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
-        found = leader.find_basis(gradient, self._steps, self._policy.first_width(number))
+        self._policy.close_windows([number])
+        first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
+        found = leader.find_basis(gradient, self._steps, first, sought)
         if found is not None:
             energies = leader.captured_at_candidates(found)
             rank = self._policy.choose(number, energies, self._steps)

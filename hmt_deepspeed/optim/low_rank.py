@@ -210,10 +210,15 @@ class LowRankMatrix(MatrixRule):
             whole[:, self.rank :] = self._probes(basis)
 
     def find_basis(
-        self, gradient: Tensor, step: int, first: int, older: Tensor | None = None
+        self,
+        gradient: Tensor,
+        step: int,
+        first: int,
+        sought: float,
+        older: Tensor | None = None,
     ) -> Subspace | None:
         """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
-        as many more as it takes to reach the energy threshold.
+        as many more as it takes to capture ``sought`` of its energy.
 
         ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
         present one lacks start from it.
@@ -233,7 +238,7 @@ class LowRankMatrix(MatrixRule):
             self.settings.range_finder,
             gradient,
             self.candidates,
-            self.settings.energy_threshold,
+            sought,
             generator,
             start,
             first=first,

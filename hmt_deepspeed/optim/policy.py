@@ -11,7 +11,9 @@ from math import nan
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hmt_deepspeed.optim.later_energy import exponents_seen, later_energies, own_energy
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
@@ -38,7 +40,11 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
     share = options["rank_budget"]
     budget = None if share is None else int(share * dense)
     policy = RankPolicy(
-        groups, budget, int(options["full_rank_budget"] * dense), bool(options["early_refresh"])
+        groups,
+        budget,
+        int(options["full_rank_budget"] * dense),
+        bool(options["early_refresh"]),
+        options["energy_estimate"] == "out_of_sample",
     )
     least = policy.least_bytes()
     if budget is not None and least > budget:
@@ -64,6 +70,8 @@ class RankPolicy:
         full_rank_bytes: what matrices may take, together, for full-rank AdamW when no candidate
             reaches the threshold.
         early: whether a group whose captured energy falls refreshes before its time.
+        out_of_sample: ranks are chosen by what bases are expected to capture of the gradients that follow,
+            instead of what they capture of the one they are made from.
     """
 
     def __init__(
@@ -72,9 +80,11 @@ class RankPolicy:
         rank_budget: int | None,
         full_rank_bytes: int,
         early: bool,
+        out_of_sample: bool = False,
     ) -> None:
         self.groups = groups
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
+        self.out_of_sample = out_of_sample
         self.histories = {group[0].name: RankHistory() for group in groups}
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
@@ -88,6 +98,28 @@ class RankPolicy:
         return leader
 
     # -- a refresh ------------------------------------------------------------------------------
+
+    def close_windows(self, indices: Sequence[int]) -> None:
+        """Note what the bases of groups that refresh now have captured since their last refresh.
+
+        Before any of them chooses: every process must have seen the same when the first does.
+        """
+        if not self.out_of_sample:
+            return
+        seen = [i for i in indices if self._leader(i).measures_energy]
+        seen = [i for i in seen if self.histories[self._leader(i).name].latest is not None]
+        if not seen:
+            return
+        sums = torch.stack([self._later_sums(i) for i in seen])
+        for index, (inside, total) in zip(seen, sums.tolist(), strict=True):
+            if total > 0:
+                self.histories[self._leader(index).name].note_later(inside / total)
+
+    def _later_sums(self, index: int) -> Tensor:
+        """Smoothed squared norms of a group's gradients inside the basis and in all, (2,) fp32."""
+        squares = torch.stack([m.mean_square_norm for m in self.groups[index]])
+        shares = torch.stack([m.smoothed_energy() for m in self.groups[index]])
+        return torch.stack(((shares * squares).sum(), squares.sum()))
 
     def first_width(self, index: int) -> int:
         """Candidate rank at which group ``index`` starts its range finding; the budget needs them all."""
@@ -104,8 +136,23 @@ class RankPolicy:
         now = leader.log_norm()
         trend = now - self.log_norms.get(leader.name, now)
         lost = self._energy_when_new(index, leader) - float(leader.smoothed_energy())
+        sought = self.sought_energy(index)
+        return predict_rank(leader.candidates, history, lost, trend, sought)
+
+    def sought_energy(self, index: int) -> float:
+        """Captured energy of its own gradient at which group ``index`` can end its range finding."""
+        leader = self._leader(index)
         threshold = leader.settings.energy_threshold
-        return predict_rank(leader.candidates, history, lost, trend, threshold)
+        return own_energy(threshold, self._exponents(leader)) if self.out_of_sample else threshold
+
+    def _exponents(self, leader: LowRankMatrix) -> list[float]:
+        return exponents_seen(leader.name, self.histories, leader.candidates)
+
+    def _expected(self, index: int, energies: Sequence[float]) -> Sequence[float]:
+        """Captured energies to choose by, from those of the own gradient."""
+        if not self.out_of_sample:
+            return energies
+        return later_energies(energies, self._exponents(self._leader(index)))
 
     def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
         """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""
@@ -125,7 +172,10 @@ class RankPolicy:
         """
         leader = self._leader(index)
         rank = self._choose(index, leader, energies)
-        self.histories[leader.name].add(step, rank, energies)
+        own = dict(zip(leader.candidates, energies, strict=False)).get(rank)
+        self.histories[leader.name].add(
+            step, rank, energies, None if leader.is_full_at(rank) else own
+        )
         if leader.energy_weight:
             self.log_norms[leader.name] = leader.log_norm()
         if self.trigger is not None and index in self._watched:
@@ -137,6 +187,7 @@ class RankPolicy:
             return leader.candidates[0]
         if self.rank_budget is not None:
             return self._within_budget(index, leader, energies, self.rank_budget)
+        energies = self._expected(index, energies)
         threshold = leader.settings.energy_threshold
         complete = len(energies) == len(leader.candidates)
         missed = complete and misses_threshold(energies[-1], threshold, _is_full(leader))
@@ -170,7 +221,7 @@ class RankPolicy:
         spectra, present, others = [], [], 0
         for i, captured in (self._known(energies) | {index: energies}).items():
             member = self._leader(i)
-            spectra.append(self._spectrum(i, captured))
+            spectra.append(self._spectrum(i, self._expected(i, captured)))
             kept = [rank for rank in spectra[-1].candidates if rank <= member.rank]
             present.append(kept[-1] if kept else spectra[-1].candidates[0])
             others += self.bytes_at(i, member.rank) if i != index else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log, nan
 from statistics import median
 from typing import Any
@@ -36,11 +36,18 @@ _LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One refresh: its step, the rank chosen, and E at the candidates that were sketched, from the first."""
+    """One refresh, and what came of it.
+
+    step: of the refresh. rank: that was chosen. captured: E at the candidates that were sketched, from the
+    first. own: E of the gradient that made the basis, at its rank; None for full rank. later: E of the
+    gradients since, None where nobody has looked.
+    """
 
     step: int
     rank: int
     captured: tuple[float, ...]
+    own: float | None = None
+    later: float | None = None
 
 
 class RankHistory:
@@ -54,21 +61,29 @@ class RankHistory:
     def latest(self) -> RankRecord | None:
         return self.records[-1] if self.records else None
 
-    def add(self, step: int, rank: int, captured: Sequence[float]) -> None:
+    def add(
+        self, step: int, rank: int, captured: Sequence[float], own: float | None = None
+    ) -> None:
         """Note a refresh; ``captured[i]`` belongs to the i-th candidate. The oldest record may go."""
-        self.records.append(RankRecord(step, rank, tuple(captured)))
+        self.records.append(RankRecord(step, rank, tuple(captured), own))
         del self.records[: -self.limit]
 
+    def note_later(self, energy: float) -> None:
+        """Note what the latest basis has captured of the gradients since its refresh."""
+        self.records[-1] = replace(self.records[-1], later=energy)
+
     def to_list(self) -> list[list[Any]]:
-        """``[[step, rank, [E, ...]], ...]``: plain numbers for a checkpoint."""
-        return [[record.step, record.rank, list(record.captured)] for record in self.records]
+        """``[[step, rank, [E, ...], own, later], ...]``: plain numbers for a checkpoint."""
+        return [[r.step, r.rank, list(r.captured), r.own, r.later] for r in self.records]
 
     @classmethod
     def from_list(cls, saved: Iterable[Sequence[Any]], limit: int = 16) -> RankHistory:
         """Undo :meth:`to_list`."""
         history = cls(limit)
-        for step, rank, captured in saved:
-            history.add(int(step), int(rank), [float(energy) for energy in captured])
+        for step, rank, captured, *seen in saved:  # an older checkpoint has three
+            energies = tuple(float(energy) for energy in captured)
+            history.records.append(RankRecord(int(step), int(rank), energies, *seen))
+        del history.records[:-limit]
         return history
 
 

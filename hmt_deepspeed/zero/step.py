@@ -121,6 +121,7 @@ class ZeroStep:
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
             return
+        policy.close_windows([index for index, _ in refreshing])
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history
@@ -132,7 +133,8 @@ class ZeroStep:
         for place, (index, group) in enumerate(refreshing):
             leader = self._matrix(group[0])
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                subspace = self._find(group, policy.first_width(index), step)
+                first, sought = policy.first_width(index), policy.sought_energy(index)
+                subspace = self._find(group, first, sought, step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
@@ -174,7 +176,9 @@ class ZeroStep:
     def _gradient(self, index: int) -> Gradient:
         return self.low_rank[index].gradient
 
-    def _find(self, group: Sequence[int], first: int, step: int) -> tuple[Subspace, Tensor] | None:
+    def _find(
+        self, group: Sequence[int], first: int, sought: float, step: int
+    ) -> tuple[Subspace, Tensor] | None:
         """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
         parts = [self._gradient(i).full for i in group]
         if any(part is None for part in parts):
@@ -182,7 +186,7 @@ class ZeroStep:
         stacked = [part for part in parts if part is not None]
         gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
         older = self.bases.recall(self.low_rank[group[0]])
-        found = self._matrix(group[0]).find_basis(gradient, step, first, older)
+        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, older)
         # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
         return None if found is None else (found, stacked[0])
 

@@ -67,6 +67,10 @@ def _hmt(**options: Any) -> dict[str, Any]:
 
 
 _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4", "d/2"]}
+# Five candidates, d/8 to d/2, and the bytes, bases included, that d/4 takes everywhere.
+_FINE = {**_ENERGY, "rank_candidates": ["d/8", "3d/16", "d/4", "3d/8", "d/2"]}
+_BYTES_OF_D4 = {**_FINE, "rank_budget": 0.322}
+_LATER = {"energy_estimate": "out_of_sample"}
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
 # The update's norm grows with the root of the rank.
@@ -105,6 +109,18 @@ VARIANTS: dict[str, Variant] = {
         "hmt",
         _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
         _QUARTER,
+    ),
+    # the same strength of their updates at d/4
+    "hmt_queries_keys_scaled": Variant(
+        "hmt",
+        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}}),
+        _QUARTER,
+    ),
+    # ranks by the energy of the gradients that a basis is made from, and of those that follow it
+    "hmt_budget_in_sample": Variant("hmt", _hmt(**_BYTES_OF_D4), _QUARTER),
+    "hmt_budget_out_of_sample": Variant("hmt", _hmt(**_BYTES_OF_D4, **_LATER), _QUARTER),
+    "hmt_energy_out_of_sample": Variant(
+        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),

@@ -10,6 +10,7 @@ DEFAULTS = {
     "rank": "auto",
     "rank_candidates": (32, 64, 128, 256),
     "energy_threshold": 0.95,
+    "energy_estimate": "in_sample",
     "rank_budget": None,
     "full_rank_budget": 0.0,
     "update_interval": 200,

@@ -22,6 +22,7 @@ LOW_RANK_ONLY = {
     "weight_dtype": "int8",
     "rank_candidates": [8],
     "energy_threshold": 0.5,
+    "energy_estimate": "out_of_sample",
     "update_interval": 10,
     "residual": "none",
     "probes": 4,
@@ -41,6 +42,11 @@ CONFLICTS = [
     (
         {"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9},
         {"rank_candidates", "energy_threshold"},
+    ),
+    ({"rank": 8, "energy_estimate": "out_of_sample"}, {"energy_estimate"}),
+    (
+        {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"},
+        {"energy_estimate"},
     ),
     ({"probes": 0}, {"probes"}),
     ({"probes": 0, "residual": "none", "early_refresh": True}, {"early_refresh"}),
@@ -129,6 +135,9 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
         {"second_moment": "full", "projection": "two_sided"},
         {"range_finder": "random", "rank": 8, "early_refresh": False},
+        {"probes": 0, "residual": "none", "energy_estimate": "in_sample"},
+        {"residual": "none", "energy_estimate": "out_of_sample"},
+        {"rank_budget": 0.5, "energy_estimate": "out_of_sample"},
         {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": "auto"},
     ],
 )

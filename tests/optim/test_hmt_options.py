@@ -61,6 +61,7 @@ def test_options_and_settings():
         ("second_moment", "rank1", "factored"),
         ("share_basis", "auto", "False"),
         ("early_refresh", None, "False"),
+        ("energy_estimate", "later", "out_of_sample"),
         ("refresh", "at once", "staggered"),
         ("rank_budget", 0, "above 0"),
         ("rank_budget", 1.5, "at most 1"),
@@ -100,6 +101,8 @@ UNREAD = [
     ("energy_threshold", {"rank": 8, "energy_threshold": 0.95}),
     ("residual_scale", {"residual": "full", "residual_scale": 2.0}),
     ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": True}),
+    ("energy_estimate", {"rank": 8, "energy_estimate": "out_of_sample"}),
+    ("energy_estimate", {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"}),
     (
         "max_full_gradient_bytes",
         {"range_finder": "random", "rank": 2, "max_full_gradient_bytes": 10**6},

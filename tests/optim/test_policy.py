@@ -445,6 +445,8 @@ def test_early_refresh_after_a_change_of_data_and_not_before(projection, early):
 MODES = {
     "threshold": {},
     "budget": {"rank_budget": 0.3},
+    "out of sample": {"energy_estimate": "out_of_sample", "energy_threshold": 0.6},
+    "budget, out of sample": {"energy_estimate": "out_of_sample", "rank_budget": 0.3},
     "full rank": {"full_rank_budget": 0.5},
     "fixed": {"rank_candidates": (32, 64, 128, 256), "rank": 8},
 }

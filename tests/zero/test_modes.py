@@ -136,7 +136,8 @@ def test_the_runs_exercise_what_is_compared(runs: Any) -> None:
         assert run["losses"][-1] < run["losses"][0] - 0.05, name
         if "rank_candidates" in MODES[name] and name != "module_rules":
             assert set(run["ranks"].values()) - {4}, name
-    assert len(set(runs[1]["rank_budget", 0, 1]["ranks"].values())) > 1
+    for name in ("rank_budget", "out_of_sample"):
+        assert len(set(runs[1][name, 0, 1]["ranks"].values())) > 1
     full = runs[1]["full_rank_budget", 0, 1]["ranks"].values()
     assert set(full) & {40, 77}
     assert set(full) & {4, 8, 16}

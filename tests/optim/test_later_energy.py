@@ -1,0 +1,158 @@
+"""Ranks by what bases hold of the gradients that follow them."""
+
+from math import log
+
+import pytest
+import torch
+from test_policy import SHAPE, Source, captured, construct, orthonormal, train
+
+from hmt_deepspeed.optim.later_energy import (
+    exponent_of,
+    exponents_seen,
+    later_energies,
+    own_energy,
+)
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.policy import RankPolicy
+from hmt_deepspeed.optim.rank_history import RankHistory, RankRecord
+from hmt_deepspeed.optim.settings import MatrixSettings
+
+
+class BatchNoise(Source):
+    """A share of every gradient lies in a few directions of its own, which the next one does not have."""
+
+    def __init__(self, directions, share, noisy, shape=SHAPE, seed=0):
+        super().__init__(directions, 0.0, shape, seed)
+        self.share, self.noisy, self.draws = share, noisy, 0
+
+    def __call__(self):
+        self.draws += 1
+        (m, n), k = self.shape, self.noisy
+        right = orthonormal(n, k, 1000 * self.draws + self.draws)
+        left = torch.randn(m, k, generator=self.generator) / (m * k) ** 0.5
+        return (1 - self.share) ** 0.5 * super().__call__() + self.share**0.5 * left @ right.t()
+
+
+# -- the law ----------------------------------------------------------------------------------------
+
+
+def history(*records):
+    found = RankHistory()
+    for step, (rank, own, later) in enumerate(records):
+        found.add(step, rank, [own], own)
+        if later is not None:
+            found.note_later(later)
+    return found
+
+
+def test_the_expected_energy_is_the_measured_one_at_the_rank_in_force_and_rises_with_rank():
+    own = [0.5, 0.8, 0.95, 0.999]
+    exponent = exponent_of(own[1], 0.45)
+    assert exponent == pytest.approx(log(0.55) / log(0.2))
+    expected = later_energies(own, [exponent] * 4)
+    assert expected[1] == pytest.approx(0.45)
+    assert expected == sorted(expected)
+    assert all(e <= o for e, o in zip(expected, own, strict=True))
+
+
+def test_a_rank_that_was_seen_to_capture_little_is_not_expected_to():
+    """What one window shows of rank 8 does not become more by a look at rank 4."""
+    exponents = exponents_seen("w", {"w": history((8, 0.9, 0.2), (4, 0.6, 0.15))}, (4, 8, 16))
+    expected = later_energies([0.6, 0.9, 1.0], exponents)
+    assert expected[:2] == pytest.approx([0.15, 0.2])
+    assert expected[2] < 0.8
+    assert later_energies([0.6, 0.4], [1.0, 1.0]) == [0.6, 0.6]
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.3])
+@pytest.mark.parametrize("wanted", [0.05, 0.7, 0.95])
+def test_the_own_energy_is_where_the_expected_one_is_reached(exponent, wanted):
+    own = own_energy(wanted, [1.0, exponent])
+    assert later_energies([own], [exponent])[0] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("own", "later", "exponent"),
+    [(0.5, 0.5, 1.0), (0.5, 0.6, 1.0), (0.9, 0.0, 0.02), (0.0, 0.0, 1.0), (1.0, 1.0, 1.0)],
+)
+def test_exponents_stay_in_range(own, later, exponent):
+    assert exponent_of(own, later) == exponent
+
+
+def test_a_matrix_that_was_not_measured_is_taken_for_one_of_its_type():
+    histories = {name: RankHistory() for name in ("0.q", "1.q", "2.q", "0.v", "0.up")}
+    assert exponents_seen("0.q", histories, (4, 8)) == [1.0, 1.0]
+    histories["0.q"] = history((4, 0.9, 0.4), (4, 0.9, None))
+    histories["1.q"] = history((8, 0.9, 0.1), (8, 0.9, 0.6))
+    histories["0.v"] = history((4, 0.9, 0.8))
+    q, other, v = (exponent_of(0.9, later) for later in (0.4, 0.6, 0.8))
+    assert exponents_seen("0.q", histories, (4, 8)) == [q, q]
+    assert exponents_seen("2.q", histories, (4, 8)) == [(q + other) / 2] * 2
+    assert exponents_seen("0.up", histories, (4, 8)) == [sorted((q, other, v))[1]] * 2
+
+
+def test_histories_keep_what_was_seen_and_read_those_that_have_not():
+    kept = history((4, 0.9, 0.4), (4, 0.9, None))
+    assert RankHistory.from_list(kept.to_list()).records == kept.records
+    old = RankHistory.from_list([[3, 4, [0.5, 0.7]]])
+    assert old.latest == RankRecord(3, 4, (0.5, 0.7))
+
+
+# -- in a run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["right", "left"])
+@pytest.mark.parametrize("finder", ["randomized", "svd"])
+def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder):
+    """Rank 4 holds half of its own gradient, most of it noise, and a tenth or so of the next ones."""
+    ranks, shares = {}, {}
+    for estimate in ("in_sample", "out_of_sample"):
+        sources = [BatchNoise(12, 0.4, 2)]
+        weights, optimizer = construct(
+            sources,
+            projection=projection,
+            range_finder=finder,
+            energy_threshold=0.4,
+            energy_estimate=estimate,
+            update_interval=12,
+        )
+        for _ in train(weights, optimizer, sources, 40):
+            pass
+        matrix = optimizer.matrices["param_0"]
+        ranks[estimate] = matrix.rank
+        shares[estimate] = matrix.smoothed_energy().item()
+    assert ranks == {"in_sample": 4, "out_of_sample": 16}
+    assert shares["in_sample"] < 0.3
+    assert shares["out_of_sample"] > 0.4
+
+
+def test_a_budget_goes_to_what_later_gradients_have():
+    """Equal spectra of single gradients: one of lasting directions, one of the noise of each."""
+    shares = {}
+    for estimate in ("in_sample", "out_of_sample"):
+        sources = [BatchNoise(12, 0.0, 1, seed=i) for i in range(3)]
+        sources += [BatchNoise(1, 0.95, 12, seed=i) for i in range(3, 6)]
+        weights, optimizer = construct(
+            sources, rank_budget=0.27, energy_estimate=estimate, update_interval=12
+        )
+        for _ in train(weights, optimizer, sources, 100):
+            pass
+        shares[estimate] = captured(optimizer, sources)
+    assert shares["out_of_sample"] > shares["in_sample"] + 0.5
+
+
+def test_members_that_share_a_basis_count_by_their_energy():
+    settings, device = MatrixSettings(rank_candidates=(4, 8)), torch.device("cpu")
+    large, small = (
+        LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device)
+        for name in ("a", "b")
+    )
+    policy = RankPolicy([[large, small]], None, 0, early=False, out_of_sample=True)
+    policy.close_windows([0])  # nothing is known yet
+    policy.choose(0, [0.96, 0.99], step=0)
+    for matrix, inside, total in ((large, 6.0, 12.0), (small, 1.0, 4.0)):
+        matrix.follow(torch.tensor(inside), torch.tensor(total), 1.0)
+    policy.close_windows([0])
+    latest = policy.histories["a"].latest
+    assert latest.own == 0.96
+    assert latest.later == pytest.approx(7 / 16)
