@@ -127,6 +127,18 @@ def test_rank_rules(tmp_path: Path) -> None:
         assert all(0 < c["captured"] < c["captured by budget"] < 1 for c in compared)
 
 
+def test_later_energy(tmp_path: Path) -> None:
+    case = toy_case("later_energy", tmp_path, "optimizer")
+    check_fields(case)
+    plans = [found for name, found in case["samples"].items() if "planned" in name]
+    assert len(plans) == 2
+    for planned in plans:  # the plan that knows later energies is the best there is
+        assert 0 < max(planned["own"], planned["expected"]) <= planned["later"] < 1
+    for matrix in case["samples"]["step 2"]:
+        assert matrix["expected"] == sorted(matrix["expected"])
+        assert all(e <= o for e, o in zip(matrix["expected"], matrix["own"], strict=True))
+
+
 def test_bytes_held_by_activations(tmp_path: Path) -> None:
     case = toy_case("held_bytes", tmp_path, "activations")
     check_fields(case)

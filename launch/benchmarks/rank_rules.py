@@ -28,7 +28,7 @@ CANDIDATES = (64, 32, 16, 8, 4, 2)
 def rank_rules(setting: Setting) -> CaseResult:
     shape, steps = (TOY, TOY_STEPS) if setting.toy else (SHAPE, STEPS)
     candidates = tuple(shape.hidden // share for share in CANDIDATES)
-    gradients = _gradients(shape, setting, steps)
+    gradients = training_gradients(shape, setting, steps)
     spectra = [[_spectrum(g, candidates) for g in each.values()] for each in gradients]
     result = CaseResult(
         {"model": asdict(shape), "steps": steps, "candidates": candidates},
@@ -81,14 +81,21 @@ def _compare(spectra: Sequence[Spectrum], threshold: float) -> tuple[float, floa
 
 def _spectrum(gradient: Tensor, candidates: Sequence[int]) -> Spectrum:
     """Of the right side, as :meth:`LowRankMatrix.moment_bytes_at` and `basis_bytes_at` count, fp32."""
-    rows, columns = gradient.shape
     squares = torch.linalg.svdvals(gradient).square()
     captured = (squares.cumsum(0) / squares.sum()).tolist()
-    sizes = tuple(4 * rank * (2 * rows + columns) for rank in candidates)
+    sizes = state_bytes(gradient, candidates)
     return Spectrum(tuple(candidates), tuple(captured[r - 1] for r in candidates), sizes)
 
 
-def _gradients(shape: Shape, setting: Setting, steps: Sequence[int]) -> list[dict[str, Tensor]]:
+def state_bytes(gradient: Tensor, candidates: Sequence[int]) -> tuple[int, ...]:
+    """Of fp32 moments and basis at each rank, columns projected."""
+    rows, columns = gradient.shape
+    return tuple(4 * rank * (2 * rows + columns) for rank in candidates)
+
+
+def training_gradients(
+    shape: Shape, setting: Setting, steps: Sequence[int]
+) -> list[dict[str, Tensor]]:
     """Of every linear in the decoder layers, before the update of the given steps, under AdamW."""
     model = llama(shape).to(setting.device)
     linears = {
