@@ -57,10 +57,12 @@ def later_energy(setting: Setting) -> CaseResult:
             for which in ("own", "expected", "later")
         }
         gains.append(planned["expected"] - planned["own"])
-        result.samples[f"step {step}"] = [
-            {"matrix": name, **asdict(m)} for name, m in zip(windows[0][0], matrices, strict=True)
-        ]
-        result.samples[f"step {step}, planned"] = planned
+        result.samples[f"step {step}"] = {
+            "mean own": _mean([m.own for m in matrices]),
+            "mean expected": _mean([m.expected for m in matrices]),
+            "mean later": _mean([m.later for m in matrices]),
+            "planned": planned,
+        }
     label = shape.label
     ratios = [e / o for e, o in zip(expected, own, strict=True)]
     result.measurements += [
@@ -106,6 +108,11 @@ def _energies(gradients: Sequence[Tensor], candidates: Sequence[int]) -> _Energi
     expected = later_energies(own, [exponent] * len(own))
     later = [held(rank, after[SEEN:]) for rank in candidates]
     return _Energies(own, expected, later, state_bytes(first, candidates))
+
+
+def _mean(energies: Sequence[Sequence[float]]) -> list[float]:
+    """Over matrices, by candidate."""
+    return [mean(at) for at in zip(*energies, strict=True)]
 
 
 def _error(matrices: Sequence[_Energies], energies: Sequence[Sequence[float]]) -> float:
