@@ -16,7 +16,7 @@ from statistics import median
 
 from hmt_deepspeed.optim.rank_history import RankHistory, layer_type
 
-__all__ = ["exponent_of", "exponents_seen", "later_energies", "own_energy"]
+__all__ = ["Exponents", "exponent_of", "later_energies", "own_energy"]
 
 _LEAST_MISSED = 1e-6  # fp32 energies say no more
 _LEAST_EXPONENT = 0.02
@@ -34,27 +34,31 @@ def exponent_of(own: float, later: float) -> float:
     return min(max(log(missed_later) / log(missed), _LEAST_EXPONENT), 1.0)
 
 
-def exponents_seen(
-    name: str, histories: Mapping[str, RankHistory], candidates: Sequence[int]
-) -> list[float]:
-    """The exponent of each candidate rank of a matrix.
-
-    One that no window has measured yet has the median of its layer type, or of all; 1 before there is any:
-    then its own energy is all that is known.
+class Exponents:
+    """The exponent of every matrix and rank, as far as the windows of steps have shown.
 
     Args:
-        histories: by parameter name.
+        histories: by parameter name, see :class:`RankHistory`; read once.
     """
 
-    def at(rank: int, wanted: Iterable[str]) -> list[float]:
-        seen = (_measured(histories[other]) for other in wanted)
-        return [e[min(e, key=lambda known: abs(log(known / rank)))] for e in seen if e]
+    def __init__(self, histories: Mapping[str, RankHistory]) -> None:
+        self._of_matrix: dict[str, dict[int, float]] = {}
+        self._of_type: dict[str, list[dict[int, float]]] = {}
+        for name, history in histories.items():
+            if known := _measured(history):
+                self._of_matrix[name] = known
+                self._of_type.setdefault(layer_type(name), []).append(known)
 
-    alike = [other for other in histories if layer_type(other) == layer_type(name)]
-    return [
-        median(at(rank, [name]) or at(rank, alike) or at(rank, histories) or [1.0])
-        for rank in candidates
-    ]
+    def at(self, name: str, candidates: Sequence[int]) -> list[float]:
+        """Of a matrix's candidate ranks; of one that no window has measured yet, the median of its layer
+        type, or of all; 1 before there is any: then its own energy is all that is known."""
+        if name in self._of_matrix:
+            seen = [self._of_matrix[name]]
+        else:
+            seen = self._of_type.get(layer_type(name), [*self._of_matrix.values()])
+        if not seen:
+            return [1.0] * len(candidates)
+        return [median(_nearest(known, rank) for known in seen) for rank in candidates]
 
 
 def _measured(history: RankHistory) -> dict[int, float]:
@@ -64,6 +68,10 @@ def _measured(history: RankHistory) -> dict[int, float]:
         for record in history.records
         if record.own is not None and record.later is not None
     }
+
+
+def _nearest(known: Mapping[int, float], rank: int) -> float:
+    return known[min(known, key=lambda other: abs(log(other / rank)))]
 
 
 def later_energies(own: Sequence[float], exponents: Sequence[float]) -> list[float]:

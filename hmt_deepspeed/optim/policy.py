@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.later_energy import exponents_seen, later_energies, own_energy
+from hmt_deepspeed.optim.later_energy import Exponents, later_energies, own_energy
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
@@ -86,6 +86,7 @@ class RankPolicy:
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
         self.out_of_sample = out_of_sample
         self.histories = {group[0].name: RankHistory() for group in groups}
+        self._exponents = Exponents(self.histories)  # as of the last closed windows
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
@@ -106,14 +107,13 @@ class RankPolicy:
         """
         if not self.out_of_sample:
             return
-        seen = [i for i in indices if self._leader(i).measures_energy]
-        seen = [i for i in seen if self.histories[self._leader(i).name].latest is not None]
-        if not seen:
-            return
-        sums = torch.stack([self._later_sums(i) for i in seen])
-        for index, (inside, total) in zip(seen, sums.tolist(), strict=True):
+        known = [i for i in indices if self.histories[self._leader(i).name].latest is not None]
+        seen = [i for i in known if self._leader(i).measures_energy]
+        sums = torch.stack([self._later_sums(i) for i in seen]).tolist() if seen else []
+        for index, (inside, total) in zip(seen, sums, strict=True):
             if total > 0:
                 self.histories[self._leader(index).name].note_later(inside / total)
+        self._exponents = Exponents(self.histories)
 
     def _later_sums(self, index: int) -> Tensor:
         """Smoothed squared norms of a group's gradients inside the basis and in all, (2,) fp32."""
@@ -143,16 +143,16 @@ class RankPolicy:
         """Captured energy of its own gradient at which group ``index`` can end its range finding."""
         leader = self._leader(index)
         threshold = leader.settings.energy_threshold
-        return own_energy(threshold, self._exponents(leader)) if self.out_of_sample else threshold
-
-    def _exponents(self, leader: LowRankMatrix) -> list[float]:
-        return exponents_seen(leader.name, self.histories, leader.candidates)
+        if not self.out_of_sample:
+            return threshold
+        return own_energy(threshold, self._exponents.at(leader.name, leader.candidates))
 
     def _expected(self, index: int, energies: Sequence[float]) -> Sequence[float]:
         """Captured energies to choose by, from those of the own gradient."""
         if not self.out_of_sample:
             return energies
-        return later_energies(energies, self._exponents(self._leader(index)))
+        leader = self._leader(index)
+        return later_energies(energies, self._exponents.at(leader.name, leader.candidates))
 
     def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
         """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""

@@ -7,8 +7,8 @@ import torch
 from test_policy import SHAPE, Source, captured, construct, orthonormal, train
 
 from hmt_deepspeed.optim.later_energy import (
+    Exponents,
     exponent_of,
-    exponents_seen,
     later_energies,
     own_energy,
 )
@@ -57,7 +57,7 @@ def test_the_expected_energy_is_the_measured_one_at_the_rank_in_force_and_rises_
 
 def test_a_rank_that_was_seen_to_capture_little_is_not_expected_to():
     """What one window shows of rank 8 does not become more by a look at rank 4."""
-    exponents = exponents_seen("w", {"w": history((8, 0.9, 0.2), (4, 0.6, 0.15))}, (4, 8, 16))
+    exponents = Exponents({"w": history((8, 0.9, 0.2), (4, 0.6, 0.15))}).at("w", (4, 8, 16))
     expected = later_energies([0.6, 0.9, 1.0], exponents)
     assert expected[:2] == pytest.approx([0.15, 0.2])
     assert expected[2] < 0.8
@@ -81,14 +81,14 @@ def test_exponents_stay_in_range(own, later, exponent):
 
 def test_a_matrix_that_was_not_measured_is_taken_for_one_of_its_type():
     histories = {name: RankHistory() for name in ("0.q", "1.q", "2.q", "0.v", "0.up")}
-    assert exponents_seen("0.q", histories, (4, 8)) == [1.0, 1.0]
+    assert Exponents(histories).at("0.q", (4, 8)) == [1.0, 1.0]
     histories["0.q"] = history((4, 0.9, 0.4), (4, 0.9, None))
     histories["1.q"] = history((8, 0.9, 0.1), (8, 0.9, 0.6))
     histories["0.v"] = history((4, 0.9, 0.8))
     q, other, v = (exponent_of(0.9, later) for later in (0.4, 0.6, 0.8))
-    assert exponents_seen("0.q", histories, (4, 8)) == [q, q]
-    assert exponents_seen("2.q", histories, (4, 8)) == [(q + other) / 2] * 2
-    assert exponents_seen("0.up", histories, (4, 8)) == [sorted((q, other, v))[1]] * 2
+    assert Exponents(histories).at("0.q", (4, 8)) == [q, q]
+    assert Exponents(histories).at("2.q", (4, 8)) == [(q + other) / 2] * 2
+    assert Exponents(histories).at("0.up", (4, 8)) == [sorted((q, other, v))[1]] * 2
 
 
 def test_histories_keep_what_was_seen_and_read_those_that_have_not():
