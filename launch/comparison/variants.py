@@ -181,6 +181,8 @@ VARIANTS: dict[str, Variant] = {
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
+    "hmt_auto_side_d4_scale_035": Variant("hmt", _hmt(projection="auto", scale=0.35), _QUARTER),
+    "hmt_auto_side_d4_scale_050": Variant("hmt", _hmt(projection="auto", scale=0.5), _QUARTER),
     "hmt_auto_side_d4_whole": Variant("hmt", _hmt(projection="auto", scale=1.0), _WHOLE),
     "hmt_d4_no_residual": Variant("hmt", _hmt(residual="none"), _QUARTER),
     "hmt_d4_probes_8": Variant("hmt", _hmt(probes=8), _QUARTER),
