@@ -303,11 +303,6 @@ def _method_conflicts(method: str, given: Given) -> list[Conflict]:
     if method != "adamw" and given.get("projected_backward") is True:
         advice = f'"{method}" scales whole gradients, which a projected backward never forms: '
         conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
-    if method != "adamw" and given.get("scale") == "match_rms_adamw":
-        advice = (
-            f'The update of "{method}" is the gradient times a scale: remove it, or give a number.'
-        )
-        conflicts.append(conflict("scale", advice))
     if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
         advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
         conflicts.append(conflict("rank", advice))

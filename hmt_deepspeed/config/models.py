@@ -52,7 +52,7 @@ SecondMoment = Literal["full", "factored"]
 Refresh = Literal["staggered", "together"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
-Scale = Literal["auto", "match_rms_adamw"] | PositiveFloat
+Scale = Auto | PositiveFloat
 
 
 class ModuleRule(StrictModel):
@@ -173,9 +173,13 @@ class OptimizerConfig(StrictModel):
     scale: Scale = Field(
         default="auto",
         description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
-        '1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor). "match_rms_adamw" '
-        "gives the part inside the basis the root mean square of AdamW's update, whatever the rank: "
-        "sqrt(n / r) for n columns, so that AdamW's learning rate stays.",
+        "1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor).",
+    )
+    rank_stabilized: bool = Field(
+        default=False,
+        description="Equal updates at every rank: scale is then the root mean square of the update inside the "
+        'basis as a share of AdamW\'s, which otherwise is scale x sqrt(r / n) for n columns; "auto" is 0.125, what '
+        "GaLore's 0.25 comes to at a quarter of the columns.",
     )
     scale_type: ScaleType = Field(
         default="auto",

@@ -31,12 +31,12 @@ from hmt_deepspeed.optim.rules import (
     growth_factor,
     probe_residual,
 )
-from hmt_deepspeed.optim.settings import MATCH_RMS_ADAMW
 from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["Columns", "LowRankMatrix", "adopt_together", "overlap_of"]
 
 MAX_RESIDUAL_SCALE = 8.0
+PUBLISHED_SCALE = 0.25  # GaLore's; at a quarter of the columns half of that in root mean square
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -416,11 +416,10 @@ class LowRankMatrix(MatrixRule):
     @property
     def scale(self) -> float:
         """Factor on the update, at full rank too: the learning rate is one for all ranks."""
-        default = 0.25  # GaLore's published value
         wanted = self.settings.scale
-        if wanted == MATCH_RMS_ADAMW:
-            return 1 / self.rms_share
-        return default if wanted is None else float(wanted)
+        if self.settings.rank_stabilized:
+            return (PUBLISHED_SCALE / 2 if wanted is None else wanted) / self.rms_share
+        return PUBLISHED_SCALE if wanted is None else wanted
 
     @property
     def rms_share(self) -> float:

@@ -15,14 +15,12 @@ __all__ = [
     "APOLLO_MINI",
     "DENSE",
     "LOW_RANK",
-    "MATCH_RMS_ADAMW",
     "METHODS",
     "SECOND_MOMENTS",
     "MatrixSettings",
 ]
 
 LOW_RANK, APOLLO, APOLLO_MINI, DENSE = "lowrank_adamw", "apollo", "apollo_mini", "adamw"
-MATCH_RMS_ADAMW = "match_rms_adamw"  # a scale, by the name that torch.optim.Muon has for it
 METHODS = (LOW_RANK, APOLLO, APOLLO_MINI, DENSE)
 SECOND_MOMENTS = ("full", "factored")
 
@@ -35,7 +33,7 @@ class MatrixSettings:
     or ``two_sided``; APOLLO always projects the smaller side.
     rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``; None is a
     quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``.
-    scale: factor on the update, or ``match_rms_adamw``: the one that gives it the root mean square of AdamW's.
+    scale: factor on the update; ``rank_stabilized``: on its root mean square, whatever the rank.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     residual_scale: c of the probe residual, up to the unbiased (n-r)/k. norm_growth_limit: limit on the
     residual's norm, of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per
@@ -55,7 +53,8 @@ class MatrixSettings:
     residual: str = "probe"
     probes: int | None = None
     residual_scale: float | None = None
-    scale: float | str | None = None
+    scale: float | None = None
+    rank_stabilized: bool = False
     scale_type: str | None = None
     norm_growth_limit: float | None = 1.01
     state_dtype: str = "fp32"
@@ -171,8 +170,8 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         'set residual to "none" to drop the residual',
     ),
     "scale": (
-        lambda v: v in (None, MATCH_RMS_ADAMW) or _number(v, 0),
-        f'"auto", "{MATCH_RMS_ADAMW}" or a number > 0',
+        lambda v: v is None or _number(v, 0),
+        '"auto" or a number > 0',
         'use "auto"',
     ),
     "scale_type": (

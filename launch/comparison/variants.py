@@ -70,6 +70,9 @@ _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4
 # Five candidates, d/8 to d/2, and the bytes, bases included, that d/4 takes everywhere.
 _FINE = {**_ENERGY, "rank_candidates": ["d/8", "3d/16", "d/4", "3d/8", "d/2"]}
 _BYTES_OF_D4 = {**_FINE, "rank_budget": 0.322}
+_MATCH = {"scale": 1.0, "rank_stabilized": True}
+# Of the strength that 0.25 has at d/4, at every rank: all ranks ask for the same learning rate.
+_EQUAL = {"scale": 0.125, "rank_stabilized": True}
 _LATER = {"energy_estimate": "out_of_sample"}
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
@@ -122,6 +125,18 @@ VARIANTS: dict[str, Variant] = {
     "hmt_energy_out_of_sample": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
+    "hmt_equal_queries_keys_d2": Variant(
+        "hmt",
+        _hmt(projection="auto", **_EQUAL, module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
+        _QUARTER,
+    ),
+    "hmt_equal_energy": Variant("hmt", _hmt(**{**_ENERGY, **_EQUAL}), _QUARTER),
+    "hmt_equal_energy_out_of_sample": Variant(
+        "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
+    ),
+    "hmt_equal_budget_out_of_sample": Variant(
+        "hmt", _hmt(**{**_BYTES_OF_D4, **_LATER, **_EQUAL}), _QUARTER
+    ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
@@ -171,11 +186,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # updates as large as AdamW's at every rank, at AdamW's learning rates
-    "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", scale="match_rms_adamw"), _MATCHED),
-    "hmt_matched_energy": Variant("hmt", _hmt(**_ENERGY, scale="match_rms_adamw"), _MATCHED),
+    "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", **_MATCH), _MATCHED),
+    "hmt_matched_energy": Variant("hmt", _hmt(**{**_ENERGY, **_MATCH}), _MATCHED),
     "hmt_matched_int8_d2": Variant(
         "hmt",
-        _hmt(projection="auto", rank="d/2", state_dtype="int8", scale="match_rms_adamw"),
+        _hmt(projection="auto", rank="d/2", state_dtype="int8", **_MATCH),
         _MATCHED,
     ),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a

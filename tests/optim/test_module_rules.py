@@ -137,7 +137,6 @@ def test_open_fields_may_be_given_as_none():
         ({"2": {"method": "apollo", "range_finder": "svd"}}, r"\['2'\]\.range_finder is 'svd'\."),
         ({"2": {"scale_type": "tensor"}}, r"\['2'\]\.scale_type is 'tensor'\. It is APOLLO's"),
         ({"2": {"method": "apollo_mini", "scale_type": "channel"}}, "one scale per tensor"),
-        ({"2": {"method": "apollo", "scale": "match_rms_adamw"}}, "the gradient times a scale"),
     ],
 )
 def test_refusals(rules, words):

@@ -127,23 +127,32 @@ def test_rank_changes_at_a_refresh(projection, transfer):
 @pytest.mark.parametrize("shape", [TALL, WIDE])
 @pytest.mark.parametrize("projection", ["right", "left", "auto", "two_sided"])
 @pytest.mark.parametrize("rank", [2, 6, 12])
-def test_matched_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
+def test_stabilized_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
     """The first step of Adam is the sign of the gradient, in a basis too: its root mean square is lr."""
     weight = nn.Parameter(torch.zeros(shape))
     options = {"rank": rank, "projection": projection, "residual": "none", "early_refresh": False}
-    optimizer = HMT([weight], lr=1e-3, scale="match_rms_adamw", **options)
+    optimizer = HMT([weight], lr=1e-3, scale=1.0, rank_stabilized=True, **options)
     weight.grad = next(gradients(shape, 1))
     optimizer.step()
     # The basis is orthonormal to fp32 rounding, and eps takes 1e-8 of a gradient of order 1.
     assert weight.detach().square().mean().sqrt().item() == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_matched_updates_follow_the_rank_and_are_adamws_at_full_rank():
+def test_the_stabilized_default_is_the_published_scale_at_a_quarter_of_the_columns():
+    matrices = []
+    for rank, stabilized in ((8, False), (8, True), (2, True)):
+        optimizer = HMT([nn.Parameter(torch.zeros(40, 32))], rank=rank, rank_stabilized=stabilized)
+        matrices += optimizer.matrices.values()
+    assert [matrix.scale for matrix in matrices] == [0.25, 0.25, 0.5]
+
+
+def test_stabilized_updates_follow_the_rank_and_are_adamws_at_full_rank():
     weight = nn.Parameter(torch.zeros(24, 32))
     optimizer = HMT(
         [weight],
         lr=1e-3,
-        scale="match_rms_adamw",
+        scale=1.0,
+        rank_stabilized=True,
         residual="none",
         rank_candidates=(4, 8),
         update_interval=2,
