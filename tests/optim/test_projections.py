@@ -141,7 +141,10 @@ def test_stabilized_updates_are_as_large_as_adamws_at_every_rank(shape, projecti
 def test_the_stabilized_default_is_the_published_scale_at_a_quarter_of_the_columns():
     matrices = []
     for rank, stabilized in ((8, False), (8, True), (2, True)):
-        optimizer = HMT([nn.Parameter(torch.zeros(40, 32))], rank=rank, rank_stabilized=stabilized)
+        weight = nn.Parameter(torch.zeros(40, 32))
+        optimizer = HMT([weight], rank=rank, rank_stabilized=stabilized)
+        weight.grad = next(gradients((40, 32), 1))
+        optimizer.step()
         matrices += optimizer.matrices.values()
     assert [matrix.scale for matrix in matrices] == [0.25, 0.25, 0.5]
 
