@@ -139,6 +139,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
+    "hmt_auto_side_5d16": Variant("hmt", _hmt(projection="auto", rank="5d/16"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
     "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
     "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
