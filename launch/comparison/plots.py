@@ -47,8 +47,8 @@ def _losses(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: P
         axes.set_xlabel(label)
         axes.set_ylabel("loss (thin: training)")
         lowest = min(min(r["curves"]["val_loss"]) for r in best.values())
-        axes.set_ylim(lowest - 0.1, lowest + 2.5)
-    by_tokens.legend(fontsize=7)
+        axes.set_ylim(lowest - 0.1, lowest + 1.5)
+    by_time.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     seeds = sorted({record["seed"] for record in best.values()})
     title = f"{experiment['name']}, seed {', '.join(map(str, seeds))}"
     return _saved(figure, folder / f"{experiment['name']}-loss.png", title)
