@@ -125,17 +125,8 @@ VARIANTS: dict[str, Variant] = {
     "hmt_energy_out_of_sample": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
-    "hmt_equal_queries_keys_d2": Variant(
-        "hmt",
-        _hmt(projection="auto", **_EQUAL, module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
-        _QUARTER,
-    ),
-    "hmt_equal_energy": Variant("hmt", _hmt(**{**_ENERGY, **_EQUAL}), _QUARTER),
     "hmt_equal_energy_out_of_sample": Variant(
         "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
-    ),
-    "hmt_equal_budget_out_of_sample": Variant(
-        "hmt", _hmt(**{**_BYTES_OF_D4, **_LATER, **_EQUAL}), _QUARTER
     ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
