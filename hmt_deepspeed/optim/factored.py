@@ -86,6 +86,10 @@ class FactoredMoments(Moments):
         self._write(first, columns)
         return direction
 
+    def column_energies(self, counted: slice) -> Tensor:
+        held = len(range(*counted.indices(self.exp_avg.shape[0])))
+        return (self.exp_avg_sq.data / self.evidence).squeeze(0) * held
+
     # -- change of basis ------------------------------------------------------------------------
 
     def left(self) -> LeftMoments:

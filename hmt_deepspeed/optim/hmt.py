@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
+from hmt_deepspeed.optim.basis_momentum import column_energies
 from hmt_deepspeed.optim.int8_linear import (
     Int8Weight,
     can_encode,
@@ -326,7 +327,8 @@ class HMT(Optimizer):
         gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
         self._policy.close_windows([number])
         first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
-        found = leader.find_basis(gradient, self._steps, first, sought)
+        past = column_energies(matrices, [slice(None)] * len(matrices))
+        found = leader.find_basis(gradient, self._steps, first, sought, past)
         if found is not None:
             energies = leader.captured_at_candidates(found)
             rank = self._policy.choose(number, energies, self._steps)

@@ -169,6 +169,12 @@ class Moments:
         self.first_evidence += (1 - betas[0]) * (1 - self.first_evidence)
         self.evidence.lerp_(torch.ones_like(self.evidence), 1 - betas[1])
 
+    def column_energies(self, counted: slice) -> Tensor:
+        """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held; over all
+        of a core: (r,) fp32."""
+        rows = slice(None) if self.two_sided else counted
+        return (self.exp_avg_sq.read() / self.evidence)[rows].sum(0)
+
     # -- change of basis ------------------------------------------------------------------------
 
     def left(self) -> LeftMoments:

@@ -49,6 +49,7 @@ DEFAULTS: dict[str, object] = {
     "refresh": "staggered",
     "early_refresh": True,
     "range_finder": "randomized",
+    "basis_momentum": 0.0,
     "moment_transfer": "rotate",
     "residual": "probe",
     "probes": "auto",

@@ -1,6 +1,8 @@
 """Range finders: the dominant row space of a gradient, its energies, and a rank that reaches a threshold.
 
 Shapes: G is m x n, a basis is n x r with orthonormal columns, a sketch has w = r + oversampling columns.
+Every finder takes ``remembered``, p x n rows that stand for past gradients (:func:`remembered_rows`): bases are
+then of G stacked on them, energies of G alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ __all__ = [
     "find_subspace",
     "find_subspace_to_energy",
     "range_finder",
+    "remembered_rows",
 ]
 
 OVERSAMPLING = 8
@@ -34,8 +37,8 @@ _TINY = torch.finfo(torch.float32).tiny
 class Subspace:
     """Result of a range finder.
 
-    basis: n x r, fp32, orthonormal columns in order of falling energy.
-    energies: (r,) fp32, squared singular values sigma_i^2 that belong to the columns.
+    basis: n x r, fp32, orthonormal columns in order of falling energy, of G and what is remembered.
+    energies: (r,) fp32, of G in the columns: without a memory the squared singular values sigma_i^2.
     total: 0-dim fp32, ||G||_F^2.
     products: columns multiplied by G or G^T on the way, oversampling included: 2 m n FLOPs each, and
         nearly the whole cost. 0 for an SVD, which multiplies none.
@@ -51,17 +54,41 @@ class Subspace:
         return self.energies.cumsum(0) / self.total.clamp_min(_TINY)
 
 
-class _Sketch:
-    """Directions of the row space found so far and their image under G: what widening starts from.
+class _Rows:
+    """G stacked on what is remembered, without a copy of G.
 
-    directions: n x w fp32, orthonormal. image: m x w fp32, ``G directions``.
+    Args:
+        gradient: m x n, any float dtype. remembered: p x n fp32, or None.
     """
 
-    def __init__(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-        m, n = gradient.shape
+    def __init__(self, gradient: Tensor, remembered: Tensor | None) -> None:
+        self.gradient, self.remembered = gradient, remembered
+
+    def times(self, columns: Tensor) -> Tensor:
+        """``[G; M] V``, (m + p) x w fp32."""
+        image = _times(self.gradient, columns)
+        return image if self.remembered is None else torch.cat((image, self.remembered @ columns))
+
+    def transposed_times(self, columns: Tensor) -> Tensor:
+        """``[G; M]^T Y``, n x w fp32."""
+        m = self.gradient.shape[0]
+        raised = _transposed_times(self.gradient, columns[:m])
+        if self.remembered is not None:
+            raised.addmm_(self.remembered.t(), columns[m:])
+        return raised
+
+
+class _Sketch:
+    """Directions of the row space found so far and their image: what widening starts from.
+
+    directions: n x w fp32, orthonormal. image: (m + p) x w fp32, ``[G; M] directions``.
+    """
+
+    def __init__(self, gradient: Tensor, remembered: Tensor | None) -> None:
+        self.gradient, self.rows = gradient, _Rows(gradient, remembered)
+        n = gradient.shape[1]
         self.directions = gradient.new_empty((n, 0), dtype=torch.float32)
-        self.image = gradient.new_empty((m, 0), dtype=torch.float32)
+        self.image = self.rows.times(self.directions)
         self.total = _square_norm(gradient)
         self.products = 0
 
@@ -80,15 +107,15 @@ class _Sketch:
         new = self._outside(columns)
         for number in range(rounds):
             # V itself may be skew: its image is made orthonormal, and that is as good.
-            left = _cholesky_qr(_times(self.gradient, new), _ENOUGH)
-            raised = self._outside(_transposed_times(self.gradient, left))
+            left = _cholesky_qr(self.rows.times(new), _ENOUGH)
+            raised = self._outside(self.rows.transposed_times(left))
             new = _cholesky_qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
         # What cancellation left of the old columns. Twice: where the gradient has no more directions, the
         # columns are rounding errors, and a first pass leaves too few digits.
         for _ in range(2 if self.width else not rounds):
             new = _cholesky_qr(self._outside(new))
         self.directions = torch.cat((self.directions, new), dim=1)
-        self.image = torch.cat((self.image, _times(self.gradient, new)), dim=1)
+        self.image = torch.cat((self.image, self.rows.times(new)), dim=1)
 
     def widen(self, rank: int, generator: torch.Generator, rounds: int = COLD_ROUNDS) -> None:
         """Add Gaussian columns until there are ``rank`` and the oversampling."""
@@ -102,6 +129,9 @@ class _Sketch:
         # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
         energies, rotation = torch.linalg.eigh(self.image.t() @ self.image)
         energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
+        if self.rows.remembered is not None:
+            image = self.image[: self.gradient.shape[0]] @ rotation
+            energies = image.square().sum(0)
         return Subspace(self.directions @ rotation, energies, self.total, self.products)
 
     def _outside(self, columns: Tensor) -> Tensor:
@@ -115,6 +145,7 @@ def range_finder(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    remembered: Tensor | None = None,
     power_iterations: int = 1,
 ) -> Subspace:
     """Dominant right singular subspace of a gradient by randomised subspace iteration.
@@ -126,6 +157,7 @@ def range_finder(
         gradient: m x n, any float dtype; computed in fp32, without an m x n copy.
         rank: columns wanted, 1 <= rank <= min(m, n).
         generator: draws the Gaussian columns. start: n x r_old old basis, or None.
+        remembered: p x n fp32, or None.
         power_iterations: rounds of ``V <- orth(G^T orth(G V))`` from ``start``; one more for columns
             that nothing warms.
 
@@ -133,7 +165,7 @@ def range_finder(
         ValueError: rank out of range.
     """
     _check_rank(rank, gradient)
-    sketch = _Sketch(gradient)
+    sketch = _Sketch(gradient, remembered)
     if start is not None:
         sketch.add(_oversampled(start[:, :rank], gradient, generator), power_iterations)
     sketch.widen(rank, generator, power_iterations + 1)
@@ -141,38 +173,52 @@ def range_finder(
 
 
 def power_step(
-    gradient: Tensor, rank: int, generator: torch.Generator, start: Tensor | None = None
+    gradient: Tensor,
+    rank: int,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+    remembered: Tensor | None = None,
 ) -> Subspace:
     """One power step and QR from an old basis: two products with G instead of three.
 
     ``B = G^T orth(G V)``. Energies are the squared singular values of B, lower bounds of what the
     columns capture (2048 x 5461, r = 512: .0005 short after a drift that cost the old basis .07, .005
-    after one that cost it half). Without an old basis of at least ``rank`` columns, and for arguments
-    and errors: :func:`range_finder`.
+    after one that cost it half); with a memory, which is not G's, a third product gives them exactly.
+    Without an old basis of at least ``rank`` columns, and for arguments and errors: :func:`range_finder`.
     """
     _check_rank(rank, gradient)
     if start is None or start.shape[1] < rank:
-        return range_finder(gradient, rank, generator, start)
-    columns = _oversampled(start[:, :rank], gradient, generator)
-    raised = _transposed_times(gradient, _cholesky_qr(_times(gradient, columns), _ENOUGH))
+        return range_finder(gradient, rank, generator, start, remembered)
+    columns, rows = _oversampled(start[:, :rank], gradient, generator), _Rows(gradient, remembered)
+    raised = rows.transposed_times(_cholesky_qr(rows.times(columns), _ENOUGH))
     energies, rotation = torch.linalg.eigh(raised.t() @ raised)
     # The rotated columns are orthogonal but for rounding, and QR of them keeps their order.
     basis = _cholesky_qr(raised @ rotation.flip(1)[:, :rank])
-    total = _square_norm(gradient)
-    return Subspace(basis, energies.flip(0)[:rank].clamp_min(0), total, 2 * columns.shape[1])
+    energies, products = energies.flip(0)[:rank].clamp_min(0), 2 * columns.shape[1]
+    if remembered is not None:
+        energies, products = _times(gradient, basis).square().sum(0), products + rank
+    return Subspace(basis, energies, _square_norm(gradient), products)
 
 
 def exact_subspace(
-    gradient: Tensor, rank: int, generator: torch.Generator, start: Tensor | None = None
+    gradient: Tensor,
+    rank: int,
+    generator: torch.Generator,
+    start: Tensor | None = None,
+    remembered: Tensor | None = None,
 ) -> Subspace:
     """By ``torch.linalg.svd``: slow, for checking. ``generator`` and ``start`` are not looked at."""
     _check_rank(rank, gradient)
-    _, sigma, right = torch.linalg.svd(gradient.float(), full_matrices=False)
-    energies = sigma.square()
-    return Subspace(right[:rank].t().contiguous(), energies[:rank], energies.sum())
+    rows = gradient.float()
+    stacked = rows if remembered is None else torch.cat((rows, remembered))
+    _, sigma, right = torch.linalg.svd(stacked, full_matrices=False)
+    basis, energies = right[:rank].t().contiguous(), sigma[:rank].square()
+    if remembered is not None:
+        energies = (rows @ basis).square().sum(0)
+    return Subspace(basis, energies, _square_norm(gradient))
 
 
-RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None], Subspace]
+RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None, Tensor | None], Subspace]
 RANGE_FINDERS: dict[str, RangeFinder] = {
     "randomized": range_finder,
     "subspace": power_step,
@@ -186,6 +232,7 @@ def find_subspace(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    remembered: Tensor | None = None,
 ) -> Subspace:
     """Dominant right singular subspace by the range finder called ``kind``, see RANGE_FINDERS.
 
@@ -194,7 +241,7 @@ def find_subspace(
     """
     if kind not in RANGE_FINDERS:
         raise ValueError(f"range finder is {kind!r}; legal: {', '.join(RANGE_FINDERS)}")
-    return RANGE_FINDERS[kind](gradient, rank, generator, start)
+    return RANGE_FINDERS[kind](gradient, rank, generator, start, remembered)
 
 
 def find_subspace_to_energy(
@@ -204,6 +251,7 @@ def find_subspace_to_energy(
     threshold: float,
     generator: torch.Generator,
     start: Tensor | None = None,
+    remembered: Tensor | None = None,
     *,
     first: int,
 ) -> Subspace:
@@ -228,16 +276,16 @@ def find_subspace_to_energy(
     _check_rank(ranks[-1], gradient)
     wider = [rank for rank in ranks if rank >= first]
     if kind == "svd":  # one decomposition has them all
-        full = exact_subspace(gradient, ranks[-1], generator)
+        full = exact_subspace(gradient, ranks[-1], generator, start, remembered)
         rank = next((r for r in wider if full.captured()[r - 1] >= threshold), wider[-1])
         return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
-    found = find_subspace(kind, gradient, first, generator, start)
+    found = find_subspace(kind, gradient, first, generator, start, remembered)
     sketch: _Sketch | None = None
     for rank in wider[1:]:
         if found.captured()[-1] >= threshold:
             break
         if sketch is None:
-            sketch = _Sketch(gradient)
+            sketch = _Sketch(gradient, remembered)
             sketch.add(found.basis, rounds=0)
             sketch.products += found.products
         if start is not None:
@@ -245,6 +293,22 @@ def find_subspace_to_energy(
         sketch.widen(rank, generator)
         found = sketch.subspace(rank)
     return found
+
+
+def remembered_rows(gradient: Tensor, basis: Tensor, energies: Tensor, momentum: float) -> Tensor:
+    """Rows that make a basis one of a running mean of gradients instead of the latest gradient: r x n, fp32.
+
+    Of ``S = b Q diag(e) Q^T / sum(e) + (1 - b) G^T G / ||G||_F^2``: a running mean of the gradients' covariance, as
+    Shampoo (1802.09568) and SOAP (2409.11321) keep it whole, known along the columns of Q only. ``G`` stacked on
+    these rows has that covariance, up to a factor.
+
+    Args:
+        gradient: m x n, any float dtype. basis: n x r, the old Q, any float dtype.
+        energies: (r,) fp32, of past gradients along Q's columns, up to a factor. momentum: b, in (0, 1).
+    """
+    share = energies / energies.sum().clamp_min(_TINY)
+    weights = share * (_square_norm(gradient) * (momentum / (1 - momentum)))
+    return weights.sqrt().unsqueeze(1) * basis.float().t()
 
 
 def _check_rank(rank: int, gradient: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import Subspace, keyed_seed
+from hmt_deepspeed.optim.basis_momentum import column_energies
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Recalled
@@ -125,6 +126,7 @@ class ZeroStep:
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history
+        past = self._past_energies([group for _, group in refreshing])
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         device = self.entries[0].weight.device
@@ -134,7 +136,7 @@ class ZeroStep:
             leader = self._matrix(group[0])
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
                 first, sought = policy.first_width(index), policy.sought_energy(index)
-                subspace = self._find(group, first, sought, step)
+                subspace = self._find(group, first, sought, past[place], step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
@@ -176,8 +178,22 @@ class ZeroStep:
     def _gradient(self, index: int) -> Gradient:
         return self.low_rank[index].gradient
 
+    def _past_energies(self, groups: Sequence[Sequence[int]]) -> list[Tensor | None]:
+        """What each group's new basis remembers, see :func:`column_energies`; one reduction for all."""
+        found: list[Tensor | None] = []
+        for group in groups:
+            counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
+            found.append(column_energies([self._matrix(i) for i in group], counted))
+        known = [energies for energies in found if energies is not None]
+        if not known or not self.sharded:
+            return found
+        sums = torch.cat(known)
+        self.collectives.all_reduce(sums)
+        parts = iter(sums.split([len(energies) for energies in known]))
+        return [None if energies is None else next(parts) for energies in found]
+
     def _find(
-        self, group: Sequence[int], first: int, sought: float, step: int
+        self, group: Sequence[int], first: int, sought: float, past: Tensor | None, step: int
     ) -> tuple[Subspace, Tensor] | None:
         """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
         parts = [self._gradient(i).full for i in group]
@@ -186,7 +202,7 @@ class ZeroStep:
         stacked = [part for part in parts if part is not None]
         gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
         older = self.bases.recall(self.low_rank[group[0]])
-        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, older)
+        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, past, older)
         # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
         return None if found is None else (found, stacked[0])
 

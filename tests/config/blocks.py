@@ -17,6 +17,7 @@ DEFAULTS = {
     "refresh": "staggered",
     "early_refresh": True,
     "range_finder": "randomized",
+    "basis_momentum": 0.0,
     "moment_transfer": "rotate",
     "residual": "probe",
     "share_basis": False,

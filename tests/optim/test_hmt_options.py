@@ -56,6 +56,9 @@ def test_options_and_settings():
         ("residual", "half", "probe"),
         ("projection", "middle", "two_sided"),
         ("range_finder", "lanczos", "subspace"),
+        ("basis_momentum", 1.0, "below 1"),
+        ("basis_momentum", -0.1, "at least 0"),
+        ("basis_momentum", True, "at least 0"),
         ("moment_transfer", "copy", "rotate"),
         ("state_dtype", "fp8", "int8"),
         ("second_moment", "rank1", "factored"),
@@ -102,6 +105,7 @@ UNREAD = [
     ("energy_threshold", {"rank": 8, "energy_threshold": 0.95}),
     ("residual_scale", {"residual": "full", "residual_scale": 2.0}),
     ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": True}),
+    ("basis_momentum", {"range_finder": "random", "rank": 2, "basis_momentum": 0.5}),
     ("energy_estimate", {"rank": 8, "energy_estimate": "out_of_sample"}),
     ("energy_estimate", {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"}),
     (

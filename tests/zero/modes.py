@@ -27,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
     "out_of_sample": {**BY_BUDGET, "rank_budget": 0.3, "energy_estimate": "out_of_sample"},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
+    "basis_momentum": {**LOW_RANK, "basis_momentum": 0.5, "share_basis": True},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},
     "svd": {**LOW_RANK, "range_finder": "svd"},
