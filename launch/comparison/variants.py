@@ -128,6 +128,11 @@ VARIANTS: dict[str, Variant] = {
     "hmt_equal_energy_out_of_sample": Variant(
         "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),
+    # bases that remember past gradients, at a fixed rank and with ranks by energy
+    "hmt_basis_momentum_d4": Variant("hmt", _hmt(projection="auto", basis_momentum=0.5), _QUARTER),
+    "hmt_basis_momentum_energy": Variant(
+        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.5), _QUARTER
+    ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_auto_side_5d16": Variant("hmt", _hmt(projection="auto", rank="5d/16"), _QUARTER),
