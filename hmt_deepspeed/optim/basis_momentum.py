@@ -27,10 +27,8 @@ def column_energies(members: Sequence[LowRankMatrix], counted: Sequence[slice]) 
         members: of one basis, the first leads. counted: of each, its rows that no other holder counts.
     """
     leader = members[0]
-    if (
-        not (leader.settings.basis_momentum and leader.measured and leader.steps)
-        or leader.full_rank
-    ):
+    has_past = leader.measured and leader.steps and not leader.full_rank
+    if not (has_past and leader.settings.basis_momentum):
         return None
     parts = [m.moments.column_energies(rows) for m, rows in zip(members, counted, strict=True)]
     return torch.stack(parts).sum(0)

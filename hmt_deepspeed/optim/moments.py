@@ -173,7 +173,7 @@ class Moments:
         """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held; over all
         of a core: (r,) fp32."""
         rows = slice(None) if self.two_sided else counted
-        return (self.exp_avg_sq.read() / self.evidence)[rows].sum(0)
+        return self.exp_avg_sq.read()[rows].div(self.evidence).sum(0)
 
     # -- change of basis ------------------------------------------------------------------------
 
