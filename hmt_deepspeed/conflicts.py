@@ -98,6 +98,7 @@ _RULES = (
         "rank_budget",
         lambda given: given.get("rank_budget") is not None,
         'With a "rank_budget" it is ignored: remove it or set "rank_budget": null.',
+        unread=True,
     ),
     _Rule(
         ("full_rank_budget",),
@@ -244,27 +245,36 @@ def conflicts_of(given: Given) -> list[Conflict]:
     read = {key for rule in written.values() for key in _read_by(rule, given, method)}
     found = [c for c in _conflicts(given, method) if not (c.unread and c.key in read)]
     for pattern, rule in written.items():
-        found += _conflicts_of_rule(f"module_rules[{pattern!r}]", rule, method)
+        found += _conflicts_of_rule(f"module_rules[{pattern!r}]", rule, given, method)
     return found
+
+
+def _taken_over(rule: Given, given: Given, method: str) -> dict[str, object]:
+    """Global fields that a module rule takes over."""
+    own = str(rule.get("method", method))
+    left = {*_NOT_FOR_RULES, *rule, *(OWN_OF_METHOD if own != method else ())}
+    return {key: value for key, value in given.items() if key not in left}
 
 
 def _read_by(rule: Given, given: Given, method: str) -> set[str]:
     """Global fields that a module rule takes over and reads."""
+    taken = _taken_over(rule, given, method)
     own = str(rule.get("method", method))
-    left = {*_NOT_FOR_RULES, *rule, *(OWN_OF_METHOD if own != method else ())}
-    taken = {key: value for key, value in given.items() if key not in left}
     return taken.keys() - {c.key for c in _conflicts({**taken, **rule}, own)}
 
 
-def _conflicts_of_rule(where: str, rule: Given, method: str) -> Iterator[Conflict]:
+def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> Iterator[Conflict]:
     """`where`: the rule's key. `method`: of a rule that names none."""
     if not rule:
         advice = 'It sets nothing: give these modules a "method", or remove it.'
         yield Conflict(where, dict(rule), (), advice)
     own = str(rule.get("method", method))
     found = _method_conflicts(own, rule) if own in _READ_BY else []
-    if own == LOW_RANK and "scale_type" in rule:
-        found = [Conflict("scale_type", rule["scale_type"], ("method",), _SCALE_TYPE)]
+    if own == LOW_RANK:
+        together = {**_taken_over(rule, given, method), **rule}
+        found = [c for c in _conflicts(together, own) if c.unread and c.key in rule]
+        if "scale_type" in rule:
+            found.append(Conflict("scale_type", rule["scale_type"], ("method",), _SCALE_TYPE))
     for conflict in found:
         yield conflict._replace(key=f"{where}.{conflict.key}")
 

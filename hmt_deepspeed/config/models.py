@@ -61,6 +61,13 @@ class ModuleRule(StrictModel):
     method: Method | None = None
     projection: Projection | None = None
     rank: Auto | PositiveInt | None = None
+    rank_candidates: RankList | None = Field(
+        default=None,
+        json_schema_extra={
+            "legal": "null or a non-empty, strictly increasing list of integers >= 1"
+        },
+    )
+    energy_threshold: float | None = Field(default=None, gt=0, le=1)
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
     scale: Scale | None = None

@@ -34,7 +34,17 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "second_moment": SECOND_MOMENTS,
     "weight_dtype": ("auto", "int8"),
 }
-_RULE_FIELDS = ("method", "projection", "rank", "range_finder", "residual", "scale", "scale_type")
+_RULE_FIELDS = (
+    "method",
+    "projection",
+    "rank",
+    "rank_candidates",
+    "energy_threshold",
+    "range_finder",
+    "residual",
+    "scale",
+    "scale_type",
+)
 
 DEFAULTS: dict[str, object] = {
     "method": LOW_RANK,

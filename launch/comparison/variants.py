@@ -125,6 +125,17 @@ VARIANTS: dict[str, Variant] = {
     "hmt_energy_out_of_sample": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
+    # fewer columns where they matter less: not the energy but its worth differs between layer types
+    "hmt_energy_by_type": Variant(
+        "hmt",
+        _hmt(
+            **_FINE,
+            **_LATER,
+            energy_threshold=0.65,
+            module_rules={r"\.[qk]_proj\b": {"energy_threshold": 0.85}},
+        ),
+        _QUARTER,
+    ),
     "hmt_equal_energy_out_of_sample": Variant(
         "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),

@@ -204,6 +204,11 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"rank": 8, "method": "adamw"}, ".rank", 'It means nothing with "method": "adamw"'),
         ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
         ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),
+        ({"energy_threshold": 0}, ".energy_threshold", "a number > 0 and <= 1"),
+        ({"rank_candidates": []}, ".rank_candidates", "strictly increasing"),
+        ({"energy_threshold": 0.9, "rank": 8}, ".energy_threshold", 'With "rank": 8 it is ignored'),
+        ({"rank_candidates": [8], "rank": 8}, ".rank_candidates", 'With "rank": 8 it is ignored'),
+        ({"energy_threshold": 0.9, "method": "apollo"}, ".energy_threshold", "It means nothing"),
         ({"scale_type": "channel"}, ".scale_type", "It is APOLLO's"),
         ({"scale_type": "channel", "method": "apollo_mini"}, ".scale_type", "one scale per tensor"),
         (3, "", "got 3. Legal: an object."),
@@ -224,6 +229,18 @@ def test_a_module_rule_that_names_no_method_is_of_the_others():
     assert text.startswith("got 'left'. It means nothing")
     other = problems_of({"optimizer": {"method": "galore", "module_rules": rules}})
     assert list(other) == ["hmt.optimizer.method"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"rank": 4}, 'With "rank": 4'), ({"rank_budget": 0.5}, 'With a "rank_budget"')],
+)
+def test_what_the_others_leave_a_module_rule_to_ignore_is_refused(fields, words):
+    rules = {"q": {"energy_threshold": 0.9}}
+    key, text = problem_of_field(**fields, module_rules=rules)
+    assert key == "hmt.optimizer.module_rules['q'].energy_threshold"
+    assert words in text
+    HMTConfig.from_block({"optimizer": {"module_rules": {"q": {**rules["q"], "rank": "auto"}}}})
 
 
 @pytest.mark.parametrize("pattern", ["(", ""])

@@ -110,9 +110,26 @@ def test_open_fields_may_be_given_as_none():
     assert (matrices["2.weight"].rank, matrices["2.weight"].transposed) == (2, True)
 
 
+def test_thresholds_and_candidates_of_their_own():
+    """Ranks by energy, of one matrix from other candidates and for a share that no small rank captures."""
+    model = Tiny()
+    rules = {"up": {"energy_threshold": 0.999, "rank_candidates": [3, 12]}}
+    options = {"rank_candidates": (2, 4, 8), "energy_threshold": 0.01, "update_interval": 3}
+    optimizer = HMT(model, lr=1e-2, module_rules=rules, **options)
+    train_tokens(model, optimizer, 12)
+    ranks = {name.split(".")[1]: m.rank for name, m in optimizer.matrices.items()}
+    assert ranks == {"up": 12, "gate": 2, "down": 2, "mix": 2}
+
+
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
+        ({"2": {"energy_threshold": 1.5}}, r"module_rules\['2'\]\.energy_threshold is 1\.5"),
+        ({"2": {"rank_candidates": [4, 2]}}, r"module_rules\['2'\]\.rank_candidates is \(4, 2\)"),
+        (
+            {"2": {"rank": 2, "energy_threshold": 0.5}},
+            r"module_rules\['2'\]\.energy_threshold is 0\.5\. With \"rank\": 2 it is ignored",
+        ),
         ({"nothing": {"rank": 2}}, r"module_rules: 'nothing' matches no trainable"),
         ({"2": {"rank": 41}}, r"module_rules\['2'\]\.rank is 41, .*legal is 1\.\.40"),
         ({"2": {"rank": 0}}, r"hmt\.optimizer\.module_rules\['2'\]\.rank is 0"),
