@@ -141,6 +141,12 @@ VARIANTS: dict[str, Variant] = {
     ),
     # bases that remember past gradients, at a fixed rank and with ranks by energy
     "hmt_basis_momentum_d4": Variant("hmt", _hmt(projection="auto", basis_momentum=0.5), _QUARTER),
+    "hmt_basis_momentum_08_d4": Variant(
+        "hmt", _hmt(projection="auto", basis_momentum=0.8), _QUARTER
+    ),
+    "hmt_basis_momentum_09_d4": Variant(
+        "hmt", _hmt(projection="auto", basis_momentum=0.9), _QUARTER
+    ),
     "hmt_basis_momentum_energy": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.5), _QUARTER
     ),
