@@ -60,7 +60,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[str]:
     if schema["type"] == "null":
         return ["null"]
     noun = {"integer": "an integer", "number": "a number"}[schema["type"]]
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     # pydantic 2.7 writes a float field's bound 1 as 1.0
     style = "d" if schema["type"] == "integer" else "g"
     bounds = [f"{sign} {schema[key]:{style}}" for key, sign in signs.items() if key in schema]

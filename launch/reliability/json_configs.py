@@ -203,7 +203,7 @@ def _legal(draw: Draw, schema: dict[str, Any]) -> Any:
     if schema["type"] == "null":
         return None
     low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
-    high = min(schema.get("maximum", low + 8), low + 8)
+    high = min(schema.get("maximum", schema.get("exclusiveMaximum", low + 8)), low + 8)
     if schema["type"] == "integer":
         return draw.randint(int(low), int(high))
     return draw.uniform(low, high) or high

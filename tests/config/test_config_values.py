@@ -419,6 +419,7 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("rank", '"auto" or an integer >= 1'),
         ("rank_candidates", "a non-empty, strictly increasing list of integers >= 1"),
         ("energy_threshold", "a number > 0 and <= 1"),
+        ("basis_momentum", "a number >= 0 and < 1"),
         ("update_interval", "an integer >= 1"),
         ("probes", '"auto" or an integer >= 0'),
         ("projected_backward", '"auto", true or false'),
