@@ -150,6 +150,10 @@ VARIANTS: dict[str, Variant] = {
     "hmt_basis_momentum_energy": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.5), _QUARTER
     ),
+    # or bases that change less because they seldom do
+    "hmt_auto_side_d4_interval_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
+    ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
     "hmt_auto_side_5d16": Variant("hmt", _hmt(projection="auto", rank="5d/16"), _QUARTER),
