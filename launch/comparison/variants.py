@@ -148,7 +148,7 @@ VARIANTS: dict[str, Variant] = {
         "hmt", _hmt(projection="auto", basis_momentum=0.9), _QUARTER
     ),
     "hmt_basis_momentum_energy": Variant(
-        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.5), _QUARTER
+        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.8), _QUARTER
     ),
     # or bases that change less because they seldom do
     "hmt_auto_side_d4_interval_200": Variant(
