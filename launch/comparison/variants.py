@@ -150,7 +150,18 @@ VARIANTS: dict[str, Variant] = {
     "hmt_basis_momentum_energy": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.8), _QUARTER
     ),
-    # or bases that change less because they seldom do
+    # or bases that change less because they seldom do, and the peers' so
+    "galore_interval_200": Variant(
+        "galore", _galore(proj_type="std", update_proj_gap=200), _QUARTER
+    ),
+    "fira_interval_200": Variant(
+        "fira", _galore(norm_growth_limit=1.01, update_proj_gap=200), _QUARTER
+    ),
+    "apollo_interval_200": Variant(
+        "apollo",
+        _apollo(rank="d/4", scale=1.0, scale_type="channel", update_proj_gap=200),
+        _QUARTER,
+    ),
     "hmt_auto_side_d4_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
     ),
