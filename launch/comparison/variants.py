@@ -151,6 +151,9 @@ VARIANTS: dict[str, Variant] = {
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.8), _QUARTER
     ),
     # or bases that change less because they seldom do, and the peers' so
+    "hmt_basis_momentum_d4_interval_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200, basis_momentum=0.5), _QUARTER
+    ),
     "galore_interval_200": Variant(
         "galore", _galore(proj_type="std", update_proj_gap=200), _QUARTER
     ),
