@@ -154,6 +154,25 @@ VARIANTS: dict[str, Variant] = {
     "hmt_basis_momentum_d4_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200, basis_momentum=0.5), _QUARTER
     ),
+    # and with a residual as wide as the basis, or whole
+    "hmt_wide_residual_interval_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, basis_momentum=0.5, probes="d/4"),
+        _QUARTER,
+    ),
+    "hmt_full_residual_interval_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200, residual="full"), _QUARTER
+    ),
+    # and with the stronger updates of queries and keys
+    "hmt_basis_momentum_queries_keys_scaled": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            basis_momentum=0.8,
+            module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}},
+        ),
+        _QUARTER,
+    ),
     "galore_interval_200": Variant(
         "galore", _galore(proj_type="std", update_proj_gap=200), _QUARTER
     ),
