@@ -163,6 +163,23 @@ VARIANTS: dict[str, Variant] = {
     "hmt_full_residual_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200, residual="full"), _QUARTER
     ),
+    # bases change at the 200 steps only, as the peers' do
+    "hmt_wide_residual_not_early_200": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            update_interval=200,
+            basis_momentum=0.5,
+            probes="d/4",
+            early_refresh=False,
+        ),
+        _QUARTER,
+    ),
+    "hmt_full_residual_not_early_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, residual="full", early_refresh=False),
+        _QUARTER,
+    ),
     # and with the stronger updates of queries and keys
     "hmt_basis_momentum_queries_keys_scaled": Variant(
         "hmt",
