@@ -175,6 +175,14 @@ VARIANTS: dict[str, Variant] = {
         ),
         _QUARTER,
     ),
+    "hmt_not_early_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=False), _QUARTER
+    ),
+    "hmt_basis_momentum_not_early_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, basis_momentum=0.5, early_refresh=False),
+        _QUARTER,
+    ),
     "hmt_full_residual_not_early_200": Variant(
         "hmt",
         _hmt(projection="auto", update_interval=200, residual="full", early_refresh=False),
