@@ -187,7 +187,7 @@ _RULES = (
         ("early_refresh",),
         "probes",
         lambda given: (
-            given["early_refresh"] is True
+            given["early_refresh"] is not False
             and given.get("probes") == 0
             and given.get("residual") != "full"
         ),
@@ -208,7 +208,7 @@ _RULES = (
     _Rule(
         ("early_refresh",),
         "range_finder",
-        _all(_is("early_refresh", True), _is("range_finder", "random")),
+        lambda given: given["early_refresh"] is not False and given.get("range_finder") == "random",
         "A random basis is as good as the next one: remove it or set it to false.",
         unread=True,
     ),

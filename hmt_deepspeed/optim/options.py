@@ -28,7 +28,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "share_basis": (True, False),
     "rank_stabilized": (True, False),
     "refresh": ("staggered", "together"),
-    "early_refresh": (True, False),
     "energy_estimate": ("in_sample", "out_of_sample"),
     "state_dtype": STATE_DTYPES,
     "second_moment": SECOND_MOMENTS,
@@ -171,6 +170,10 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
         _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
     if not _is_share(fallback):
         _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
+    early = options["early_refresh"]
+    if not isinstance(early, bool) and not (_is_share(early) and 0 < cast(float, early) < 1):
+        legal = "True, False or a number above 0 and below 1"
+        _refuse("early_refresh", early, legal, "True is 0.5, False turns it off")
     _check_module_rules(options["module_rules"])
     if conflicts := conflicts_of(given):
         raise ValueError(

@@ -19,6 +19,7 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
 from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
+    FADED,
     RankHistory,
     StalenessTrigger,
     layer_type,
@@ -43,7 +44,7 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
         groups,
         budget,
         int(options["full_rank_budget"] * dense),
-        bool(options["early_refresh"]),
+        options["early_refresh"],
         options["energy_estimate"] == "out_of_sample",
     )
     least = policy.least_bytes()
@@ -69,7 +70,8 @@ class RankPolicy:
         rank_budget: bytes for the states of all matrices, or None: each by its energy threshold.
         full_rank_bytes: what matrices may take, together, for full-rank AdamW when no candidate
             reaches the threshold.
-        early: whether a group whose captured energy falls refreshes before its time.
+        early: share of what its basis captured when it was new, below which a group refreshes before its
+            time; True: the usual one, False: never.
         out_of_sample: ranks are chosen by what bases are expected to capture of the gradients that follow,
             instead of what they capture of the one they are made from.
     """
@@ -79,7 +81,7 @@ class RankPolicy:
         groups: Sequence[Sequence[MatrixRule]],
         rank_budget: int | None,
         full_rank_bytes: int,
-        early: bool,
+        early: bool | float,
         out_of_sample: bool = False,
     ) -> None:
         self.groups = groups
@@ -91,7 +93,8 @@ class RankPolicy:
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
         self._watched = [i for i, group in enumerate(groups) if _can_fade(group[0])]
-        self.trigger = StalenessTrigger(len(self._watched)) if early else None
+        fraction = FADED if early is True else early
+        self.trigger = StalenessTrigger(len(self._watched), fraction) if early else None
 
     def _leader(self, index: int) -> LowRankMatrix:
         leader = self.groups[index][0]

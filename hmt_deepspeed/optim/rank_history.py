@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
+    "FADED",
     "RankHistory",
     "RankRecord",
     "StalenessTrigger",
@@ -31,6 +32,7 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 # Share of a gradient's energy below which its growth is taken for noise: batches move even a smoothed norm by
 # some per cent.
 LEAST_ARRIVAL = 0.05
+FADED = 0.5  # share of what a basis captured when it was new, below which it is replaced early
 _LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 
@@ -171,10 +173,14 @@ class StalenessTrigger:
     A matrix fires when two readings in a row are below ``fraction`` of its reference, which is its first
     reading ``min_steps`` or more after the refresh: not the energy that the range finder reports, since
     a basis fits the gradient that it was made from better than the next ones. Having fired it is silent
-    until it is refreshed, or until a reading is back above ``rearm`` of the reference (hysteresis).
+    until it is refreshed, or until a reading has regained two thirds of what ``fraction`` leaves out
+    (hysteresis).
+
+    A new basis costs moments, and drift alone takes some of what a basis captures, so the usual
+    ``fraction`` is what only a change of the data leaves.
 
     Args:
-        num_matrices: length of the energies. fraction: in (0, 1). rearm: in [fraction, 1].
+        num_matrices: length of the energies. fraction: in (0, 1).
         min_steps: since the refresh, the horizon over which energies are smoothed or more.
         check_every: steps between two readings.
     """
@@ -182,20 +188,17 @@ class StalenessTrigger:
     def __init__(
         self,
         num_matrices: int,
-        fraction: float = 0.85,
-        rearm: float = 0.95,
+        fraction: float = FADED,
         min_steps: int = 20,
         check_every: int = 10,
     ) -> None:
-        if not 0 < fraction <= rearm <= 1:
-            raise ValueError(
-                f"fraction is {fraction} and rearm {rearm}; legal: 0 < fraction <= rearm <= 1"
-            )
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction is {fraction}; legal: above 0 and below 1")
         if min_steps < 1 or check_every < 1:
             raise ValueError(
                 f"min_steps is {min_steps} and check_every {check_every}; legal: integers >= 1"
             )
-        self.fraction, self.rearm = fraction, rearm
+        self.fraction, self.rearm = fraction, 1 - (1 - fraction) / 3
         self.min_steps, self.check_every = min_steps, check_every
         self.refreshed_at = [0] * num_matrices
         self.reference = [nan] * num_matrices

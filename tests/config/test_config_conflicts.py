@@ -76,6 +76,7 @@ CONFLICTS = [
     ({"residual": "full", "residual_scale": 2.0}, {"residual_scale"}),
     ({"residual": "full", "residual_scale": "auto"}, {"residual_scale"}),
     ({"range_finder": "random", "rank": 8, "early_refresh": True}, {"early_refresh"}),
+    ({"range_finder": "random", "rank": 8, "early_refresh": 0.5}, {"early_refresh"}),
     (
         {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": 9},
         {"max_full_gradient_bytes"},

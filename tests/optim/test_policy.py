@@ -440,6 +440,13 @@ def test_early_refresh_after_a_change_of_data_and_not_before(projection, early):
         assert projection == "two_sided" or energy > 0.5
 
 
+@pytest.mark.parametrize(("early", "fraction"), [(True, 0.5), (0.85, 0.85), (False, None)])
+def test_the_share_that_is_left_of_a_basis_is_the_users(early, fraction):
+    optimizer = HMT([nn.Parameter(torch.zeros(SHAPE))], rank=8, early_refresh=early)
+    trigger = optimizer._policy.trigger
+    assert (trigger and trigger.fraction) == fraction
+
+
 # -- resume ---------------------------------------------------------------------------------------
 
 MODES = {

@@ -294,6 +294,14 @@ def test_early_refresh_regains_energy_after_an_abrupt_change():
     assert early > waiting + 0.2
 
 
+@pytest.mark.parametrize(("fraction", "fires"), [(0.5, False), (0.85, True)])
+def test_a_basis_that_fades_slowly_is_left_until_it_holds_less_than_the_fraction(fraction, fires):
+    """Three tenths of the energy lost in 200 steps."""
+    trigger = StalenessTrigger(1, fraction)
+    fired = [s for s in range(200) if trigger.read(s, torch.tensor([0.8 * 0.5 ** (s / 400)]))]
+    assert bool(fired) == fires
+
+
 def test_no_firing_on_stationary_noise():
     """1,000 steps, 50 layers, readings smoothed over ten steps with noise of 5 %: nothing fires."""
     draw, energies, trigger = (
@@ -310,11 +318,11 @@ def test_no_firing_on_stationary_noise():
 
 
 def test_trigger_is_silent_until_refreshed_or_recovered():
-    trigger = StalenessTrigger(1, fraction=0.8, rearm=0.9, min_steps=2, check_every=1)
-    values = [0.1, 0.1, 1.0, 0.7, 0.9, 0.7, 0.7, 0.7, 0.85, 0.7, 0.7, 0.95, 0.7, 0.7]
+    trigger = StalenessTrigger(1, fraction=0.8, min_steps=2, check_every=1)
+    values = [0.1, 0.1, 1.0, 0.7, 0.9, 0.7, 0.7, 0.7, 0.9, 0.7, 0.7, 0.95, 0.7, 0.7]
     fired = [s for s, v in enumerate(values) if trigger.read(s, torch.tensor([v]))]
     # Steps 0, 1 are too early, 2 is the reference; a single low reading (3) is not enough; 6 fires;
-    # .85 does not re-arm, .95 does.
+    # .9 does not re-arm, .95 does.
     assert fired == [6, 13]
     trigger.refreshed(0, 14)
     assert [
@@ -369,7 +377,7 @@ def test_trigger_state_survives_a_round_trip():
             if resume and step == 37:
                 saved, trigger = trigger.to_list(), StalenessTrigger(2, min_steps=5, check_every=5)
                 trigger.load_list(saved)
-            level = 0.9 if step < 33 else 0.5
+            level = 0.9 if step < 33 else 0.4
             fired += [(step, i) for i in trigger.read(step, torch.tensor([level, 0.9]))]
         return fired, trigger.to_list()
 
@@ -381,7 +389,7 @@ def test_trigger_state_survives_a_round_trip():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"fraction": 0.0}, {"fraction": 0.9, "rearm": 0.8}, {"min_steps": 0}, {"check_every": 0}],
+    [{"fraction": 0.0}, {"fraction": 1.0}, {"min_steps": 0}, {"check_every": 0}],
 )
 def test_trigger_settings_out_of_range(wrong):
     with pytest.raises(ValueError, match="legal"):
