@@ -209,6 +209,10 @@ VARIANTS: dict[str, Variant] = {
         _apollo(rank="d/4", scale=1.0, scale_type="channel", update_proj_gap=200),
         _QUARTER,
     ),
+    # and before their time where they drift
+    "hmt_early_085_interval_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=0.85), _QUARTER
+    ),
     "hmt_auto_side_d4_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
     ),
