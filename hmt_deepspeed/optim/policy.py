@@ -60,6 +60,7 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
 # Share of its gradient's energy that a matrix must gain, or make room for, to change its rank under a budget:
 # less is noise of the last spectra, and every change of rank costs moments.
 LEAST_GAIN = 0.02
+_TINY = 1e-30
 
 
 class RankPolicy:
@@ -124,6 +125,18 @@ class RankPolicy:
         shares = torch.stack([m.smoothed_energy() for m in self.groups[index]])
         return torch.stack(((shares * squares).sum(), squares.sum()))
 
+    def _energy(self, index: int) -> Tensor:
+        """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""
+        if len(self.groups[index]) == 1:
+            return self.groups[index][0].smoothed_energy()
+        inside, total = self._later_sums(index)
+        return inside / total.clamp_min(_TINY)
+
+    def _log_norm(self, index: int) -> float:
+        """Logarithm of the smoothed norm of a group's stacked gradients; reading it waits for the device."""
+        norms = torch.tensor([m.log_norm() for m in self.groups[index]], dtype=torch.float64)
+        return 0.5 * float((2 * norms).logsumexp(0))
+
     def first_width(self, index: int) -> int:
         """Candidate rank at which group ``index`` starts its range finding; the budget needs them all."""
         leader = self._leader(index)
@@ -136,9 +149,9 @@ class RankPolicy:
         if not leader.measures_energy:
             known = [rank for rank in leader.candidates if rank <= history.latest.rank]
             return known[-1] if known else leader.candidates[0]
-        now = leader.log_norm()
+        now = self._log_norm(index)
         trend = now - self.log_norms.get(leader.name, now)
-        lost = self._energy_when_new(index, leader) - float(leader.smoothed_energy())
+        lost = self._energy_when_new(index, leader) - float(self._energy(index))
         sought = self.sought_energy(index)
         return predict_rank(leader.candidates, history, lost, trend, sought)
 
@@ -180,7 +193,7 @@ class RankPolicy:
             step, rank, energies, None if leader.is_full_at(rank) else own
         )
         if leader.energy_weight:
-            self.log_norms[leader.name] = leader.log_norm()
+            self.log_norms[leader.name] = self._log_norm(index)
         if self.trigger is not None and index in self._watched:
             self.trigger.refreshed(self._watched.index(index), step)
         return rank
@@ -286,7 +299,7 @@ class RankPolicy:
         """Groups that should refresh early; looks at the device once in some steps."""
         if self.trigger is None or not self._watched or step % self.trigger.check_every:
             return []
-        energies = [self.groups[i][0].smoothed_energy() for i in self._watched]
+        energies = [self._energy(i) for i in self._watched]
         together = torch.stack([e.to(energies[0].device) for e in energies])
         return [self._watched[place] for place in self.trigger.read(step, together)]
 

@@ -156,3 +156,33 @@ def test_members_that_share_a_basis_count_by_their_energy():
     latest = policy.histories["a"].latest
     assert latest.own == 0.96
     assert latest.later == pytest.approx(7 / 16)
+
+
+def test_a_shared_basis_is_left_when_it_fails_any_member_that_weighs():
+    """The leader's energy stays; nearly all of the group's gradient is another member's."""
+    settings, device = MatrixSettings(rank=8), torch.device("cpu")
+    group = [
+        LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device) for name in "ab"
+    ]
+    policy, fired = RankPolicy([group], None, 0, early=True), []
+    policy.choose(0, [0.9], step=0)
+    for step in range(1, 120):
+        for matrix, inside in zip(group, (0.9, 0.9 if step < 50 else 0.1), strict=True):
+            weight = 1.0 if matrix is group[0] else 9.0
+            matrix.follow(torch.tensor(inside * weight), torch.tensor(weight), 1.0)
+        fired += [step] * len(policy.stale(step))
+    assert len(fired) == 1
+    assert 60 <= fired[0] <= 80
+
+
+def test_the_norm_of_a_group_is_of_all_its_gradients():
+    """What grows is the second member; a wider sketch is predicted from the group's norm."""
+    settings, device = MatrixSettings(rank_candidates=(4, 8)), torch.device("cpu")
+    group = [
+        LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device) for name in "ab"
+    ]
+    for matrix, total in zip(group, (9.0, 16.0), strict=True):
+        matrix.follow(torch.tensor(1.0), torch.tensor(total), 1.0)
+    policy = RankPolicy([group], None, 0, early=False)
+    policy.choose(0, [0.96, 0.99], step=0)
+    assert policy.log_norms["a"] == pytest.approx(log(5.0))
