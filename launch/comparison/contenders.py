@@ -113,8 +113,9 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
     try:
         made, optimizer = builder(model, matrices, options, hyper)
     except ModuleNotFoundError as error:
-        advice = "pip install 'hmt_deepspeed[compare]'"
-        raise Unavailable(f"{error.name} is not installed: {advice}") from error
+        # bitsandbytes is not in the extra: it is of use with CUDA only
+        wanted = error.name if error.name == "bitsandbytes" else "'hmt_deepspeed[compare]'"
+        raise Unavailable(f"{error.name} is not installed: pip install {wanted}") from error
     except adapters.Missing as error:
         raise Unavailable(str(error)) from error
     backend = None if block is None else Backend(made, block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+LINES = ("-", "--", ":", "-.")
 
 
 def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path) -> list[Path]:
@@ -14,15 +16,28 @@ def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path)
     import matplotlib
 
     matplotlib.use("Agg")
-    best = {
-        name: next(r for r in records if r["key"] == line["key"])
+    shown = pictured(experiment, records)
+    if not shown:
+        return []
+    paths = [_losses(experiment, shown, folder), _memory(experiment, folder)]
+    ranked = {name: r for name, r in shown.items() if _has_several_ranks(r)}
+    return [*paths, _ranks(experiment, ranked, folder)] if ranked else paths
+
+
+def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Record]:
+    """One record a variant, at its best rate: of the seed that most variants have, else of its first."""
+    runs = {
+        name: {r["seed"]: r for r in records if _is_best(r, name, line["lr"])}
         for name, line in experiment["variants"].items()
     }
-    if not best:
-        return []
-    paths = [_losses(experiment, best, folder), _memory(experiment, folder)]
-    ranked = {name: r for name, r in best.items() if _has_several_ranks(r)}
-    return [*paths, _ranks(experiment, ranked, folder)] if ranked else paths
+    counts = Counter(seed for own in runs.values() for seed in sorted(own))
+    common = min(counts, key=lambda seed: (-counts[seed], seed), default=None)
+    return {name: own.get(common, own[min(own)]) for name, own in runs.items()}
+
+
+def _is_best(record: Record, name: str, rate: float) -> bool:
+    finished = record.get("val_loss") is not None
+    return finished and record["variant"] == name and record["lr"] == rate
 
 
 def _has_several_ranks(record: Record) -> bool:
@@ -30,27 +45,36 @@ def _has_several_ranks(record: Record) -> bool:
     return len({rank for of_matrix in ranks for rank in of_matrix}) > 1
 
 
-def _losses(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Path) -> Path:
-    """Training loss (thin) and validation loss (dots), against tokens and against time."""
+def _losses(experiment: Mapping[str, Any], shown: Mapping[str, Record], folder: Path) -> Path:
+    """Training loss (thin) and validation loss (dots), against tokens and against time.
+
+    Against time only what was timed on a quiet machine, where anything was.
+    """
     figure, (by_tokens, by_time) = _figure(2)
-    for number, (name, record) in enumerate(best.items()):
+    lines = experiment["variants"]
+    timed = [name for name in shown if lines[name]["speed_measured_alone"]] or list(shown)
+    common = Counter(record["seed"] for record in shown.values()).most_common(1)[0][0]
+    for number, (name, record) in enumerate(shown.items()):
         curves, colour = record["curves"], f"C{number}"
-        style = "-" if number < 10 else "--"  # there are ten colours
-        rate = experiment["variants"][name]["tokens_per_second"]
-        for axes, x, evaluated in (
-            (by_tokens, curves["tokens"], curves["eval_tokens"]),
-            (by_time, _over(curves["tokens"], rate), _over(curves["eval_tokens"], rate)),
-        ):
+        style = LINES[number // 10 % len(LINES)]  # there are ten colours
+        label = name if record["seed"] == common else f"{name}, seed {record['seed']}"
+        rate = lines[name]["tokens_per_second"]
+        drawn = [(by_tokens, curves["tokens"], curves["eval_tokens"])]
+        if name in timed:
+            drawn.append((by_time, *(_over(curves[k], rate) for k in ("tokens", "eval_tokens"))))
+        for axes, x, evaluated in drawn:
             axes.plot(x, curves["train_loss"], style, color=colour, linewidth=0.6, alpha=0.6)
-            axes.plot(evaluated, curves["val_loss"], "." + style, color=colour, label=name)
+            axes.plot(
+                evaluated, curves["val_loss"], marker=".", ls=style, color=colour, label=label
+            )
     for axes, label in ((by_tokens, "tokens"), (by_time, "seconds at the measured tokens/s")):
         axes.set_xlabel(label)
         axes.set_ylabel("loss (thin: training)")
-        lowest = min(min(r["curves"]["val_loss"]) for r in best.values())
+        lowest = min(min(r["curves"]["val_loss"]) for r in shown.values())
         axes.set_ylim(lowest - 0.1, lowest + 1.5)
-    by_time.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    seeds = sorted({record["seed"] for record in best.values()})
-    title = f"{experiment['name']}, seed {', '.join(map(str, seeds))}"
+    handles, labels = by_tokens.get_legend_handles_labels()
+    by_time.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    title = f"{experiment['name']}, seed {common}"
     return _saved(figure, folder / f"{experiment['name']}-loss.png", title)
 
 

@@ -13,7 +13,7 @@ from compare_runs import TRAINED, cell, markdown_rows
 
 from comparison.cells import Setting, Store
 from comparison.headline import headline
-from comparison.plots import draw
+from comparison.plots import draw, pictured
 from comparison.report import markdown, summaries, weight_decay, write_report
 from comparison.speed import measure_speed
 from comparison.stages import best_rate, lowest_rate
@@ -73,6 +73,17 @@ def test_ranks_are_drawn_where_there_are_several(
     *_, drawn = draw(experiment, records, tmp_path)
     assert drawn.name == f"{experiment['name']}-ranks.png"
     assert drawn.stat().st_size > 5000
+
+
+def test_pictures_compare_one_seed_where_all_have_it() -> None:
+    def run(name: str, seed: int, lr: float = 1e-3) -> dict[str, Any]:
+        return {"variant": name, "seed": seed, "lr": lr, "val_loss": 1.0}
+
+    experiment = {"variants": {name: {"lr": 1e-3} for name in "abc"}}
+    records = [run("a", 0), run("a", 1), run("a", 1, 2e-3), run("b", 1), run("c", 2)]
+    records.append({"variant": "b", "seed": 0, "lr": 1e-3, "skipped": "no CUDA"})
+    shown = pictured(experiment, records)
+    assert [(r["seed"], r["lr"]) for r in shown.values()] == [(1, 1e-3), (1, 1e-3), (2, 1e-3)]
 
 
 # What the paper compares: columns of cells.csv, which are keys of report.json; headers of report.md.
