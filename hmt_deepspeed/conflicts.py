@@ -94,6 +94,13 @@ _RULES = (
         unread=True,
     ),
     _Rule(
+        ("basis_momentum",),
+        "moment_transfer",
+        lambda given: given["basis_momentum"] != 0 and given.get("moment_transfer") == "keep",
+        "Kept moments are of the directions of older bases, and no memory of this one: remove it or set "
+        '"moment_transfer": "rotate".',
+    ),
+    _Rule(
         ("energy_threshold", "full_rank_budget"),
         "rank_budget",
         lambda given: given.get("rank_budget") is not None,

@@ -59,6 +59,7 @@ CONFLICTS = [
     ({"rank": 8, "full_rank_budget": 0.5}, {"full_rank_budget"}),
     ({"range_finder": "random"}, {"range_finder"}),
     ({"range_finder": "random", "rank": 8, "basis_momentum": 0.5}, {"basis_momentum"}),
+    ({"moment_transfer": "keep", "basis_momentum": 0.5}, {"basis_momentum"}),
     ({"range_finder": "random", "rank": "auto"}, {"range_finder"}),
     (
         {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.1},

@@ -128,6 +128,7 @@ CONTRADICTIONS = [
     ("projected_backward", {"residual": "full", "projected_backward": True}),
     ("probes", {"probes": 0, "residual": "probe"}),
     ("rank", {"method": "apollo_mini", "rank": 2}),
+    ("basis_momentum", {"basis_momentum": 0.5, "moment_transfer": "keep"}),
     ("share_basis", {"share_basis": True, "projection": "left"}),
     ("share_basis", {"share_basis": True, "residual": "full"}),
     ("share_basis", {"share_basis": True, "range_finder": "random", "rank": 2}),
