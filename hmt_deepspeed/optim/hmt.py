@@ -328,6 +328,8 @@ class HMT(Optimizer):
         self._policy.close_windows([number])
         first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
         past = column_energies(matrices, [slice(None)] * len(matrices))
+        if past is not None:
+            past = self._policy.remembered(number, past)
         found = leader.find_basis(gradient, self._steps, first, sought, past)
         if found is not None:
             energies = leader.captured_at_candidates(found)

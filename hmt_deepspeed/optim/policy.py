@@ -125,6 +125,18 @@ class RankPolicy:
         shares = torch.stack([m.smoothed_energy() for m in self.groups[index]])
         return torch.stack(((shares * squares).sum(), squares.sum()))
 
+    def remembered(self, index: int, column_energies: Tensor) -> Tensor:
+        """Shares of past gradients' energy along each direction of a group's basis, (r,) fp32, for a new one.
+
+        Second moments compare the directions over many steps; what these hold together is that of recent steps,
+        so that a basis which the gradients have left is not remembered.
+
+        Args:
+            column_energies: :func:`hmt_deepspeed.optim.basis_momentum.column_energies`, of all holders.
+        """
+        shares = column_energies / column_energies.sum().clamp_min(_TINY)
+        return shares * self._energy(index) if self._leader(index).measures_energy else shares
+
     def _energy(self, index: int) -> Tensor:
         """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""
         if len(self.groups[index]) == 1:

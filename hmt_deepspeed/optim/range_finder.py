@@ -298,16 +298,16 @@ def find_subspace_to_energy(
 def remembered_rows(gradient: Tensor, basis: Tensor, energies: Tensor, momentum: float) -> Tensor:
     """Rows that make a basis one of a running mean of gradients instead of the latest gradient: r x n, fp32.
 
-    Of ``S = b Q diag(e) Q^T / sum(e) + (1 - b) G^T G / ||G||_F^2``: a running mean of the gradients' covariance, as
+    Of ``S = b Q diag(e) Q^T + (1 - b) G^T G / ||G||_F^2``: a running mean of the gradients' covariance, as
     Shampoo (1802.09568) and SOAP (2409.11321) keep it whole, known along the columns of Q only. ``G`` stacked on
     these rows has that covariance, up to a factor.
 
     Args:
         gradient: m x n, any float dtype. basis: n x r, the old Q, any float dtype.
-        energies: (r,) fp32, of past gradients along Q's columns, up to a factor. momentum: b, in (0, 1).
+        energies: (r,) fp32, e, shares of past gradients' energy along Q's columns; their sum is what Q held of
+            them. momentum: b, in (0, 1).
     """
-    share = energies / energies.sum().clamp_min(_TINY)
-    weights = share * (_square_norm(gradient) * (momentum / (1 - momentum)))
+    weights = energies * (_square_norm(gradient) * (momentum / (1 - momentum)))
     return weights.sqrt().unsqueeze(1) * basis.float().t()
 
 

@@ -126,7 +126,7 @@ class ZeroStep:
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history
-        past = self._past_energies([group for _, group in refreshing])
+        past = self._past_shares(refreshing, policy)
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         device = self.entries[0].weight.device
@@ -178,19 +178,23 @@ class ZeroStep:
     def _gradient(self, index: int) -> Gradient:
         return self.low_rank[index].gradient
 
-    def _past_energies(self, groups: Sequence[Sequence[int]]) -> list[Tensor | None]:
-        """What each group's new basis remembers, see :func:`column_energies`; one reduction for all."""
-        found: list[Tensor | None] = []
-        for group in groups:
+    def _past_shares(
+        self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy
+    ) -> list[Tensor | None]:
+        """What each group's new basis remembers, see :meth:`RankPolicy.remembered`; one reduction for all."""
+        found: dict[int, Tensor] = {}
+        for index, group in refreshing:
             counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
-            found.append(column_energies([self._matrix(i) for i in group], counted))
-        known = [energies for energies in found if energies is not None]
-        if not known or not self.sharded:
-            return found
-        sums = torch.cat(known)
-        self.collectives.all_reduce(sums)
-        parts = iter(sums.split([len(energies) for energies in known]))
-        return [None if energies is None else next(parts) for energies in found]
+            energies = column_energies([self._matrix(i) for i in group], counted)
+            if energies is not None:
+                found[index] = energies
+        if found and self.sharded:
+            sums = torch.cat(list(found.values()))
+            self.collectives.all_reduce(sums)
+            parts = sums.split([len(energies) for energies in found.values()])
+            found = dict(zip(found, parts, strict=True))
+        shares = {i: policy.remembered(i, part) for i, part in found.items()}
+        return [shares.get(index) for index, _ in refreshing]
 
     def _find(
         self, group: Sequence[int], first: int, sought: float, past: Tensor | None, step: int

@@ -150,44 +150,6 @@ VARIANTS: dict[str, Variant] = {
     "hmt_basis_momentum_energy": Variant(
         "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.8), _QUARTER
     ),
-    # or bases that change less because they seldom do, and the peers' so
-    "hmt_basis_momentum_d4_interval_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200, basis_momentum=0.5), _QUARTER
-    ),
-    # and with a residual as wide as the basis, or whole
-    "hmt_wide_residual_interval_200": Variant(
-        "hmt",
-        _hmt(projection="auto", update_interval=200, basis_momentum=0.5, probes="d/4"),
-        _QUARTER,
-    ),
-    "hmt_full_residual_interval_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200, residual="full"), _QUARTER
-    ),
-    # bases change at the 200 steps only, as the peers' do
-    "hmt_wide_residual_not_early_200": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            update_interval=200,
-            basis_momentum=0.5,
-            probes="d/4",
-            early_refresh=False,
-        ),
-        _QUARTER,
-    ),
-    "hmt_not_early_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=False), _QUARTER
-    ),
-    "hmt_basis_momentum_not_early_200": Variant(
-        "hmt",
-        _hmt(projection="auto", update_interval=200, basis_momentum=0.5, early_refresh=False),
-        _QUARTER,
-    ),
-    "hmt_full_residual_not_early_200": Variant(
-        "hmt",
-        _hmt(projection="auto", update_interval=200, residual="full", early_refresh=False),
-        _QUARTER,
-    ),
     # and with the stronger updates of queries and keys
     "hmt_basis_momentum_queries_keys_scaled": Variant(
         "hmt",
@@ -198,6 +160,7 @@ VARIANTS: dict[str, Variant] = {
         ),
         _QUARTER,
     ),
+    # or bases that change less because they seldom do, and the peers' so
     "galore_interval_200": Variant(
         "galore", _galore(proj_type="std", update_proj_gap=200), _QUARTER
     ),
@@ -209,12 +172,25 @@ VARIANTS: dict[str, Variant] = {
         _apollo(rank="d/4", scale=1.0, scale_type="channel", update_proj_gap=200),
         _QUARTER,
     ),
-    # and before their time where they drift
+    "hmt_auto_side_d4_interval_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
+    ),
+    # before their time where they drift, or never; and then with a residual as wide as the basis, or whole
     "hmt_early_085_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200, early_refresh=0.85), _QUARTER
     ),
-    "hmt_auto_side_d4_interval_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
+    "hmt_not_early_200": Variant(
+        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=False), _QUARTER
+    ),
+    "hmt_wide_residual_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
+        _QUARTER,
+    ),
+    "hmt_full_residual_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
+        _QUARTER,
     ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
     "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
