@@ -186,7 +186,9 @@ def test_nothing_is_remembered_before_there_is_something():
         {"projection": "two_sided"},
         {"second_moment": "factored"},
         {"residual": "full"},
+        {"residual": "none", "probes": 0},
         {"range_finder": "subspace"},
+        {"state_dtype": "bf16"},
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "default",
 )
