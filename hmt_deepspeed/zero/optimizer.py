@@ -35,6 +35,7 @@ from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, buil
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
+from hmt_deepspeed.zero.refresh import BasisRefresh
 from hmt_deepspeed.zero.residency import release_buffers
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.step import ZeroStep
@@ -111,7 +112,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
         )
         self._step = ZeroStep(
             self.entries,
-            self.schedule,
             self.bases,
             self.collectives,
             settings,
@@ -121,6 +121,14 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.host,
         )
         self._step.written = self.order_gathers
+        self._refresh = BasisRefresh(
+            self.low_rank,
+            self.schedule,
+            self.bases,
+            self.collectives,
+            self._step.sharded,
+            self.shard_rank,
+        )
         self._hooks = self._register_hooks()
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
@@ -215,7 +223,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         names = shareable(names, {matrix.name: matrix for matrix in matrices})
         fixed = self.options["max_full_gradient_bytes"] != "auto"
         together = [[place[name] for name in group] for group in names]
-        self.schedule = self._step.schedule = self.schedule.regrouped(together, fixed)
+        self.schedule = self._refresh.schedule = self.schedule.regrouped(together, fixed)
         self.groups = self.schedule.groups
         for index in {i for group in self.groups if len(group) > 1 for i in group}:
             self.bases.restore(self.low_rank[index])
@@ -282,7 +290,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         number = self.schedule.num_refreshes[index]
         if isinstance(matrix, LowRankMatrix):
             basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)
-            self._step.adopt([index], basis)
+            self._refresh.adopt([index], basis)
         matrix.draw = number  # only now: the old number gives the basis that moments come from
         self.schedule.refreshed(index, self.step_count)
 
@@ -322,7 +330,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self._say_skipped(scale)
             self.zero_grad()
         else:
-            self._step.refresh_bases(self.groups, self.policy, self.step_count)
+            self._refresh.run(self.groups, self.policy, self.step_count)
             # The scale that the losses were multiplied by: the next one may be larger.
             norm, factor = self._step.norm_and_clip_factor(scale)
             self._global_grad_norm = norm

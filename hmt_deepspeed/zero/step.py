@@ -1,4 +1,4 @@
-"""The arithmetic of one optimizer step over shards: verdict, bases, norm, moments, weights, gather."""
+"""The arithmetic of one optimizer step over shards: verdict, norm, moments, weights, gather."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.optim.basis import Subspace, keyed_seed
-from hmt_deepspeed.optim.basis_momentum import column_energies
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
+from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.moments import Recalled
-from hmt_deepspeed.optim.policy import RankPolicy
-from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.slot import write_moments
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import Entry, ZeroSettings
-from hmt_deepspeed.zero.gradients import Gradient
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.shards import RowShards
@@ -37,8 +30,7 @@ class ZeroStep:
     """Steps of one optimizer; the caller keeps the count of steps and the loss scale.
 
     Args:
-        entries: of all trainable parameters. schedule: of the low-rank ones among them, in order.
-        collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
+        entries: of all trainable parameters. collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
         shard_rank: this process's place in the shards; 0 at stage 0.
         order: places of the entries in the order in which their new weights are needed.
         host: does the updates in host memory, None when there are none.
@@ -51,7 +43,6 @@ class ZeroStep:
     def __init__(
         self,
         entries: Sequence[Entry],
-        schedule: RefreshSchedule,
         bases: ParkedBases,
         collectives: Collectives,
         settings: ZeroSettings,
@@ -63,9 +54,7 @@ class ZeroStep:
         self.order, self.host = order, host
         self.written: Callable[[], None] = lambda: None
         self.gathers_apart = False
-        self.entries, self.schedule, self.collectives = entries, schedule, collectives
-        self.bases = bases
-        self.low_rank = [entry for entry in entries if entry.matrix is not None]
+        self.entries, self.collectives, self.bases = entries, collectives, bases
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
         self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
@@ -113,148 +102,6 @@ class ZeroStep:
             return []
         squares = torch.stack([host.square_norm() for host in hosts]).to(device)
         return list(squares.split(1))
-
-    def refresh_bases(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
-        """New bases from the mean full gradients: found once, at the owner, and broadcast.
-
-        Every rank sees the same captured energies and so chooses the same ranks.
-        """
-        refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
-        if not refreshing:
-            return
-        policy.close_windows([index for index, _ in refreshing])
-        leaders = [self.low_rank[group[0]] for _, group in refreshing]
-        self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
-        history = self.bases.history
-        past = self._past_shares(refreshing, policy)
-        found: dict[int, tuple[Subspace, Tensor]] = {}
-        most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
-        device = self.entries[0].weight.device
-        shape = (len(refreshing), most + history.most)
-        energies = torch.zeros(shape, dtype=torch.float64, device=device)
-        for place, (index, group) in enumerate(refreshing):
-            leader = self._matrix(group[0])
-            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                first, sought = policy.first_width(index), policy.sought_energy(index)
-                subspace = self._find(group, first, sought, past[place], step)
-            if subspace is not None:
-                found[place] = subspace
-                captured = leader.captured_at_candidates(subspace[0])
-                energies[place, : len(captured)] = torch.tensor(captured, dtype=torch.float64)
-            if history.most:
-                missing = torch.tensor(history.missing(leader), dtype=torch.float64)
-                energies[place, most:] = missing
-        self.collectives.all_reduce(energies)
-        for place, sums in enumerate(energies.tolist()):
-            index, group = refreshing[place]
-            captured, missing = sums[:most], sums[most:]
-            for _, near in refreshing[place : place + 2]:
-                history.expect(self._matrix(near[0]))
-            rank, known = 0, [energy for energy in captured if energy > 0]
-            if known:
-                rank = policy.choose(index, known, step)
-            with self.bases.whole(self.low_rank[group[0]]):
-                if rank:
-                    basis = self._broadcast_basis(group, rank, found.pop(place, None))
-                    members = [self.low_rank[i] for i in group]
-                    if members[0].gradient.owner == self.collectives.rank:
-                        self.bases.remember(members[0], rank)
-                    recalled = history.recall(members, basis, missing)
-                    history.remember(members)
-                    self.adopt(group, basis, recalled)
-                self._project_full(group, step)
-            if rank:
-                for member in group:
-                    self.schedule.refreshed(member, step)
-            else:
-                self.schedule.postpone(group[0], step)
-        history.release()
-
-    def _matrix(self, index: int) -> LowRankMatrix:
-        matrix = self.low_rank[index].matrix
-        assert isinstance(matrix, LowRankMatrix)
-        return matrix
-
-    def _gradient(self, index: int) -> Gradient:
-        return self.low_rank[index].gradient
-
-    def _past_shares(
-        self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy
-    ) -> list[Tensor | None]:
-        """What each group's new basis remembers, see :meth:`RankPolicy.remembered`; one reduction for all."""
-        found: dict[int, Tensor] = {}
-        for index, group in refreshing:
-            counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
-            energies = column_energies([self._matrix(i) for i in group], counted)
-            if energies is not None:
-                found[index] = energies
-        if found and self.sharded:
-            sums = torch.cat(list(found.values()))
-            self.collectives.all_reduce(sums)
-            parts = sums.split([len(energies) for energies in found.values()])
-            found = dict(zip(found, parts, strict=True))
-        shares = {i: policy.remembered(i, part) for i, part in found.items()}
-        return [shares.get(index) for index, _ in refreshing]
-
-    def _find(
-        self, group: Sequence[int], first: int, sought: float, past: Tensor | None, step: int
-    ) -> tuple[Subspace, Tensor] | None:
-        """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
-        parts = [self._gradient(i).full for i in group]
-        if any(part is None for part in parts):
-            return None
-        stacked = [part for part in parts if part is not None]
-        gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-        older = self.bases.recall(self.low_rank[group[0]])
-        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, past, older)
-        # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
-        return None if found is None else (found, stacked[0])
-
-    def _broadcast_basis(
-        self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None
-    ) -> Tensor | None:
-        """The owner's basis on every rank; None for full rank."""
-        leader = self._matrix(group[0])
-        if leader.is_full_at(rank):
-            return None
-        if found is None:
-            shape = (leader.basis_rows, rank)
-            basis = torch.empty(shape, dtype=leader.dtype, device=leader.device)
-        else:
-            basis = leader.basis_of(found[0], rank, found[1]).contiguous()
-        self.collectives.broadcast(basis, self._gradient(group[0]).owner)
-        return basis
-
-    def adopt(
-        self,
-        group: Sequence[int],
-        basis: Tensor | None,
-        recalled: Sequence[Sequence[Recalled]] | None = None,
-    ) -> None:
-        """Carry the moments of a group over to a basis that every rank has, with what its matrices recall."""
-        matrices, sums = [self._matrix(i) for i in group], []
-        for index, matrix in zip(group, matrices, strict=True):
-            counted = self._gradient(index).shards.counted(self.shard_rank)
-            overlap = matrix.overlap_sum(basis, counted)
-            if overlap is not None and self.sharded:
-                self.collectives.all_reduce(overlap)
-            sums.append(overlap)
-        adopt_together(matrices, basis, sums, recalled)
-
-    def _project_full(self, group: Sequence[int], step: int) -> None:
-        """Turn the owner's full gradients into every rank's rows of what the rules take."""
-        for index in group:
-            matrix, gradient = self._matrix(index), self._gradient(index)
-            matrix.prepare(step)
-            columns, full = matrix.projection, gradient.full
-            if full is None:
-                reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
-            else:
-                reduced = full.float().contiguous() if columns is None else project(full, columns)
-            self.collectives.broadcast(reduced, gradient.owner)
-            own = reduced[slice(*matrix.rows)]
-            # Of several ranks not a view, which would hold all rows.
-            gradient.reduced, gradient.full = own.clone() if self.sharded else own, None
 
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
