@@ -347,6 +347,7 @@ def _refuse_dropout(module: nn.Module) -> None:
 
 
 _MUST_BE_ABSENT = {
+    "cache": "keys and values of earlier tokens: pass use_cache=False (generate() pauses FPDT)",
     "past_key_values": "a cache: pass use_cache=False (generate() pauses FPDT)",
     "layer_past": "a cache: pass use_cache=False (generate() pauses FPDT)",
     "encoder_hidden_states": "cross attention: leave hmt.fpdt out",
