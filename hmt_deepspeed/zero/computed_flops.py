@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 
@@ -42,6 +44,15 @@ def computed_flops(engine: HMTEngine, micro_batch: int, seq_length: int) -> floa
     again = 0.0
     if engine.hmt_activations is not None:
         again = float(engine.hmt_activations.metrics()["activation_rerun_flops"])
-    elif getattr(engine.module, "is_gradient_checkpointing", False):  # every layer's whole forward
-        computed += sum(x.count * (x.forward_flops + x.projection_flops) for x in work.layers)
+    else:
+        forwards = sum(x.count * (x.forward_flops + x.projection_flops) for x in work.layers)
+        computed += _checkpointed_share(engine.module) * forwards
     return facts.setup.accumulation * computed + again
+
+
+def _checkpointed_share(model: nn.Module) -> float:
+    """Of a model's layers, those whose whole forward Hugging Face's own checkpointing runs again."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    return sum(layer.gradient_checkpointing for layer in layers) / max(1, len(layers))
