@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from training import LOW_RANK as TRAINING
-from training import ds_config, make_engine, matrix_ranks, tiny_llama, train, weights
+from training import VOCAB, ds_config, make_engine, matrix_ranks, tiny_llama, train, weights
 
 LOW_RANK = {**TRAINING, "update_interval": 3}
 APOLLO = {"method": "apollo", "update_interval": 3, "scale": 1.0}
 MINI = {"method": "apollo_mini", "update_interval": 3, "scale": 16.0}
 FIXED = {"rank": 8, "update_interval": 3, "scale": 1.0}
+INT8 = {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
 BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_threshold"}
 
 # Fields of hmt.optimizer by name of the mode.
@@ -47,6 +49,21 @@ MODES: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+def wide_llama(seed: int = 0) -> nn.Module:
+    """A Llama of one layer whose moments at rank 64 have the 4096 elements that int8 states want."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=140,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
 
 
 def mode_engine(

@@ -12,13 +12,12 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
-from modes import LOW_RANK, MODES, mode_engine, trained
+from modes import INT8, LOW_RANK, MODES, mode_engine, trained, wide_llama
 from test_parity import assert_same_run
 from torch import nn
-from training import VOCAB, tiny_llama
+from training import tiny_llama
 
 FACTORED = {"second_moment": "factored"}
-INT8 = {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
 SAVED, AFTER = 4, 3  # steps before and after saving; a refresh falls into both
 # Single moments go with single vectors, whose signs rounding decides: the same layout only.
 SAME_LAYOUT = {
@@ -54,20 +53,7 @@ RUNS += WITHOUT_SHARDED_GRADIENTS
 
 
 def model_of(name: str) -> nn.Module:
-    """int8 states want 4096 elements: a wider Llama."""
-    if "int8" not in name:
-        return tiny_llama(layers=1, seed=7)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=140,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    )
-    torch.manual_seed(7)
-    return LlamaForCausalLM(config)
+    return wide_llama(seed=7) if "int8" in name else tiny_llama(layers=1, seed=7)
 
 
 def hasten(engine: Any, name: str) -> None:
