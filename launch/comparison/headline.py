@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from comparison.cells import Store, read_json
-from comparison.report import summaries, weight_decay
+from comparison.report import summaries
 from comparison.stages import BASELINE
 
 STAGES = {"final": "pretraining", "finetune": "fine-tuning"}
@@ -25,19 +25,25 @@ HEADERS = (
 
 
 def headline(store: Store) -> str:
-    """One line a variant and experiment, the lowest loss first.
+    """One line a variant, the lowest loss first, of a stage's experiment with the most variants.
 
     Raises:
         ValueError: no final and no fine-tuning has finished.
     """
     speed = _newest_speed(store.results)
-    experiments = [e for e in summaries(store.records(), speed) if e["stage"] in STAGES]
-    experiments.sort(key=lambda e: (list(STAGES).index(e["stage"]), "decay" not in e["setting"]))
+    largest: dict[str, Mapping[str, Any]] = {}
+    for experiment in sorted(summaries(store.records(), speed), key=_num_variants):
+        largest[experiment["stage"]] = experiment
+    experiments = [largest[stage] for stage in STAGES if stage in largest]
     rows = [row for experiment in experiments for row in _rows(experiment)]
     if not rows:
         raise ValueError(f"no final in {store.results}: run `python launch/compare.py final`")
     lines = [f"| {' | '.join(row)} |" for row in (HEADERS, ["---"] * len(HEADERS), *rows)]
     return "\n".join(lines)
+
+
+def _num_variants(experiment: Mapping[str, Any]) -> int:
+    return len(experiment["variants"])
 
 
 def _newest_speed(folder: Path) -> Mapping[str, Any]:
@@ -54,7 +60,6 @@ def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     variants = experiment["variants"]
     baseline = variants.get(BASELINE, {"losses_by_seed": {}})
     name = f"{STAGES[experiment['stage']]}, {experiment['tokens'] / 1e6:g}M tokens"
-    name += f", weight decay {weight_decay(experiment['setting'])}"
     ordered = sorted(variants, key=lambda variant: variants[variant]["val_loss"])
     return [[name, variant, *_cells(variants[variant], baseline)] for variant in ordered]
 

@@ -179,7 +179,10 @@ def test_finals_are_compared_with_adamw_at_the_same_seeds(
     for variant, seed, loss in (("adamw", 0, 2.0), ("adamw", 1, 4.0), ("hmt_d4", 1, 3.0)):
         final = replace(cell(setting, data, variant), stage="final", seed=seed)
         store.write(final, {**results[variant], "val_loss": loss})
+    longer = replace(final, tokens=2 * final.tokens)  # an experiment of its own, and a smaller one
+    store.write(longer, results["hmt_d4"])
     head, _, *rows = (line.split(" | ") for line in headline(store).splitlines())
+    assert len(rows) == 2
     found = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
     assert found["hmt_d4"]["against AdamW"] == "-25.0%"
     assert (found["adamw"]["against AdamW"], found["adamw"]["seeds"]) == ("", "2")
