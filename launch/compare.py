@@ -1,9 +1,9 @@
 """The HMT paper's experiment: optimizers side by side on one model, data, order and token count.
 
-    python launch/compare.py sweep                    learning rates of every variant
+    python launch/compare.py sweep                    learning rates of the experiment's variants
     python launch/compare.py final                    the best of them, seeds 0 1 2
     python launch/compare.py finetune                 from a checkpoint that it pretrains itself
-    python launch/compare.py speed                    step times, all variants in one process
+    python launch/compare.py speed                    their step times, in one process
     python launch/compare.py report                   CSV, JSON, Markdown and plots of what there is
     python launch/compare.py table                    the README's: finals and fine-tuning against AdamW
 
@@ -32,7 +32,7 @@ from comparison.headline import headline  # noqa: E402
 from comparison.report import write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import Plan, run_one, run_queue  # noqa: E402
-from comparison.variants import INTERVAL, VARIANTS, select  # noqa: E402
+from comparison.variants import EXPERIMENT, INTERVAL, VARIANTS, select  # noqa: E402
 from hmt_deepspeed.train.data import DEFAULT_CACHE  # noqa: E402
 
 TRAINS = ("sweep", "final", "finetune")
@@ -46,7 +46,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("stage", choices=(*TRAINS, "speed", "report", "table"))
     add = parser.add_argument
-    add("--variants", type=_words, help=f"comma-separated, of: {', '.join(VARIANTS)}")
+    add(
+        "--variants",
+        type=_words,
+        help=f"comma-separated; default: {', '.join(EXPERIMENT)}; all: {', '.join(VARIANTS)}",
+    )
     add("--lrs", type=_rates, help="instead of the table's learning rates, comma-separated")
     add("--seeds", type=_seeds, help="of weights and order of the data; 0, in the final 0,1,2")
     add("--tokens", type=int, help=f"of one run; {DEFAULT_TOKENS}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from comparison.cells import Store, read_json
@@ -16,16 +15,18 @@ HEADERS = (
     "run",
     "variant",
     "moments",
+    "with bases",
+    "over start",
     "lr",
     "validation loss",
-    "seeds",
-    "against AdamW",
+    "by seed",
+    "against AdamW, by seed",
     "tokens/s",
 )
 
 
 def headline(store: Store) -> str:
-    """One line a variant, the lowest loss first, of a stage's experiment with the most variants.
+    """One line a variant of a stage's experiment with the most variants, seeds from the lowest.
 
     Raises:
         ValueError: no final and no fine-tuning has finished.
@@ -57,24 +58,35 @@ def _measured_at(speed: Mapping[str, Any]) -> str:
 
 
 def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    """Variants that ran at every seed of AdamW's first: means over other seeds are of other runs."""
     variants = experiment["variants"]
     baseline = variants.get(BASELINE, {"losses_by_seed": {}})
+    seeds = sorted(baseline["losses_by_seed"])
     name = f"{STAGES[experiment['stage']]}, {experiment['tokens'] / 1e6:g}M tokens"
-    ordered = sorted(variants, key=lambda variant: variants[variant]["val_loss"])
-    return [[name, variant, *_cells(variants[variant], baseline)] for variant in ordered]
+
+    def place(variant: str) -> tuple[bool, float]:
+        line = variants[variant]
+        return any(seed not in line["losses_by_seed"] for seed in seeds), line["val_loss"]
+
+    return [[name, v, *_cells(variants[v], baseline)] for v in sorted(variants, key=place)]
 
 
 def _cells(line: Mapping[str, Any], baseline: Mapping[str, Any]) -> Sequence[str]:
     losses, others = line["losses_by_seed"], baseline["losses_by_seed"]
-    shared = [seed for seed in losses if seed in others]
-    against = mean(losses[s] / others[s] - 1 for s in shared) if shared else None
-    spread = "" if line["val_loss_std"] is None else f" ± {line['val_loss_std']:.3f}"
-    share = line["state_bytes"]["moments_share"]
+    seeds = sorted({*losses, *others})
+    against = [losses[s] / others[s] - 1 if s in losses and s in others else None for s in seeds]
+    found = any(share is not None for share in against) and line is not baseline
     return [
-        "" if share is None else f"{share:.3f}",
+        _number(line["state_bytes"]["moments_share"], ".3f"),
+        _number(line["state_bytes"]["moments_and_bases_share"], ".3f"),
+        f"{line['peak_over_start_bytes'] / 2**20:.0f} MiB",
         f"{line['lr']:g}",
-        f"{line['val_loss']:.3f}{spread}",
-        str(len(losses)),
-        "" if against is None or line is baseline else f"{against:+.1%}",
+        f"{line['val_loss']:.3f}",
+        " / ".join(_number(losses.get(seed), ".3f") or "-" for seed in seeds),
+        " / ".join(_number(share, "+.1%") or "-" for share in against) if found else "",
         f"{line['tokens_per_second']:.0f}" if line["speed_measured_alone"] else "",
     ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -25,7 +25,7 @@ FINETUNE_RATE = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for. None: the table's learning rates, every variant of the stage."""
+    """What was asked for. None: the table's learning rates, the experiment's variants."""
 
     stage: str
     setting: Setting

@@ -101,7 +101,7 @@ class Run:
         self.held = HeldActivations()
         self.energy: dict[str, float] = {}
         self.diverged = False
-        self.commit = code_version()
+        self.commits = [code_version()]
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Run:
     _PLAIN = (
         *("step", "batches", "step_seconds", "cpu_seconds"),
         *("window", "curves", "energy", "diverged"),
-    )
+    )  # and commits, to which a resumed run adds its own
 
     def _trained(self) -> dict[str, Tensor]:
         """The trained parameters that hold their values.
@@ -199,6 +199,7 @@ class Run:
             "model": self._trained(),
             "optimizer": self.contender.optimizer.state_dict(),
             "progress": {name: getattr(self, name) for name in self._PLAIN},
+            "commits": self.commits,
             "memory": self.memory.kept,
             "pcie": self.pcie.count,
             "held": self.held.kept,
@@ -219,6 +220,8 @@ class Run:
         self.contender.optimizer.load_state_dict(state["optimizer"])
         for name, value in state["progress"].items():
             setattr(self, name, value)
+        before = state.get("commits", [])  # older checkpoints are without
+        self.commits = list(dict.fromkeys([*before, *self.commits]))
         self.memory = Memory(self.setting.device, state["memory"])
         self.pcie = Pcie(self.setting.device, state["pcie"])
         self.held = HeldActivations(state.get("held"))  # older checkpoints are without
@@ -253,7 +256,8 @@ class Run:
             "threads": torch.get_num_threads(),
             "load_average_after": load_average(),
             "machine": machine(),
-            "commit": self.commit,
+            # More than one: the code changed between two parts of the run.
+            "commit": " ".join(commit or "unknown" for commit in self.commits),
             "curves": self.curves,
         }
 

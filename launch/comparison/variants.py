@@ -66,6 +66,8 @@ def _hmt(**options: Any) -> dict[str, Any]:
     return {**common, **refresh, **options}
 
 
+# When most of the variants below ran, true stood for this share; now it stands for 0.5.
+_EARLY = {"early_refresh": 0.85}
 _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4", "d/2"]}
 # Five candidates, d/8 to d/2, and the bytes, bases included, that d/4 takes everywhere.
 _FINE = {**_ENERGY, "rank_candidates": ["d/8", "3d/16", "d/4", "3d/8", "d/2"]}
@@ -91,7 +93,7 @@ VARIANTS: dict[str, Variant] = {
     "fira": Variant("fira", _galore(norm_growth_limit=1.01), _QUARTER),
     "apollo": Variant("apollo", _apollo(rank="d/4", scale=1.0, scale_type="channel"), _QUARTER),
     "apollo_mini": Variant("apollo", _apollo(rank=1, scale=128.0, scale_type="tensor"), _QUARTER),
-    "hmt_d4": Variant("hmt", _hmt(), _QUARTER),
+    "hmt_d4": Variant("hmt", _hmt(**_EARLY), _QUARTER),
     "hmt_d2": Variant("hmt", _hmt(rank="d/2"), _QUARTER),
     "hmt_d8": Variant("hmt", _hmt(rank="d/8"), _QUARTER),
     "hmt_d32": Variant("hmt", _hmt(rank="d/32"), _QUARTER),  # a thirtieth of the moments
@@ -104,31 +106,39 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     # the paper's "Proposed": ranks by energy and the activations above
-    "hmt_proposed": Variant("hmt", _hmt(**_ENERGY, activations=ACTIVATIONS), _QUARTER),
-    "hmt_auto_side_energy": Variant("hmt", _hmt(**_ENERGY), _QUARTER),  # its ranks alone
-    "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
+    "hmt_proposed": Variant("hmt", _hmt(**_EARLY, **_ENERGY, activations=ACTIVATIONS), _QUARTER),
+    "hmt_auto_side_energy": Variant("hmt", _hmt(**_EARLY, **_ENERGY), _QUARTER),  # its ranks alone
+    "hmt_auto_side_d4": Variant("hmt", _hmt(**_EARLY, projection="auto"), _QUARTER),
+    # the same at the default's share: what later ablations are to be read beside
+    "hmt_d4_early_05": Variant("hmt", _hmt(early_refresh=0.5), _QUARTER),
+    "hmt_auto_side_d4_early_05": Variant(
+        "hmt", _hmt(projection="auto", early_refresh=0.5), _QUARTER
+    ),
     # ranks where a basis captures least of the gradients that follow it: queries and keys
     "hmt_queries_keys_d2": Variant(
         "hmt",
-        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
+        _hmt(**_EARLY, projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
         _QUARTER,
     ),
     # the same strength of their updates at d/4
     "hmt_queries_keys_scaled": Variant(
         "hmt",
-        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}}),
+        _hmt(
+            **_EARLY, projection="auto", module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}}
+        ),
         _QUARTER,
     ),
     # ranks by the energy of the gradients that a basis is made from, and of those that follow it
     "hmt_budget_in_sample": Variant("hmt", _hmt(**_BYTES_OF_D4), _QUARTER),
-    "hmt_budget_out_of_sample": Variant("hmt", _hmt(**_BYTES_OF_D4, **_LATER), _QUARTER),
+    "hmt_budget_out_of_sample": Variant("hmt", _hmt(**_EARLY, **_BYTES_OF_D4, **_LATER), _QUARTER),
     "hmt_energy_out_of_sample": Variant(
-        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
+        "hmt", _hmt(**_EARLY, **_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
     # fewer columns where they matter less: not the energy but its worth differs between layer types
     "hmt_energy_by_type": Variant(
         "hmt",
         _hmt(
+            **_EARLY,
             **_FINE,
             **_LATER,
             energy_threshold=0.65,
@@ -137,7 +147,7 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_equal_energy_out_of_sample": Variant(
-        "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
+        "hmt", _hmt(**_EARLY, **{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),
     # bases that remember past gradients, at a fixed rank and with ranks by energy
     "hmt_basis_momentum_d4": Variant("hmt", _hmt(projection="auto", basis_momentum=0.5), _QUARTER),
@@ -216,9 +226,11 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
         _QUARTER,
     ),
-    "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
-    "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
-    "hmt_auto_side_5d16": Variant("hmt", _hmt(projection="auto", rank="5d/16"), _QUARTER),
+    "hmt_auto_side_d2": Variant("hmt", _hmt(**_EARLY, projection="auto", rank="d/2"), _QUARTER_D2),
+    "hmt_two_sided_d2": Variant(
+        "hmt", _hmt(**_EARLY, projection="two_sided", rank="d/2"), _QUARTER
+    ),
+    "hmt_auto_side_5d16": Variant("hmt", _hmt(**_EARLY, projection="auto", rank="5d/16"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
     "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
     "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
@@ -246,15 +258,17 @@ VARIANTS: dict[str, Variant] = {
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
     # four times the rank in the same bytes: an eighth and a thirtieth (hmt_d32) of the moments' bytes
     "hmt_auto_side_int8_states_d2": Variant(
-        "hmt", _hmt(projection="auto", rank="d/2", state_dtype="int8"), _QUARTER_D2
+        "hmt", _hmt(**_EARLY, projection="auto", rank="d/2", state_dtype="int8"), _QUARTER_D2
     ),
     "hmt_auto_side_int8_states_d8": Variant(
-        "hmt", _hmt(projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
+        "hmt", _hmt(**_EARLY, projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
     ),
     # a first moment in INT8 and a factored second one: half the bytes of the same rank, 5 % and less
     "hmt_auto_side_int8_factored_3d8": Variant(
         "hmt",
-        _hmt(projection="auto", rank="3d/8", state_dtype="int8", second_moment="factored"),
+        _hmt(
+            **_EARLY, projection="auto", rank="3d/8", state_dtype="int8", second_moment="factored"
+        ),
         _QUARTER_3D8,
     ),
     "hmt_auto_side_int8_factored_d4": Variant(
@@ -262,11 +276,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     # what the activations alone cost: the same without them are hmt_auto_side_d4 and adamw
     "hmt_auto_side_d4_activations": Variant(
-        "hmt", _hmt(projection="auto", activations=ACTIVATIONS), _QUARTER
+        "hmt", _hmt(**_EARLY, projection="auto", activations=ACTIVATIONS), _QUARTER
     ),
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # updates as large as AdamW's at every rank, at AdamW's learning rates
-    "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", **_MATCH), _MATCHED),
+    "hmt_matched_d4": Variant("hmt", _hmt(**_EARLY, projection="auto", **_MATCH), _MATCHED),
     "hmt_matched_energy": Variant("hmt", _hmt(**{**_ENERGY, **_MATCH}), _MATCHED),
     "hmt_matched_int8_d2": Variant(
         "hmt",
@@ -276,23 +290,27 @@ VARIANTS: dict[str, Variant] = {
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
     "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
-    "hmt_auto_side_d4_scale_035": Variant("hmt", _hmt(projection="auto", scale=0.35), _QUARTER),
-    "hmt_auto_side_d4_scale_050": Variant("hmt", _hmt(projection="auto", scale=0.5), _QUARTER),
+    "hmt_auto_side_d4_scale_035": Variant(
+        "hmt", _hmt(**_EARLY, projection="auto", scale=0.35), _QUARTER
+    ),
+    "hmt_auto_side_d4_scale_050": Variant(
+        "hmt", _hmt(**_EARLY, projection="auto", scale=0.5), _QUARTER
+    ),
     "hmt_auto_side_d4_whole": Variant("hmt", _hmt(projection="auto", scale=1.0), _WHOLE),
-    "hmt_d4_no_residual": Variant("hmt", _hmt(residual="none"), _QUARTER),
-    "hmt_d4_probes_8": Variant("hmt", _hmt(probes=8), _QUARTER),
-    "hmt_d4_probes_32": Variant("hmt", _hmt(probes=32), _QUARTER),
-    "hmt_d4_residual_1": Variant("hmt", _hmt(residual_scale=1.0), _QUARTER),
-    "hmt_d4_residual_4": Variant("hmt", _hmt(residual_scale=4.0), _QUARTER),
-    "hmt_d4_unlimited": Variant("hmt", _hmt(norm_growth_limit=None), _QUARTER),
+    "hmt_d4_no_residual": Variant("hmt", _hmt(**_EARLY, residual="none"), _QUARTER),
+    "hmt_d4_probes_8": Variant("hmt", _hmt(**_EARLY, probes=8), _QUARTER),
+    "hmt_d4_probes_32": Variant("hmt", _hmt(**_EARLY, probes=32), _QUARTER),
+    "hmt_d4_residual_1": Variant("hmt", _hmt(**_EARLY, residual_scale=1.0), _QUARTER),
+    "hmt_d4_residual_4": Variant("hmt", _hmt(**_EARLY, residual_scale=4.0), _QUARTER),
+    "hmt_d4_unlimited": Variant("hmt", _hmt(**_EARLY, norm_growth_limit=None), _QUARTER),
     "hmt_d4_staggered": Variant("hmt", _hmt(refresh="staggered"), _QUARTER),
-    "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
-    "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
+    "hmt_d4_keep": Variant("hmt", _hmt(**_EARLY, moment_transfer="keep"), _QUARTER),
+    "hmt_d4_reset": Variant("hmt", _hmt(**_EARLY, moment_transfer="reset"), _QUARTER),
     "hmt_d4_random": Variant(
         "hmt", _hmt(range_finder="random", max_full_gradient_bytes="auto"), _QUARTER
     ),
     # Above (n - r) / k of every matrix: the estimate of the residual is the unbiased one.
-    "hmt_d4_residual_unbiased": Variant("hmt", _hmt(residual_scale=64.0), _QUARTER),
+    "hmt_d4_residual_unbiased": Variant("hmt", _hmt(**_EARLY, residual_scale=64.0), _QUARTER),
     "hmt_auto_side_d4_no_residual": Variant(
         "hmt", _hmt(projection="auto", residual="none"), _QUARTER
     ),
@@ -303,7 +321,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_left_d4": Variant("hmt", _hmt(projection="left"), _QUARTER),
     "hmt_subspace_d4": Variant("hmt", _hmt(range_finder="subspace"), _QUARTER),
     "hmt_bf16_states_d4": Variant("hmt", _hmt(state_dtype="bf16"), _QUARTER),
-    "hmt_int8_weights_d4": Variant("hmt", _hmt(weight_dtype="int8"), _QUARTER),
+    "hmt_int8_weights_d4": Variant("hmt", _hmt(**_EARLY, weight_dtype="int8"), _QUARTER),
     # Embeddings and head are on AdamW elsewhere.
     "hmt_apollo_head": Variant(
         "hmt",
@@ -319,22 +337,33 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+# What a stage runs when --variants does not say: the paper's experiment. The others answer questions of
+# their own, each beside one of these.
+EXPERIMENT = (
+    *("adamw", "galore", "galore_interval_200", "fira", "fira_interval_200"),
+    *("apollo", "apollo_interval_200", "hmt_auto_side_d4", "hmt_wide_residual_200"),
+    *("hmt_proposed", "hmt_auto_side_int8_states_d2", "hmt_auto_side_int8_factored_3d8"),
+    *("apollo_mini", "hmt_apollo_mini", "lora", "qlora"),
+)
+
+
 def select(names: Iterable[str] | None, stage: str) -> list[str]:
-    """The variants of a stage, in the table's order, or those of `names` in theirs.
+    """The experiment's variants that a stage can train, or those of `names`.
 
     Raises:
         ValueError: a name that is not in the table, or an adapter in a pretraining stage.
     """
     if names is None:
-        return [n for n, v in VARIANTS.items() if stage == "finetune" or not v.finetunes_only]
+        return [n for n in EXPERIMENT if stage == "finetune" or not VARIANTS[n].finetunes_only]
     chosen = list(names)
     for name in chosen:
         if name not in VARIANTS:
             raise ValueError(f"--variants {name!r} is unknown; legal: {', '.join(VARIANTS)}")
         if VARIANTS[name].finetunes_only and stage != "finetune":
+            legal = ", ".join(n for n, v in VARIANTS.items() if not v.finetunes_only)
             raise ValueError(
                 f"--variants {name!r} trains adapters on a frozen model, which pretrains nothing; "
-                f"legal for it: the finetune stage, here: {', '.join(select(None, stage))}"
+                f"legal for it: the finetune stage, here: {legal}"
             )
     return chosen
 

@@ -176,17 +176,26 @@ def test_finals_are_compared_with_adamw_at_the_same_seeds(
     results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
 ) -> None:
     store = Store(tmp_path, tmp_path / "runs")
-    for variant, seed, loss in (("adamw", 0, 2.0), ("adamw", 1, 4.0), ("hmt_d4", 1, 3.0)):
+    finals = (("adamw", 0, 2.0), ("adamw", 1, 4.0), ("hmt_d4", 1, 3.0))
+    for variant, seed, loss in (*finals, ("galore", 0, 3.0), ("galore", 1, 5.0)):
         final = replace(cell(setting, data, variant), stage="final", seed=seed)
         store.write(final, {**results[variant], "val_loss": loss})
     longer = replace(final, tokens=2 * final.tokens)  # an experiment of its own, and a smaller one
     store.write(longer, results["hmt_d4"])
     head, _, *rows = (line.split(" | ") for line in headline(store).splitlines())
-    assert len(rows) == 2
+    # one seed is not a lower mean: it comes after those that ran at all of AdamW's
+    assert [row[1] for row in rows] == ["adamw", "galore", "hmt_d4"]
     found = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
-    assert found["hmt_d4"]["against AdamW"] == "-25.0%"
-    assert (found["adamw"]["against AdamW"], found["adamw"]["seeds"]) == ("", "2")
-    assert found["adamw"]["validation loss"].startswith("3.000 ±")
+    assert found["hmt_d4"]["by seed"] == "- / 3.000"
+    assert found["hmt_d4"]["against AdamW, by seed"] == "- / -25.0%"
+    assert found["galore"]["against AdamW, by seed"] == "+50.0% / +25.0%"
+    assert found["adamw"]["against AdamW, by seed"] == ""
+    assert (found["adamw"]["validation loss"], found["adamw"]["by seed"]) == (
+        "3.000",
+        "2.000 / 4.000",
+    )
+    states = results["hmt_d4"]["state_bytes"]
+    assert found["hmt_d4"]["with bases"] == f"{states['moments_and_bases_share']:.3f}"
     with pytest.raises(ValueError, match=r"compare\.py final"):
         headline(Store(tmp_path / "empty", tmp_path))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from compare_runs import STEPS, TRAINED, cell, two_steps
 
+from comparison import training
 from comparison import variants as table
 from comparison.cells import Setting, Store
 from comparison.measures import state_bytes
@@ -169,6 +170,17 @@ def test_resume_is_bit_equal(variant: str, setting: Setting, data: Any, tmp_path
     for key in ("activation_bytes", "codec_error"):
         assert resumed.get(key) == whole.get(key), key
     assert ("codec_error" in whole) == ("activations" in VARIANTS[variant].options)
+
+
+def test_a_result_names_every_version_of_the_code_that_it_comes_from(
+    setting: Setting, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, store = cell(setting, data, "adamw"), Store(tmp_path, tmp_path)
+    for version, stop in (("aaa", 10), ("aaa", 20), ("bbb-dirty", 100)):
+        monkeypatch.setattr(training, "code_version", lambda found=version: found)
+        result = train_cell(own, data, store, lambda step, last=stop: step == last)
+    assert result is not None
+    assert result["commit"] == "aaa bbb-dirty"
 
 
 def test_the_validation_rows_are_fixed_and_held_out(

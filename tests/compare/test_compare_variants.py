@@ -28,6 +28,14 @@ def test_an_unknown_variant_is_refused_with_the_table() -> None:
         select(["lora"], "sweep")
 
 
+def test_the_default_is_the_papers_experiment_and_adapters_only_tune() -> None:
+    tuned, pretrained = select(None, "finetune"), select(None, "sweep")
+    assert [name for name in tuned if name not in pretrained] == ["lora", "qlora"]
+    kinds = {VARIANTS[name].kind for name in tuned}
+    assert kinds == {"adamw", "galore", "fira", "apollo", "hmt", "lora", "qlora"}
+    assert len(tuned) < len(VARIANTS)
+
+
 def test_adamw_with_a_factor_moves_the_matrices_by_that_share(setting: Setting) -> None:
     moved = {}
     for name in ("adamw", "adamw_quarter"):
