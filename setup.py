@@ -18,7 +18,7 @@ setup(
     install_requires=[
         "torch>=2.8,<=2.13.0",  # 2.8: the activation backend listens to the checkpoint's hooks
         "deepspeed>=0.19.8,<0.20",
-        "transformers>=5.0,<6",
+        "transformers>=5.4,<6",  # 5.4: mask functions are told q_length, which FPDT's asks for
         # 3.4 is what torch 2.8 pins; a CUDA torch picks its own version inside this range.
         'triton>=3.4,<4; platform_system=="Linux"',
         "accelerate>=1.1",

@@ -23,14 +23,16 @@ __all__ = ["Installation"]
 _Run = Callable[
     [LayerSites, Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]], Any
 ]
-_FORWARD_BEFORE = "_hmt_forward_before"
+_OURS = "_hmt_checkpoint"  # marks a checkpoint function as a backend's
+_FORWARD_BEFORE, _GENERATE_BEFORE = "_hmt_forward_before", "_hmt_generate_before"
 
 
 class Installation:
     """A backend on a model, from construction to :meth:`undo`.
 
     HF layers get the backend's checkpoint as their ``_gradient_checkpointing_func``, and a later
-    ``gradient_checkpointing_enable`` gives them nothing else; other modules get a forward of ours.
+    ``activation_checkpointing_enable`` gives them nothing else; other modules get a forward of ours. Layers
+    that ``every_n_layers`` leaves out, before or later, are left to autograd.
 
     What is put on modules are plain functions, methods of the module itself, and entries in weak
     dictionaries: a deep copy of the model copies no backend. Its HF layers go on being checkpointed by this
@@ -41,7 +43,7 @@ class Installation:
         layers: what is checkpointed.
 
     Raises:
-        ValueError: another backend is installed on one of them.
+        ValueError: another backend is installed on one of them, or Hugging Face was told to offload.
     """
 
     def __init__(
@@ -74,13 +76,20 @@ class Installation:
         self, model: nn.Module, layers: set[nn.Module], checkpoint: Callable[..., Any]
     ) -> None:
         """Turn on HF's gradient checkpointing of layers, with our function."""
+        flagged = {layer for layer in layers if layer.gradient_checkpointing}
+        for layer in flagged:
+            _refuse_other(getattr(layer, "_gradient_checkpointing_func", None))
+        left_out = layers - flagged if flagged else set()
         for module in model.modules():
             if layers.isdisjoint(module.modules()):
                 continue
-            # The models around the layers have the flag too: it keeps them from making a cache.
+            # The models around the layers have the flag too: with gradients, it keeps them from making a cache.
             if hasattr(module, "gradient_checkpointing"):
-                self._set(module, "gradient_checkpointing", True)
+                self._set(module, "gradient_checkpointing", module not in left_out)
                 self._set(module, "_gradient_checkpointing_func", checkpoint)
+            if hasattr(module, "generate"):
+                self._set(module, _GENERATE_BEFORE, vars(module).get("generate"))
+                self._set(module, "generate", MethodType(_generate, module))
             if hasattr(module, "_set_gradient_checkpointing"):
                 self._enter(_ENABLED, module, checkpoint)
                 own = MethodType(_set_gradient_checkpointing, module)
@@ -126,16 +135,37 @@ def _set_gradient_checkpointing(
     """What HF's ``activation_checkpointing_enable`` and ``_disable`` call."""
     function, ours = gradient_checkpointing_func, _ENABLED.get(self)
     if ours is not None and enable:
-        if getattr(function, "func", function) not in (None, torch_checkpoint):
-            raise ValueError(
-                "activation_checkpointing_enable was asked to offload, but hmt.activations decides what "
-                'becomes of activations: leave offload out and set "residual": "swap_host"'
-            )
+        _refuse_other(function)
         function = ours
-    given = {} if function is None else {"gradient_checkpointing_func": function}
-    type(self)._set_gradient_checkpointing(
-        self, enable=enable, every_n_layers=every_n_layers, **given
-    )
+    given: dict[str, Any] = {}
+    if function is not None:
+        given["gradient_checkpointing_func"] = function
+    if every_n_layers != 1:  # older transformers do not know the word
+        given["every_n_layers"] = every_n_layers
+    type(self)._set_gradient_checkpointing(self, enable=enable, **given)
+
+
+def _refuse_other(function: Callable[..., Any] | None) -> None:
+    """A checkpoint of Hugging Face's that does more than to checkpoint; a copied model has ours."""
+    known = function is None or hasattr(function, _OURS)
+    if not known and getattr(function, "func", function) is not torch_checkpoint:
+        raise ValueError(
+            "activation_checkpointing_enable was asked to offload, but hmt.activations decides what "
+            'becomes of activations: leave offload out and set "residual": "swap_host"'
+        )
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """While training too: layers that checkpoint drop their caches, in some families silently."""
+    before = vars(self)[_GENERATE_BEFORE] or functools.partial(type(self).generate, self)
+    flagged = [m for m in self.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in flagged:
+        module.gradient_checkpointing = False
+    try:
+        return before(*args, **kwargs)
+    finally:
+        for module in flagged:
+            module.gradient_checkpointing = True
 
 
 def _as_function(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +175,7 @@ def _as_function(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(fn, *args, **kwargs)
 
+    setattr(call, _OURS, True)
     return call
 
 

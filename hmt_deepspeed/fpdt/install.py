@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
@@ -162,6 +162,8 @@ def install(
     installation.replace_method(head, "forward", forward)
     installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
     installation.replace_method(model, "generate", _generate(type(model).generate, installation))
+    checkpointing = _set_checkpointing(model._set_gradient_checkpointing, layers)
+    installation.replace_method(model, "_set_gradient_checkpointing", checkpointing)
     installation.set_config(model.config, "_attn_implementation", ATTENTION)
     installation.set_config(model.config, "use_cache", False)
     return installation
@@ -298,10 +300,23 @@ def _model_forward(original: Callable[..., Any], part: SequencePart) -> Callable
 def _generate(original: Callable[..., Any], installation: Installation) -> Callable[..., Any]:
     @wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with installation.paused():
-            return original(self, *args, **kwargs)
+        with installation.paused():  # generate() is what it was before FPDT
+            return self.generate(*args, **kwargs)
 
     return generate
+
+
+def _set_checkpointing(before: Callable[..., None], layers: Iterable[Any]) -> Callable[..., None]:
+    """Hugging Face may turn its checkpointing on and off: a chunked layer would run once more for it."""
+
+    @wraps(before)
+    def set_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        for layer in layers:
+            if hasattr(layer, "gradient_checkpointing"):
+                layer.gradient_checkpointing = False
+
+    return set_checkpointing
 
 
 # -- refusals -------------------------------------------------------------------------------------------

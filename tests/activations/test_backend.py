@@ -17,7 +17,7 @@ from backends import (
     make_backend,
     poison,  # noqa: F401
 )
-from families import LENGTH, tiny, tokens
+from families import CONFIGS, LENGTH, tiny, tokens
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hmt_deepspeed.activations import policy as policy_module
@@ -406,6 +406,19 @@ def test_evaluation_and_generation_are_left_alone(llama):
     llama.train()
 
 
+@pytest.mark.parametrize("family", sorted({*CONFIGS} - {"mamba"}))  # its parts have no names
+def test_a_model_in_training_generates_with_its_cache(family):
+    """As when samples are drawn to learn from: a layer that checkpoints would drop its cache."""
+    model, asked = tiny(family).train(), {"max_new_tokens": 4, "do_sample": False}
+    text = model.generate(tokens(), **asked)
+    with installed(model, {}):
+        assert torch.equal(model.generate(tokens(), **asked), text)
+        assert model.generate.__func__ is not type(model).generate
+        loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+        loss.backward()  # and is checkpointed after it
+    assert "generate" not in vars(model)
+
+
 def test_a_cache_is_not_filled_twice(llama, expected):
     with installed(llama, PAPER_KEPT):
         assert_equal(gradients(llama, use_cache=True), expected)
@@ -448,6 +461,18 @@ def test_gradient_checkpointing_enable_enables_ours(llama, expected):
         with pytest.raises(ValueError, match='"residual": "swap_host"'):
             llama.activation_checkpointing_enable(offload=True)
     llama.disable_input_require_grads()
+
+
+def test_what_was_enabled_before_is_heeded(expected):
+    model = tiny("llama")
+    model._set_gradient_checkpointing(True, every_n_layers=2)
+    with installed(model, PAPER_KEPT) as backend:
+        assert_equal(gradients(model), expected)
+        assert backend.calls == 2  # the first of two layers, and what lies outside them
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+    model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(ValueError, match='"residual": "swap_host"'):
+        make_backend(model).install()
 
 
 def test_a_copy_of_the_model_is_its_own(llama, expected):

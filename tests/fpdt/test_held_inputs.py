@@ -190,3 +190,14 @@ def test_layers_are_not_computed_twice_by_hugging_faces_checkpointing():
         step(model, inputs)
     assert len(calls) == 2, "forward, and again in backward"
     assert model.model.layers[0].gradient_checkpointing
+
+
+def test_checkpointing_that_is_turned_on_later_computes_no_layer_twice():
+    model = tiny()
+    layers = model.model.layers
+    with fpdt(model, chunk_size=37, piece_size=37):
+        model.gradient_checkpointing_enable()
+        assert not any(layer.gradient_checkpointing for layer in layers)
+        assert model.model.gradient_checkpointing
+    model.gradient_checkpointing_enable()
+    assert all(layer.gradient_checkpointing for layer in layers)
