@@ -137,8 +137,14 @@ def _valid_lengths(attention_mask: Tensor | None, batch: int, length: int) -> tu
 
 
 def _check(visibility: Visibility, rule: Rule, device: torch.device | str) -> None:
-    """Compares the rule with ours at some pairs, padding aside: ends, borders, and between."""
+    """Compares the rule with ours, padding aside: at every neighbour ahead, which a block that sees itself
+    both ways has, and at some pairs: ends, borders, and between."""
     length, batch = visibility.length, len(visibility.documents)
+    row_index = torch.arange(batch, device=device).unsqueeze(1)
+    later = torch.arange(1, length, device=device).unsqueeze(0)
+    ahead = rule(row_index, torch.zeros_like(row_index), later - 1, later).nonzero()
+    for row, query in ahead[:1].tolist():
+        raise _other_attention(row, query, query + 1, sees=True)
     borders = {t for starts in visibility.documents for b in starts[:8] for t in (b - 1, b, b + 1)}
     window = visibility.window or 0
     spread = {round(i * (length - 1) / 31) for i in range(32)}
@@ -153,8 +159,11 @@ def _check(visibility: Visibility, rule: Rule, device: torch.device | str) -> No
         for a, query in enumerate(tokens):
             for b, key in enumerate(tokens):
                 if seen[row][a][b] != unpadded.allowed(row, query, key):
-                    raise ValueError(
-                        f"FPDT takes causal attention with documents and a sliding window; in this model "
-                        f"token {query} of sequence {row} {'sees' if seen[row][a][b] else 'misses'} "
-                        f"token {key}: leave hmt.fpdt out"
-                    )
+                    raise _other_attention(row, query, key, seen[row][a][b])
+
+
+def _other_attention(row: int, query: int, key: int, sees: bool) -> ValueError:
+    return ValueError(
+        "FPDT takes causal attention with documents and a sliding window; in this model token "
+        f"{query} of sequence {row} {'sees' if sees else 'misses'} token {key}: leave hmt.fpdt out"
+    )

@@ -93,8 +93,10 @@ if triton is not None:
         if direction.numel() == 0:
             return direction
         rows, rank = exp_avg.shape
-        block_rank = min(_BLOCK_RANK, triton.next_power_of_2(rank))
-        block_rows = _BLOCK // block_rank
+        widest = triton.next_power_of_2(rank)
+        # A two-sided core is one long row.
+        block_rows = min(_BLOCK // min(_BLOCK_RANK, widest), triton.next_power_of_2(rows))
+        block_rank = min(_BLOCK // block_rows, widest)
         grid = (triton.cdiv(rows, block_rows) * triton.cdiv(rank, block_rank),)
         _moment_update_kernel[grid](
             projected,

@@ -141,14 +141,17 @@ def test_a_mask_function_of_the_models_own():
         )
 
 
-def test_tokens_that_see_each_other_both_ways():
+@pytest.mark.parametrize("length", [9, 4096])
+def test_tokens_that_see_each_other_both_ways(length):
+    """A few among many too, where no token of the block is among those compared one by one."""
     from transformers.masking_utils import create_causal_mask
 
     model = tiny()
-    blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1, -1]])
+    blocks = torch.full((1, length), -1)
+    blocks[0, length // 4 : length // 4 + 3] = 0
     with fpdt(model), pytest.raises(ValueError, match="sees token"):
         create_causal_mask(
-            model.config, torch.zeros(1, 9, 32), None, None, block_sequence_ids=blocks
+            model.config, torch.zeros(1, length, 32), None, None, block_sequence_ids=blocks
         )
 
 

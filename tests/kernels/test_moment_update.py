@@ -7,7 +7,7 @@ from interpreted import assert_as_accurate, run_interpreted, strided
 from hmt_deepspeed.kernels import moment_update
 from hmt_deepspeed.kernels.moment_update import moment_update_, moment_update_reference_
 
-SHAPES = [(1, 1), (3, 257), (65, 130), (257, 1), (33, 96), (40, 128)]
+SHAPES = [(1, 1), (3, 257), (65, 130), (257, 1), (33, 96), (40, 128), (1, 81 * 81)]
 BETAS = [(0.9, 0.999), (0.3, 0.5), (0.0, 0.95)]
 
 
