@@ -167,6 +167,7 @@ class GradientReducer:
         self._alive = 0
         self.last = False
         self._pool: list[Tensor] = []
+        self._pooled = 0  # elements of each buffer in it
         self._in_flight: list[_InFlight] = []
         self.plan()
 
@@ -179,6 +180,7 @@ class GradientReducer:
             self._signature = signature
             self._buckets = self._build()
             self._home = {g.index: b for b in self._buckets for g in b.members}
+            self._size_pool()
         self._begin_round()
 
     def _build(self) -> list[_Bucket]:
@@ -203,6 +205,18 @@ class GradientReducer:
             open_bucket.chunk += size
             open_bucket.members.append(gradient)
         return buckets
+
+    def _size_pool(self) -> None:
+        """Buffers of the pool are as large as the largest bucket within ``bucket_elements``.
+
+        A parameter above that has a bucket of its own, whose buffer is exact and freed after use: pooled, an
+        embedding's would stay for good.
+        """
+        sizes = [self.collectives.world * bucket.chunk for bucket in self._buckets]
+        pooled = max((size for size in sizes if size <= self.bucket_elements), default=0)
+        if pooled != self._pooled:
+            self._pooled = pooled
+            self._pool.clear()
 
     def _begin_round(self) -> None:
         """A round reduces every bucket once."""
@@ -337,7 +351,7 @@ class GradientReducer:
             part = result[offset : offset + count * gradient.width]
             self._deliver(gradient, part.view(count, gradient.width))
         self._count(members)
-        if flight.buffer is not None:
+        if flight.buffer is not None and flight.buffer.numel() == self._pooled:
             self._pool.append(flight.buffer)
 
     # -- accumulators ---------------------------------------------------------------------------
@@ -360,18 +374,15 @@ class GradientReducer:
         return part.to(self.accumulate_dtype) if total is None else total.add_(part)
 
     def _buffer(self, numel: int, device: torch.device) -> Tensor:
-        """A flat buffer as large as the largest bucket: one from the pool, or a new one.
+        """A flat buffer of at least ``numel`` elements: one from the pool, or a new one.
 
         Stage 0 keeps the result of the all-reduce, so its buffers are exact and never pooled.
         """
-        if not self.sharded:
+        if not self.sharded or numel > self._pooled:
             return torch.empty(numel, dtype=self.comm_dtype, device=device)
-        largest = self.collectives.world * max(bucket.chunk for bucket in self._buckets)
-        while self._pool:
-            buffer = self._pool.pop()
-            if buffer.numel() == largest:
-                return buffer
-        return torch.empty(largest, dtype=self.comm_dtype, device=device)
+        if self._pool:
+            return self._pool.pop()
+        return torch.empty(self._pooled, dtype=self.comm_dtype, device=device)
 
     def _count(self, changed: Sequence[Gradient]) -> None:
         """Bytes alive, brought up to date for those that changed: a sum over all would be paid per bucket."""

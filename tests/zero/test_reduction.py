@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ranks
 from torch import nn
-from training import LOW_RANK, ds_config, loss_of, make_engine, micro_batches, tiny_llama, train
+from training import (
+    LOW_RANK,
+    ds_config,
+    furthest,
+    loss_of,
+    make_engine,
+    micro_batches,
+    model_weights,
+    tiny_llama,
+    train,
+)
 
 from hmt_deepspeed.zero.shards import RowShards, padded
 from hmt_deepspeed.zero.statistics import stock_communication_bytes
@@ -181,6 +192,40 @@ def memory(stage: int, dtype: str) -> dict[str, Any]:
     }
 
 
+class Vocabulary(nn.Module):
+    """An embedding of 20000 elements beside linears of 1024."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(625, 32)
+        self.linears = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for linear in self.linears:
+            hidden = torch.tanh(linear(hidden))
+        return (hidden - 1).square().mean()
+
+
+def beside_an_embedding(stage: int, bucket: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0}
+    zero = {"reduce_bucket_size": bucket}
+    engine = make_engine(ds_config(stage, options, zero_optimization=zero), Vocabulary())
+    reducer = engine.optimizer.reducer
+    pooled, larger = [], []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 625, (12, 8), generator=generator)
+        loss = engine(tokens.chunk(dist.get_world_size())[dist.get_rank()])
+        engine.backward(loss)
+        pooled.append(sum(buffer.numel() for buffer in reducer._pool))
+        sizes = [b.chunk * dist.get_world_size() for b in reducer._buckets]
+        larger.append(max(sizes) > bucket)
+        engine.step()
+    return {"weights": model_weights(engine), "pooled": pooled, "larger": larger}
+
+
 # -- tests --------------------------------------------------------------------------------------------
 
 
@@ -277,6 +322,16 @@ def test_gradients_and_states_weigh_what_the_formula_says(
             bucket = max(s.max_rows * w * world for s, _, w in result["matrices"]) * size
             bucket = max(bucket, 2000 * size)
             assert gradient <= metrics["gradient_buffer_bytes"] <= gradient + 4 * bucket
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_above_the_bucket_size_leaves_no_buffer(ranks: Ranks, stage: int) -> None:
+    """``reduce_bucket_size`` bounds what stays between backwards: 5000 elements, three buffers at most."""
+    small, large = (ranks.run(beside_an_embedding, 2, stage, size)[0] for size in (5000, 10**6))
+    assert all(small["larger"])
+    assert not any(large["larger"])
+    assert all(0 < pooled <= 3 * 5000 for pooled in small["pooled"])
+    assert furthest(small["weights"], large["weights"]) == 0
 
 
 def test_state_is_under_a_third_of_adamws_at_an_eighth(ranks: Ranks) -> None:
