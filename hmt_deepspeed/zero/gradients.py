@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
+from deepspeed.comm import ReduceOp
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.linear import ProjectedSite
@@ -169,6 +170,8 @@ class GradientReducer:
         self._pool: list[Tensor] = []
         self._pooled = 0  # elements of each buffer in it
         self._in_flight: list[_InFlight] = []
+        self._repeats: bool | None = None  # see _any_late; None before the first backward's end
+        self._repeated = False
         self.plan()
 
     # -- plan -----------------------------------------------------------------------------------
@@ -234,8 +237,11 @@ class GradientReducer:
         if self.events is not None:
             self.events.append(("arrive", gradient.name))
         bucket = self._home[gradient.index]
+        self._repeated |= reduce_now and (bucket.left or gradient.arrived is not None)
         if not reduce_now or bucket.left:
             # A parameter that fires again after its bucket left waits for the end of the backward.
+            if reduce_now and self._repeats is False:
+                raise RuntimeError(_late_message(gradient.name))
             gradient.local = self._accumulated(gradient.local, contribution)
             self._count([gradient])
             return
@@ -254,17 +260,38 @@ class GradientReducer:
     def flush(self) -> None:
         """End of a backward: reduce what has not left yet, then wait for everything.
 
-        Members that no backward reached count as zero. A second round carries what arrived late.
+        Members that no backward reached count as zero. A second round carries what arrived late, on any rank.
         """
-        while True:
-            for bucket in self._buckets:
-                if not bucket.left:
-                    self._launch(bucket)
-            while self._in_flight:
-                self._land()
-            self._begin_round()
-            if all(g.local is None for g in self.gradients):
-                return
+        self._end_round()
+        if self._any_late():
+            self._end_round()
+
+    def _end_round(self) -> None:
+        for bucket in self._buckets:
+            if not bucket.left:
+                self._launch(bucket)
+        while self._in_flight:
+            self._land()
+        self._begin_round()
+
+    def _any_late(self) -> bool:
+        """Whether some rank holds what came after its bucket had left.
+
+        Ranks ask each other at the end of the first backward whether any gradient came more than once, and go on
+        asking if one says yes. Other programs' backwards end without another collective, whose answer would have
+        to be read from the device.
+        """
+        late = any(gradient.local is not None for gradient in self.gradients)
+        if self.collectives.world == 1:
+            return late
+        if self._repeats is None:
+            self._repeats = self._any_rank(self._repeated)
+        return self._repeats and self._any_rank(late)
+
+    def _any_rank(self, own: bool) -> bool:
+        answer = torch.tensor(float(own), device=self.gradients[0].param.device)
+        self.collectives.all_reduce(answer, ReduceOp.MAX)
+        return bool(answer)  # waits for the device
 
     def reset(self) -> None:
         """Drop everything accumulated and in flight."""
@@ -395,3 +422,12 @@ class GradientReducer:
         pooled = sum(b.numel() * b.element_size() for b in self._pool)
         flying = sum(f.buffer.nbytes for f in self._in_flight if f.buffer is not None)
         self.peak_bytes = max(self.peak_bytes, self._alive + pooled + flying)
+
+
+def _late_message(name: str) -> str:
+    return (
+        f"{name} has got a gradient again after its bucket was reduced. In the first backward no gradient of any "
+        "rank came more than once, so the other ranks do not know that there is more to reduce. Checkpoint its module "
+        "with use_reentrant=False, where all of its calls give one gradient, or call it more than once from the first "
+        "backward on."
+    )

@@ -221,11 +221,11 @@ class Twice(nn.Module):
         super().__init__()
         self.first, self.shared, self.out = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 1)
 
-    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+    def forward(self, x: Tensor, reentrant: bool, times: int = 2) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
         x = self.first(x)
-        for _ in range(2):
+        for _ in range(times):
             x = torch.tanh(checkpoint(self.shared, x, use_reentrant=reentrant))
         return (self.out(x) - 1).square().mean()
 
@@ -251,6 +251,62 @@ def test_parameter_that_fires_twice(ranks: Ranks, stage: int) -> None:
     once = ranks.run(fires_twice, 1, 0, False)[0]
     twice = ranks.run(fires_twice, 2, stage, True)
     assert_same(once, twice[0])
+
+
+def fires_differently(stage: int, gas: int, reentrant: bool) -> dict[str, Any]:
+    """The first half of the batch calls the shared linear once, the second three times."""
+    torch.manual_seed(0)
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    zero = {"reduce_bucket_size": 100}
+    engine = make_engine(ds_config(stage, options, gas=gas, zero_optimization=zero), Twice())
+    for step in range(8):
+        parts = torch.randn(12, 20, generator=torch.Generator().manual_seed(step)).split(6)
+        for a in range(gas):
+            part = a * dist.get_world_size() + dist.get_rank()
+            engine.backward(engine(parts[part], reentrant, 1 + 2 * part))
+            engine.step()
+    return result(engine, [0.0])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameter_that_fires_more_often_on_one_rank(ranks: Ranks, stage: int) -> None:
+    one = ranks.run(fires_differently, 1, 0, 2, False)[0]
+    for other in ranks.run(fires_differently, 2, stage, 1, True):
+        assert_same(one, other)
+
+
+def fires_twice_later(reentrant: bool) -> dict[str, Any]:
+    """Ranks call the linear twice, but not in the first backwards; how often each backward asked other ranks."""
+    torch.manual_seed(0)
+    zero = {"reduce_bucket_size": 100}
+    engine = make_engine(ds_config(2, {"rank": 4}, zero_optimization=zero), Twice())
+    collectives, asked, counts, refused = engine.optimizer.collectives, [], [], ""
+    ask = collectives.all_reduce
+    collectives.all_reduce = lambda *args, **kw: (asked.append(args), ask(*args, **kw))[1]
+    for times in (1, 1, 1, 2):
+        loss = engine(torch.randn(6, 20), reentrant, times)
+        asked.clear()
+        try:
+            engine.backward(loss)
+        except RuntimeError as error:
+            refused = str(error)
+            break
+        counts.append(len(asked))
+        engine.step()
+    return {"asked": counts, "refused": refused}
+
+
+def test_ranks_ask_for_late_gradients_in_the_first_backward_only(ranks: Ranks) -> None:
+    for found in ranks.run(fires_twice_later, 2, False):
+        assert found == {"asked": [1, 0, 0, 0], "refused": ""}
+
+
+def test_gradients_that_come_late_for_the_first_time_are_refused(ranks: Ranks) -> None:
+    """Other ranks need not have any: this one would wait for them for good."""
+    for found in ranks.run(fires_twice_later, 2, True):
+        assert found["asked"] == [1, 0, 0]
+        assert found["refused"].startswith("shared.")
+        assert "use_reentrant=False" in found["refused"]
 
 
 def group_run(stage: int, stock: bool) -> dict[str, Any]:
