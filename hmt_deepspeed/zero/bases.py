@@ -29,8 +29,8 @@ class ParkedBases:
 
     Every method that gathers is a collective: all ranks call it for the same entries in the same order.
     Dealt over ranks are those of matrices with a projected backward, but for those projected from the left,
-    whose projection backward itself needs: gradient hooks and backward must not communicate. Host memory
-    takes what the cache has room for; it may have room on one rank and not on another.
+    whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
+    ZeRO-3's leaf modules dealt, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
 
     Attributes:
         deals: whether rows are dealt over ranks. cache: of host memory, or None. keeps_old: whether a basis
@@ -117,7 +117,9 @@ class ParkedBases:
     def _deals(self, entry: Entry) -> bool:
         matrix = entry.matrix
         assert matrix is not None
-        return self.deals and entry.gradient.site is not None and not matrix.transposed
+        gradient = entry.gradient
+        dealt = gradient.site is not None and gradient.leaf is None and not matrix.transposed
+        return self.deals and dealt
 
     def park(self, entry: Entry) -> None:
         """Let the entry's projection wait in its place; one that has not changed is there already."""

@@ -50,7 +50,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "ZeroParamStatus",
     ),
     "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
-    "deepspeed.utils": ("groups", "logger"),
+    "deepspeed.utils": ("groups", "logger", "set_z3_leaf_modules", "z3_leaf_parameter"),
     "deepspeed.utils.groups": (
         "_TENSOR_MODEL_PARALLEL_GROUP",
         "_get_broadcast_src_rank",

@@ -254,6 +254,7 @@ class HMTEngine(DeepSpeedEngine):
             zero_settings(self, resolved),
             loss_scaler(self),
             parameter_offload(self) if resolved.stage == 3 else None,
+            uneven_leaves=not resolved.in_chunks,
         )
 
     def zero_force_ds_cpu_optimizer(self) -> bool:

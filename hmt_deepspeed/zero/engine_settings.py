@@ -35,7 +35,7 @@ class Resolved:
 
     options: fields of ``hmt.optimizer``. stage: the JSON's, which DeepSpeed is not told when it is 0.
     overlap: "none", "backward" or "forward". schedule: ``hmt.offload.schedule``. cache: how bases wait in host
-    memory, None without the section.
+    memory, None without the section. in_chunks: ``hmt.fpdt.enabled``, whose leaves of ZeRO-3 all ranks use alike.
     """
 
     options: dict[str, Any]
@@ -43,6 +43,7 @@ class Resolved:
     overlap: str
     schedule: str
     cache: CacheSettings | None
+    in_chunks: bool
 
     @classmethod
     def of(cls, hmt: HMTConfig, options: dict[str, Any], parsed: Any) -> Resolved:
@@ -54,6 +55,7 @@ class Resolved:
             resolved_overlap(parsed, offload),
             hmt.offload.schedule,
             _cache_settings(hmt),
+            hmt.fpdt.enabled,
         )
 
 

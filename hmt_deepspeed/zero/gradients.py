@@ -37,6 +37,7 @@ class Gradient:
         matrix, site: of a matrix rule; ``site`` is None without projected backward.
         refreshing: this window forms the full gradient, for the basis.
         owner: rank that finds the basis.
+        leaf: of ZeRO-3, when it is of one: it counts as arrived with the leaf, whether this rank used it or not.
         arrived: contribution of this rank, complete, waiting for its bucket.
         local: contributions of earlier micro-batches that were not reduced.
         reduced: mean over ranks of the rows held here, rows x width; None when nothing came.
@@ -52,6 +53,7 @@ class Gradient:
     site: ProjectedSite | None = None
     refreshing: bool = False
     owner: int = 0
+    leaf: nn.Module | None = None
     arrived: Tensor | None = None
     local: Tensor | None = None
     reduced: Tensor | None = None
@@ -106,14 +108,15 @@ class ReductionScale:
 class _Bucket:
     """Members reduced by one collective; ``offsets`` count elements of one rank's chunk.
 
-    waiting: members that have not arrived in this round. left: it has been reduced in this round.
+    waiting: members that have not arrived in this round, and leaves in place of theirs. left: it has been
+    reduced in this round.
     """
 
     index: int
     members: list[Gradient]
     offsets: list[int] = field(default_factory=list)
     chunk: int = 0
-    waiting: set[int] = field(default_factory=set)
+    waiting: set[Gradient | nn.Module] = field(default_factory=set)
     left: bool = False
 
 
@@ -224,7 +227,8 @@ class GradientReducer:
     def _begin_round(self) -> None:
         """A round reduces every bucket once."""
         for bucket in self._buckets:
-            bucket.waiting, bucket.left = {g.index for g in bucket.members}, False
+            bucket.waiting = {g if g.leaf is None else g.leaf for g in bucket.members}
+            bucket.left = False
         self._count(self.gradients)  # the step between two rounds has taken some
 
     # -- during backward ------------------------------------------------------------------------
@@ -249,12 +253,27 @@ class GradientReducer:
             contribution if gradient.arrived is None else gradient.arrived + contribution
         )
         self._count([gradient])
-        bucket.waiting.discard(gradient.index)
-        if self.collectives.world == 1:
-            candidates = iter([bucket])
-        else:  # in an order that all ranks share
-            candidates = (other for other in self._buckets if not other.left)
-        for ready in takewhile(lambda other: not other.waiting, candidates):
+        bucket.waiting.discard(gradient)
+        # of several ranks, in an order that all share
+        self._launch_ready([bucket] if self.collectives.world == 1 else self._buckets)
+
+    def arrive_leaf(self, leaf: nn.Module, reduce_now: bool) -> None:
+        """A leaf's backward has ended: all of its gradients are there, none where this rank used no weight.
+
+        Only now do they leave, on every rank between the same two gathers of weights.
+        """
+        if not reduce_now:
+            return
+        waiting = [bucket for bucket in self._buckets if leaf in bucket.waiting]
+        # Called more than once: its gradients come at the end of the first call, the last in backward.
+        self._repeated |= not waiting
+        for bucket in waiting:
+            bucket.waiting.discard(leaf)
+        self._launch_ready(self._buckets)
+
+    def _launch_ready(self, buckets: Sequence[_Bucket]) -> None:
+        remaining = (bucket for bucket in buckets if not bucket.left)
+        for ready in takewhile(lambda bucket: not bucket.waiting, remaining):
             self._launch(ready)
 
     def flush(self) -> None:

@@ -10,7 +10,7 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.linear import SharedInputs, patch_linear, unpatch_linear
+from hmt_deepspeed.optim.linear import patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.sharing import share_bases, shareable
@@ -34,6 +34,7 @@ from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
 from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
+from hmt_deepspeed.zero.leaves import mark_leaves, shared_inputs
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.refresh import BasisRefresh
 from hmt_deepspeed.zero.residency import release_buffers
@@ -55,6 +56,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         settings: see :class:`ZeroSettings`.
         loss_scaler: DeepSpeed's; scale 1 without fp16.
         parameter_offload: DeepSpeed's ZeRO-3 coordinator, None below stage 3.
+        uneven_leaves: ranks may use different parts of ZeRO-3's leaf modules, see :mod:`hmt_deepspeed.zero.leaves`.
 
     Raises:
         ValueError: options that cannot be honoured for this model.
@@ -70,6 +72,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         settings: ZeroSettings,
         loss_scaler: Any,
         parameter_offload: Any | None,
+        uneven_leaves: bool = True,
     ) -> None:
         super().__init__()
         self.optimizer, self.options, self.settings = optimizer, dict(options), settings
@@ -97,9 +100,10 @@ class HMTZeroOptimizer(ZeROOptimizer):
         )
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
-        sites = [e.gradient.site for e in self.low_rank if e.gradient.site is not None]
+        uneven = uneven_leaves and parameter_offload is not None and self.collectives.world > 1
+        self._leaves = mark_leaves(self.entries) if uneven else []
         self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
-        self.shared = SharedInputs(sites, self.bases.gather if self.bases.deals else None)
+        self.shared = shared_inputs(self.low_rank, self.bases)
         self._patch()
         self.reducer = GradientReducer(
             [entry.gradient for entry in self.entries],
@@ -182,6 +186,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
             hooks.append(register_grad_hook(param, self._gradient_hook(entry.gradient, params)))
             if self.parameter_offload is not None:
                 param.partition()
+        for leaf in self._leaves:
+            hook = _at_inputs(self._gradient_hook(leaf, params))
+            hooks.append(leaf.register_full_backward_hook(hook))
         return hooks
 
     def order_gathers(self, *_: object) -> None:
@@ -196,8 +203,11 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())
 
-    def _gradient_hook(self, gradient: Gradient, params: Sequence[nn.Parameter]) -> Any:
-        """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
+    def _gradient_hook(
+        self, arrived: Gradient | nn.Module, params: Sequence[nn.Parameter]
+    ) -> Callable[..., None]:
+        """Of a parameter or a leaf. Also fires, with ``param.grad`` None, when a projected backward returned no
+        gradient."""
 
         def hook(*_: object) -> None:
             # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
@@ -205,10 +215,14 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self.reenter_backward_if_needed()
             self.reducer.last = self.is_gradient_accumulation_boundary()
             reduce_now = self.partition_gradients or self.reducer.last
-            self.reducer.arrive(gradient, reduce_now and self.reduction_enabled)
+            reduce_now = reduce_now and self.reduction_enabled
+            if isinstance(arrived, Gradient):
+                self.reducer.arrive(arrived, reduce_now)
+            else:
+                self.reducer.arrive_leaf(arrived, reduce_now)
             expected = self._max_expected_hooks_seen
             if refresh:
-                expected = count_used_parameters_in_backward(params)
+                expected = count_used_parameters_in_backward(params) + len(self._leaves)
             self.update_hook_state_and_maybe_run_epilogue(expected)
 
         return hook
@@ -470,3 +484,16 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         get_accelerator().empty_cache()
+
+
+def _at_inputs(hook: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """A full backward hook that calls ``hook`` once gradients have reached the module's inputs.
+
+    Without an input that wants a gradient torch calls it before the module's backward.
+    """
+
+    def at_inputs(_: nn.Module, grad_inputs: Sequence[Tensor | None], __: Any) -> None:
+        if any(grad is not None for grad in grad_inputs):
+            hook()
+
+    return at_inputs
