@@ -465,7 +465,6 @@ class HMT(Optimizer):
         self._shared.restore(own["groups"], own["settled"])
         self._steps = int(own["steps"])
         self._build()
-        self._policy.load_state_dict(own["policy"])
         for index, (_, param) in enumerate(self._named()):
             saved = state_dict["state"].get(index)
             if saved and param in self._slots:
@@ -475,6 +474,8 @@ class HMT(Optimizer):
                     position = self._low_rank.index(slot)
                     self._schedule.next_refresh[position] = int(saved["next_refresh"])
                     self._schedule.num_refreshes[position] = int(saved["num_refreshes"])
+        self._form_groups()
+        self._policy.load_state_dict(own["policy"])
         self.zero_grad()
         self._prepare()
 

@@ -77,12 +77,7 @@ class LowRankMatrix(MatrixRule):
     SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
 
     def _start(self) -> None:
-        settings = self.settings
-        self.candidates = (
-            legal_candidates(settings.rank_candidates, *self.shape)
-            if settings.rank is None
-            else (settings.rank,)
-        )
+        self.candidates = self._legal_candidates()
         self.columns = Columns(self.name)
         self.measured = False
         self.full_rank = False
@@ -91,6 +86,12 @@ class LowRankMatrix(MatrixRule):
         self._direction: Tensor | None = None  # kept until the residual of its update is limited
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_moments()
+
+    def _legal_candidates(self) -> tuple[int, ...]:
+        settings = self.settings
+        if settings.rank is not None:
+            return (settings.rank,)
+        return legal_candidates(settings.rank_candidates, *self.shape)
 
     def _new_moments(self) -> Moments:
         shape = (self.num_rows, self.rank)
@@ -280,10 +281,19 @@ class LowRankMatrix(MatrixRule):
 
     def share(self, leader: LowRankMatrix) -> None:
         """Take over the leader's basis, now and from now on."""
-        basis = leader.basis
-        self.adopt(basis)
+        if (
+            self.columns.owner != leader.name
+        ):  # or a checkpoint gave it a copy of the leader's basis
+            self.adopt(leader.basis)
         self.measured, self.columns = leader.measured, leader.columns
         self.candidates = leader.candidates
+
+    def unshare(self) -> None:
+        """Have the basis as its own, which no other matrix replaces."""
+        if self.columns.owner != self.name:
+            basis, self.columns = self.basis, Columns(self.name)
+            self.candidates = self._legal_candidates()
+            self._install(basis)
 
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
@@ -437,11 +447,14 @@ class LowRankMatrix(MatrixRule):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "measured": self.measured, "draw": self.draw}
+        state["basis_owner"] = self.columns.owner
         if self.columns.basis is not None:
             state["basis"] = self.columns.basis.clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As of :class:`MatrixRule`; afterwards no other matrix has these columns, whoever owned the basis."""
+        self.columns = Columns(state.get("basis_owner", self.name))
         rank, self.draw = int(state["rank"]), int(state["draw"])
         if "basis" in state:
             self._install(self._basis_in(state).to(self.device))

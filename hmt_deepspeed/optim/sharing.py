@@ -16,22 +16,25 @@ __all__ = ["held_projection", "share_bases", "shareable"]
 def shareable(
     groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
 ) -> list[list[str]]:
-    """The parts of groups of names that can share a basis: one-sided and of the same settings."""
+    """The parts of groups of names that can share a basis: one-sided, stored and of the same settings."""
     parts: list[list[str]] = []
     for names in groups:
         alike: dict[MatrixSettings, list[str]] = {}
         for name in names:
             matrix = matrices[name]
-            if isinstance(matrix, LowRankMatrix) and matrix.SHARES:
+            if isinstance(matrix, LowRankMatrix) and matrix.SHARES and not matrix.redraws:
                 alike.setdefault(matrix.settings, []).append(name)
         parts += [part for part in alike.values() if len(part) > 1]
     return parts
 
 
 def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
-    """Let every member of a group take over the first one's basis, now and from now on."""
+    """Let every member of a group take over the first one's basis, now and from now on; one that is alone has
+    its own."""
     for group in groups:
         leader, *others = group
+        if isinstance(leader, LowRankMatrix):
+            leader.unshare()
         for other in others:
             assert isinstance(leader, LowRankMatrix)
             assert isinstance(other, LowRankMatrix)

@@ -169,10 +169,8 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     saved.check_same_groups(_group_names(optimizer))
     optimizer.step_count = hmt["step_count"]
     optimizer.shared.restore(hmt["shared_inputs"], hmt["settled"])
-    optimizer.restore_groups()  # takes bases that are whole or parked: only then are they forgotten
     for entry in optimizer.entries:
         optimizer.bases.forget(entry)
-    optimizer.policy.load_state_dict(hmt["policy"])
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update(values)
     for place, entry in enumerate(optimizer.low_rank):
@@ -180,6 +178,8 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
         times = hmt["schedule"][entry.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
+    optimizer.form_groups()  # this config's: moments of bases that it shares are rotated into the leader's
+    optimizer.policy.load_state_dict(hmt["policy"])
     optimizer.load_old_bases(saved.old_bases())
     optimizer.load_history(saved)
     for entry in optimizer.entries:

@@ -143,7 +143,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
             lambda: self.loss_scale,
         )
         state_access.link(self)
-        self._form_groups()
+        self.form_groups()
         self._begin_window()
 
     def _set_engine_attributes(self, loss_scaler: Any) -> None:
@@ -229,7 +229,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     # -- a window: draw probes, choose who refreshes, lay out the projections ---------------------
 
-    def _form_groups(self) -> None:
+    def form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
         place = {entry.name: index for index, entry in enumerate(self.low_rank)}
         matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
@@ -245,8 +245,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
         share_bases(members)
         self.bases.keep_only(self.low_rank)
         self.policy = build_policy(members, self.options)
-
-    restore_groups = _form_groups
 
     def load_old_bases(self, saved: Mapping[str, Tensor]) -> None:
         """Those of the groups whose bases this rank finds."""
@@ -272,7 +270,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 return set()
             groups = self.collectives.broadcast_object(self.shared.groups())
             self.shared.restore(groups, settled=True)
-            self._form_groups()
+            self.form_groups()
         return set(self.schedule.due(self.step_count))
 
     def _begin_window(self) -> None:

@@ -242,3 +242,53 @@ def test_goes_on_refreshing_without_patched_modules():
     after = optimizer._schedule.num_refreshes
     assert all(b > a for a, b in zip(refreshes, after, strict=True))
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
+
+
+@pytest.mark.parametrize("second_moment", ["full", "factored"])
+def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
+    """``m <- m Q^T Q_leader``, of matrices that had ranks of their own."""
+    model = Block()
+    own = {"rank": "auto", "rank_candidates": (2, 4, 8), "energy_threshold": 0.7}
+    own |= {"second_moment": second_moment, "lr": 2e-2, "scale": 1.0}
+    alone = HMT(model, **{**OPTIONS, **own, "share_basis": False})
+    train(model, alone, batches(8))
+    before = {n: (m.basis.clone(), m.moments.exp_avg.read()) for n, m in alone.matrices.items()}
+    assert len({before[name][0].shape[1] for name in GROUPS[0]}) > 1
+    shared = HMT(model, **{**OPTIONS, **own})
+    shared.load_state_dict(through_a_file(alone.state_dict()))
+    for group in GROUPS:
+        assert torch.equal(shared.matrices[group[0]].basis, before[group[0]][0])
+        assert len({id(shared.matrices[name].columns) for name in group}) == 1
+        for name in group[1:]:
+            basis, mean = before[name]
+            turned = mean @ (basis.t() @ before[group[0]][0])
+            found = shared.matrices[name].moments.exp_avg.read()
+            torch.testing.assert_close(found, turned)
+    losses = train(model, shared, batches(30))
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_a_shared_basis_of_a_checkpoint_becomes_each_ones_own():
+    model = Block()
+    shared = HMT(model, **OPTIONS)
+    train(model, shared, batches(8))
+    alone = HMT(model, **{**OPTIONS, "share_basis": False})
+    alone.load_state_dict(through_a_file(shared.state_dict()))
+    assert len({id(m.columns) for m in alone.matrices.values()}) == len(alone.matrices)
+    for name, matrix in alone.matrices.items():
+        assert matrix.columns.owner == name
+        assert torch.equal(matrix.basis, shared.matrices[name].basis)
+        assert torch.equal(
+            matrix.moments.exp_avg.read(), shared.matrices[name].moments.exp_avg.read()
+        )
+    train(model, alone, batches(8))
+    assert not torch.equal(alone.matrices["q.weight"].basis, alone.matrices["k.weight"].basis)
+
+
+def test_a_basis_drawn_from_a_seed_is_not_shared():
+    model = Block()
+    rules = {r"^(q|k|v)\.": {"rank": RANK, "range_finder": "random"}}
+    optimizer = HMT(model, module_rules=rules, **OPTIONS)
+    train(model, optimizer, batches(4))
+    assert len(columns_of(optimizer, "q", "k", "v")) == 3
+    assert len(columns_of(optimizer, "gate", "up")) == 1
