@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -422,6 +423,8 @@ class HMT(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's layout with plain tensors and numbers, plus an "hmt" entry of what is shared."""
         packed = super().state_dict()
+        for group in packed["param_groups"]:  # a NumPy schedule makes NumPy learning rates
+            group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
         position = {slot.param: i for i, slot in enumerate(self._low_rank)}
         for index, (_, param) in enumerate(self._named()):

@@ -19,6 +19,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.zero.checkpoint_state import FORMAT
+from hmt_deepspeed.zero.client_objects import original
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
@@ -184,12 +185,12 @@ def load(
             )
         return _load_stock_weights(engine, load_dir, chosen, strict)
     saved = SavedState(folder)
+    state = {key: original(value) for key, value in saved.model_state.items()}
     engine.optimizer.checkpoint_event_prologue()
     _restore_weights(engine, saved, strict)
     if optimizer_states:
         engine.optimizer.load_saved(saved)
     engine.optimizer.checkpoint_event_epilogue()
-    state = saved.model_state
     if not module_only:
         engine.global_steps, engine.skipped_steps = state["global_steps"], state["skipped_steps"]
         engine.global_samples = state["global_samples"]

@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from hmt_deepspeed.zero.client_objects import original, plain_numbers, storable
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.fp32_groups import stage3_groups, stage12_groups
@@ -70,7 +71,11 @@ def hmt_state(
         "dense": _dense_states(optimizer, take, elsewhere),
         "int8_weights": _int8_weights(optimizer, take),
         "param_groups": [
-            {k: v for k, v in g.items() if k not in ("params", "param_names")}
+            {
+                k: storable(plain_numbers(v))
+                for k, v in g.items()
+                if k not in ("params", "param_names")
+            }
             for g in optimizer.param_groups
         ],
         "loss_scaler": _scaler_state(optimizer.loss_scaler),
@@ -143,7 +148,8 @@ def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
 
 
 def _scaler_state(scaler: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+    numbers = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
+    return {k: plain_numbers(v) for k, v in numbers.items()}
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -172,7 +178,7 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
     for entry in optimizer.entries:
         optimizer.bases.forget(entry)
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
-        group.update(values)
+        group.update({key: original(value) for key, value in values.items()})
     for place, entry in enumerate(optimizer.low_rank):
         assert entry.matrix is not None
         entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))

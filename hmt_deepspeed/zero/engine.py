@@ -22,6 +22,7 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
+from hmt_deepspeed.zero.client_objects import plain_numbers, storable
 from hmt_deepspeed.zero.encoded import encode_placed, left_out_of_broadcast
 from hmt_deepspeed.zero.engine_settings import (
     Resolved,
@@ -353,6 +354,7 @@ class HMTEngine(DeepSpeedEngine):
             return super().save_checkpoint(
                 save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
+        client_state = {key: storable(value) for key, value in client_state.items()}
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._exclude_frozen = exclude_frozen_parameters
         checkpoint.prepare(self, save_dir, tag)
@@ -379,6 +381,9 @@ class HMTEngine(DeepSpeedEngine):
         state: dict[str, Any] = super()._common_checkpoint_state(
             module_state_dict, zero_optimizer_state, save_frozen_param
         )
+        if self.hmt_enabled:
+            for key in ("lr_scheduler", "ds_config"):
+                state[key] = storable(plain_numbers(state[key]))
         return state
 
     def _get_param_fragment_func(self, param: Any) -> Any:

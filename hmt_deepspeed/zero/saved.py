@@ -79,13 +79,15 @@ class SavedState:
 
     @staticmethod
     def is_ours(folder: str) -> bool:
-        """Whether HMT wrote the checkpoint."""
+        """Whether HMT wrote the checkpoint; raises where it did, by its manifest, and cannot be read."""
         files = _by_rank(folder, "optim")
         if not files:
             return False
         try:
             return "hmt" in read_state(files[0])["optimizer_state_dict"]
         except Exception:  # stock files hold pickled classes that weights_only refuses
+            if os.path.isfile(os.path.join(folder, MANIFEST)):
+                raise
             return False
 
     # -- checks -----------------------------------------------------------------------------------

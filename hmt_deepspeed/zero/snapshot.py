@@ -33,6 +33,7 @@ from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.checkpoint_state import hmt_state
+from hmt_deepspeed.zero.client_objects import plain_numbers, storable
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.files import newest_steps
 from hmt_deepspeed.zero.raw_tensors import map_tensors
@@ -318,14 +319,16 @@ class Snapshots:
         fragments = frozen(_fragment)
         shapes = frozen(engine._get_param_shape_func)
         state = {
-            **engine.snapshot_client_state(),
+            **{key: storable(value) for key, value in engine.snapshot_client_state().items()},
             # clones: the next forward may change them before the copies are done
             "module": {name: b.detach().clone() for name, b in engine.module.named_buffers()},
             "frozen_param_fragments": {
                 n: self._stage(t, f"frozen {n}") for n, t in fragments.items()
             },
             "frozen_param_shapes": {n: list(shape) for n, shape in shapes.items()},
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "lr_scheduler": None
+            if scheduler is None
+            else storable(plain_numbers(scheduler.state_dict())),
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,

@@ -2,10 +2,12 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from hmt_runs import OPTIONS, assert_same_weights, batches, network, train
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from hmt_deepspeed.optim.hmt import HMT
 
@@ -248,6 +250,16 @@ def test_loading_before_the_first_and_after_some_steps():
     train(fresh, HMT(fresh.named_parameters(), **OPTIONS), batches(5))
     assert_same_weights(model, fresh)
     assert_same_weights(again, fresh)
+
+
+def test_a_numpy_schedule_leaves_the_state_plain():
+    model = network()
+    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    schedule = LambdaLR(optimizer, lambda step: np.cos(step / 10))
+    train(model, optimizer, batches(2))
+    schedule.step()
+    saved = through_a_file(optimizer.state_dict())
+    assert saved["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 def test_foreign_states_are_refused():

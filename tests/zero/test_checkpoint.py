@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Ranks
+from torch.optim.lr_scheduler import LambdaLR
 from training import (
     LOW_RANK,
     bases,
@@ -22,6 +26,8 @@ from training import (
     train,
     weights,
 )
+
+from hmt_deepspeed.zero.saved import SavedState
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -156,6 +162,41 @@ def other_precision(folder: str) -> dict[str, Any]:
     return {"scales": scales, "losses": train(other, 2)}
 
 
+CLIENT = {
+    "args": Namespace(lr=1e-3, name="run"),
+    "best": np.float64(1.5),
+    "random": np.random.RandomState(3).get_state(),
+    "position": 120,
+    "moved": {"nested": [torch.arange(3), np.int64(4)]},
+}
+
+
+def falling(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda step: np.cos(step / 100))
+
+
+def saved_beside(folder: str) -> Any:
+    """What scripts save with ours: a checkpoint and a snapshot, loaded again."""
+    config = config_of(2)
+    config["hmt"] = {**config["hmt"], "snapshot": {"path": f"{folder}/snapshots", "interval": 2}}
+    engine = make_engine(config, tiny_llama(layers=1), lr_scheduler=falling)
+    engine.snapshot_client_state = lambda: CLIENT
+    train(engine, 2)
+    lr = engine.optimizer.param_groups[0]["lr"]
+    assert type(lr) is np.float64
+    engine.save_checkpoint(f"{folder}/saved", client_state=CLIENT)
+    engine.destroy()  # writes the snapshot
+    found = []
+    for path in ("saved", "snapshots"):
+        engine = make_engine(config_of(2), tiny_llama(layers=1), lr_scheduler=falling)
+        client = engine.load_checkpoint(f"{folder}/{path}")[1]
+        assert lr_of(engine) == lr
+        assert engine.lr_scheduler.last_epoch == 2
+        found.append({key: client[key] for key in CLIENT})
+        engine.destroy()
+    return found
+
+
 # -- tests --------------------------------------------------------------------------------------------
 
 
@@ -239,3 +280,26 @@ def test_lr_set_by_hand_is_restored(ranks: Ranks, tmp_path: Path) -> None:
 def test_loss_scale_is_restored_where_there_is_one(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(other_precision, 1, str(tmp_path))[0]
     assert found["scales"] == [512.0, 512.0, 1.0]
+
+
+def test_objects_of_the_caller_come_back_and_files_stay_plain(ranks: Ranks, tmp_path: Path) -> None:
+    """Stock DeepSpeed pickles a client state; a NumPy schedule makes NumPy learning rates."""
+    for client in ranks.run(saved_beside, 1, str(tmp_path))[0]:
+        assert client["args"] == CLIENT["args"]
+        assert (client["best"], type(client["best"])) == (1.5, np.float64)
+        assert np.array_equal(client["random"][1], CLIENT["random"][1])
+        assert client["position"] == 120
+        assert torch.equal(client["moved"]["nested"][0], torch.arange(3))
+    files = list(tmp_path.glob("*/*/*.pt"))
+    assert len(files) == 4
+    for path in files:
+        torch.load(path, weights_only=True)
+
+
+def test_an_unreadable_checkpoint_of_ours_is_not_called_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"hmt": Namespace()}}, path)
+    assert not SavedState.is_ours(str(tmp_path))
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(UnpicklingError):
+        SavedState.is_ours(str(tmp_path))
