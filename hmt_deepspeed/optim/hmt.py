@@ -69,7 +69,7 @@ class HMT(Optimizer):
 
     Args:
         params: a module, tensors, groups, or (name, parameter) pairs; fp32, bf16 or fp16.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own, of these only.
         fields: the fields of ``hmt.optimizer``, with the same defaults and meaning (README).
 
     Raises:
@@ -128,8 +128,8 @@ class HMT(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, also while training: its matrices get their basis in the coming steps."""
+        check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         index = 0

@@ -44,6 +44,12 @@ _RULE_FIELDS = (
     "scale",
     "scale_type",
 )
+# Keys of GaLore's and APOLLO's parameter groups, and the fields that do the same.
+_OF_OTHERS = {
+    "update_proj_gap": "update_interval",
+    "proj_type": "projection",
+    "proj": "range_finder",
+}
 
 DEFAULTS: dict[str, object] = {
     "method": LOW_RANK,
@@ -197,11 +203,21 @@ def _check_module_rules(rules: object) -> None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check lr, betas, eps and weight_decay of one parameter group.
+    """Check lr, betas, eps and weight_decay of one parameter group, and that it sets no field of ours: what a
+    matrix does goes by its name.
 
     Raises:
         ValueError: field, value, legal range, what to do.
     """
+    for key in group:
+        field = _OF_OTHERS.get(key, key)
+        if field in DEFAULTS:
+            by_module = f', or by module in "module_rules": {{PATTERN: {{"{field}": ...}}}}'
+            raise ValueError(
+                f"a parameter group has {key!r}: {group[key]!r}, which HMT does not read there; legal in a "
+                "group: lr, betas, eps, weight_decay. To do: remove it and set hmt.optimizer."
+                f"{field} for all matrices{by_module if field in _RULE_FIELDS else ''}."
+            )
     for field, advice in (("lr", "1e-3"), ("eps", "1e-8"), ("weight_decay", "0.0")):
         if not 0 <= group[field] < inf:
             raise ValueError(f"{field} is {group[field]!r}; legal: >= 0. To do: {advice} is usual.")

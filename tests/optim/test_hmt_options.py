@@ -207,6 +207,31 @@ def test_modules_that_cannot_be_patched():
         HMT(parallel)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "field", "by_module"),
+    [
+        ("rank", 16, "rank", True),
+        ("scale", 0.25, "scale", True),
+        ("scale_type", "channel", "scale_type", True),
+        ("proj_type", "std", "projection", True),
+        ("proj", "random", "range_finder", True),
+        ("update_proj_gap", 3, "update_interval", False),
+        ("share_basis", True, "share_basis", False),
+    ],
+)
+def test_fields_in_a_group_are_refused(key, value, field, by_module):
+    """GaLore and APOLLO take them there; here they would be ignored."""
+    weight, other = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    with pytest.raises(ValueError, match=f"has '{key}': {value!r}") as refusal:
+        HMT([{"params": [weight], key: value}], rank=2)
+    assert f"hmt.optimizer.{field} " in str(refusal.value)
+    assert ("module_rules" in str(refusal.value)) == by_module
+    optimizer = HMT([{"params": [weight], "name": "a", "initial_lr": 1e-3, "lr_mult": 2}], rank=2)
+    with pytest.raises(ValueError, match=key):
+        optimizer.add_param_group({"params": [other], key: value})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_sparse_gradients_are_refused():
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = HMT(model)

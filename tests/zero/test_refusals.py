@@ -278,6 +278,8 @@ def refused_otherwise() -> dict[str, str]:
     accepted = {**plain}
     del accepted["hmt"]
     found["client hmt"] = _error(lambda: make_engine(accepted, model, optimizer=ours))
+    groups = [{"params": list(model.parameters()), "rank": 16}]
+    found["group"] = _error(lambda: make_engine(ds_config(2), model, model_parameters=groups))
     closure = make_engine(ds_config(2, {}), tiny_llama(layers=1))
     sparse = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     found["sparse"] = _error(lambda: make_engine(ds_config(2, {}), sparse))
@@ -339,6 +341,7 @@ def test_what_the_json_cannot_tell_is_refused(ranks: Ranks) -> None:
     assert "'AdamW'" in found["client adamw"]
     assert "options of its own" in found["options twice"]
     assert found["client hmt"] == "accepted"
+    assert "a parameter group has 'rank': 16" in found["group"]
     assert "sparse=True" in found["sparse"]
     assert "sparse=False" in found["sparse"]
     assert "closure" in found["closure"]
