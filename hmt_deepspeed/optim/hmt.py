@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -38,7 +39,7 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.sharing import share_bases, shareable
+from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
@@ -218,6 +219,9 @@ class HMT(Optimizer):
         names = self._shared.groups() if self.options["share_basis"] else []
         names = shareable(names, {matrix.name: matrix for matrix in matrices})
         fixed = self.options["max_full_gradient_bytes"] != "auto"
+        if fixed:
+            sizes = dict(zip(place, self._schedule.matrix_bytes, strict=True))
+            names = affordable(names, sizes, self._schedule.budget, warnings.warn)
         together = [[place[name] for name in group] for group in names]
         self._schedule = self._schedule.regrouped(together, fixed)
         self._groups = self._schedule.groups

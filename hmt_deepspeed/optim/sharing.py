@@ -10,7 +10,7 @@ from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["held_projection", "share_bases", "shareable"]
+__all__ = ["affordable", "held_projection", "share_bases", "shareable"]
 
 
 def shareable(
@@ -26,6 +26,30 @@ def shareable(
                 alike.setdefault(matrix.settings, []).append(name)
         parts += [part for part in alike.values() if len(part) > 1]
     return parts
+
+
+def affordable(
+    groups: Sequence[list[str]],
+    sizes: Mapping[str, int],
+    budget: int,
+    say: Callable[[str], object],
+) -> list[list[str]]:
+    """Those whose full gradients (bytes by name) fit a fixed budget together, as a refresh of one basis needs.
+
+    The others keep bases of their own, which is said: who shares shows only in the first step, too late to refuse.
+    """
+    kept = []
+    for names in groups:
+        size = sum(sizes[name] for name in names)
+        if size <= budget:
+            kept.append(names)
+            continue
+        say(
+            f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the basis that {', '.join(names)} would share "
+            f"is found from {size} bytes of full gradients: they keep bases of their own, though "
+            f'hmt.optimizer.share_basis is true. To share, set at least {size}, or "auto".'
+        )
+    return kept
 
 
 def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:

@@ -27,7 +27,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.sharing import share_bases, shareable
+from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable
 from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
@@ -236,6 +236,9 @@ class HMTZeroOptimizer(ZeROOptimizer):
         names = self.shared.groups() if self.options["share_basis"] else []
         names = shareable(names, {matrix.name: matrix for matrix in matrices})
         fixed = self.options["max_full_gradient_bytes"] != "auto"
+        if fixed:
+            sizes = dict(zip(place, self.schedule.matrix_bytes, strict=True))
+            names = affordable(names, sizes, self.schedule.budget, self._warn)
         together = [[place[name] for name in group] for group in names]
         self.schedule = self._refresh.schedule = self.schedule.regrouped(together, fixed)
         self.groups = self.schedule.groups
@@ -357,9 +360,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.communication_bytes = self.collectives.reset_counter()
 
     def _say_skipped(self, scale: float) -> None:
+        scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""
+        self._warn(f"a gradient is not finite: this step is skipped{scales}")
+
+    def _warn(self, text: str) -> None:
         if self.collectives.rank == 0:
-            scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""
-            logger.warning(f"hmt: a gradient is not finite: this step is skipped{scales}")
+            logger.warning(f"hmt: {text}")
 
     def _partition_parameters(self) -> None:
         """At stage 3 only the partitions are left, and no buffer waits for a use that will not come."""

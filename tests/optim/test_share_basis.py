@@ -292,3 +292,15 @@ def test_a_basis_drawn_from_a_seed_is_not_shared():
     train(model, optimizer, batches(4))
     assert len(columns_of(optimizer, "q", "k", "v")) == 3
     assert len(columns_of(optimizer, "gate", "up")) == 1
+
+
+def test_a_group_above_a_fixed_budget_keeps_its_own_bases():
+    model, budget = Block(), (D + 2 * KV) * D * 4  # q, k, v together, and less than gate and up
+    optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": budget})
+    said = f"max_full_gradient_bytes is {budget}, but .* gate.weight, up.weight .* at least 12288"
+    with pytest.warns(UserWarning, match=said):
+        losses = train(model, optimizer, batches(8))
+    assert len(losses) == 8
+    assert len(columns_of(optimizer, "q", "k", "v")) == 1
+    assert len(columns_of(optimizer, "q", "gate", "up")) == 3
+    assert all(matrix.measured for matrix in optimizer.matrices.values())

@@ -1,4 +1,4 @@
-"""Checkpoints between runs that share bases and runs that do not, and from before it is known who shares."""
+"""Who shares a basis under a checkpoint of a run that shared otherwise, or under a budget too small for it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def rolled_back(stage: int, folder: str, changes: dict[str, Any]) -> Any:
     return first, again
 
 
+def trained_with_little_room(stage: int) -> Any:
+    """For the gradients of q, k and v together, 12800 bytes, but not for those of gate and up, 24640."""
+    engine = mode_engine({**SHARING, "max_full_gradient_bytes": 13_000}, stage)
+    said: list[str] = []
+    engine.optimizer._warn = said.append
+    train(engine, 8)
+    found = held(engine)["owners"], list(engine.optimizer.schedule.num_refreshes), said
+    engine.destroy()
+    return found
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_moments_of_own_bases_are_rotated_into_the_shared_one(
     ranks: Ranks, tmp_path: Any, stage: int
@@ -91,3 +102,15 @@ def test_going_back_to_before_it_was_known_who_shares(
             assert first[key] == again[key], key
         for name, basis in first["bases"].items():
             assert torch.equal(basis, again["bases"][name]), name
+
+
+def test_groups_above_a_fixed_budget_do_not_share(ranks: Ranks) -> None:
+    """They are found at the end of a step whose weights are written: nothing may fail there."""
+    for owners, refreshes, said in ranks.run(trained_with_little_room, 2, 2):
+        shared = [name.split(".")[-2] for name, owner in owners.items() if name != owner]
+        assert shared == ["k_proj", "v_proj"]
+        assert min(refreshes) >= 1
+        assert "max_full_gradient_bytes is 13000" in said[0]
+        assert "gate_proj.weight" in said[0]
+        assert "24640" in said[0]
+        assert len(said) == 1
