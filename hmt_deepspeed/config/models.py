@@ -225,7 +225,7 @@ class OptimizerConfig(StrictModel):
     master_weights: Literal["fp32", "none"] = Field(
         default="fp32",
         description="fp32 master copy of 16-bit weights, or none: updates are then written to the "
-        "16-bit weights with stochastic rounding.",
+        "16-bit weights with stochastic rounding. INT8 weights have none either way.",
     )
     weight_dtype: Literal["auto", "int8"] = Field(
         default="auto",
