@@ -343,6 +343,7 @@ def unpatch_linear(module: nn.Linear, site: ProjectedSite | None = None) -> None
         vars(module).pop("forward", None)
 
 
+@torch._disable_dynamo  # a graph would hold what a site was when it was traced
 def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
     patched, encoded = _PATCHED.get(self), encoded_weight(self)
     if patched is not None and torch.is_grad_enabled() and self.weight.requires_grad:
