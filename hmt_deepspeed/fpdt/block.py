@@ -335,7 +335,7 @@ class _Layer(torch.autograd.Function):
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
         x = passage.arrived(HeldInput) or WholeInput(first)
         outputs = passage.arrived(HeldOutputs)
-        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx)
         with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]
                 x,

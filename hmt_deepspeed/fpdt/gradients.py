@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from hmt_deepspeed.kernels.backward import goes_on_to
 
 __all__ = ["Around", "ParameterGradients", "autocast_of", "trained_parameters"]
 
@@ -23,10 +26,17 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class ParameterGradients:
-    """Adds up the gradients of some parameters: in their dtype for one chunk, in fp32 for several."""
+    """Adds up the gradients of a function's parameters: in their dtype for one chunk, in fp32 for several.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = list(parameters)
+    Args:
+        ctx: of the function whose backward runs; ``ctx.parameters`` are its last inputs.
+    """
+
+    def __init__(self, ctx: FunctionCtx) -> None:
+        self.parameters: Sequence[Tensor] = ctx.parameters  # type: ignore[attr-defined]
+        edges = ctx.next_functions  # type: ignore[attr-defined]  # of the inputs that are tensors
+        edges = edges[len(edges) - len(self.parameters) :]
+        self._wanted = [index for index, (node, _) in enumerate(edges) if goes_on_to(node)]
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
 
     def differentiate(
@@ -35,7 +45,8 @@ class ParameterGradients:
         grads: Sequence[Tensor],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of ``inputs`` (those that want one); those of the parameters are added up.
+        """Gradients of ``inputs`` (those that want one); those of the parameters are added up where this
+        backward is for them.
 
         A projected linear returns no gradient for its weight; neither does this.
         """
@@ -44,11 +55,10 @@ class ParameterGradients:
         if not pairs:  # all is frozen
             return (None,) * len(inputs)
         outputs, grads = zip(*pairs, strict=True)
+        parameters = [self.parameters[index] for index in self._wanted]
         with torch.autocast(outputs[0].device.type, enabled=False):  # as in any backward
-            found = torch.autograd.grad(
-                outputs, [*wanted, *self.parameters], grads, allow_unused=True
-            )
-        for index, grad in enumerate(found[len(wanted) :]):
+            found = torch.autograd.grad(outputs, [*wanted, *parameters], grads, allow_unused=True)
+        for index, grad in zip(self._wanted, found[len(wanted) :], strict=True):
             self._add(index, grad)
         of_inputs = iter(found[: len(wanted)])
         return tuple(next(of_inputs) if tensor.requires_grad else None for tensor in inputs)

@@ -82,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
         hidden = passage.arrived(HeldInput) or WholeInput(first)
         wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx)
         d_hidden = hidden.new_gradient() if wants_hidden else None
         each = grad / count
         with ctx.around_backward():  # type: ignore[attr-defined]

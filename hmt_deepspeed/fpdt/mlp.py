@@ -46,7 +46,7 @@ class _ChunkedTokenwise(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_x = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        sums = ParameterGradients(ctx.parameters)  # type: ignore[attr-defined]
+        sums = ParameterGradients(ctx)
         tokens = x.reshape(-1, x.shape[-1])
         grads = grad.reshape(-1, grad.shape[-1])
         dx = torch.empty_like(tokens) if wants_x else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from hmt_deepspeed.kernels.backward import goes_on_to
 from hmt_deepspeed.optim.int8_linear import (
     Int8Weight,
     dequantize,
@@ -258,7 +259,8 @@ class _ProjectedLinear(torch.autograd.Function):
         weight, product = ctx.saved_tensors  # type: ignore[attr-defined]
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         flat = grad.reshape(-1, grad.shape[-1])
-        ctx.site.add(flat.to(product.dtype).t() @ product)  # type: ignore[attr-defined]
+        if _wants_weight(ctx):
+            ctx.site.add(flat.to(product.dtype).t() @ product)  # type: ignore[attr-defined]
         dx = db = None
         if needs[0]:
             weight = _readable(ctx, weight)
@@ -290,15 +292,22 @@ class _LeftProjectedLinear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
-        columns = site.columns()  # the window's: it ends after its last backward
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         flat = grad.reshape(-1, grad.shape[-1])
-        image = flat.to(columns.dtype) @ columns
-        site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
+        if _wants_weight(ctx):
+            columns = site.columns()  # the window's: it ends after its last backward
+            image = flat.to(columns.dtype) @ columns
+            site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
         dx = None
         if needs[0]:
             dx = (grad @ _readable(ctx, weight).to(grad.dtype)).to(x.dtype)
         return dx, None, flat.sum(0) if needs[2] else None, None, None
+
+
+def _wants_weight(ctx: FunctionCtx) -> bool:
+    """Whether this backward is for the weight too, not only for inputs (``autograd.grad(loss, x)``)."""
+    edges = ctx.next_functions  # type: ignore[attr-defined]  # of the inputs that are tensors: x, weight, ...
+    return goes_on_to(edges[1][0])
 
 
 def _readable(ctx: FunctionCtx, weight: Tensor) -> Tensor:

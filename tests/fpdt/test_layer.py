@@ -70,10 +70,8 @@ def test_submodules_are_called_as_modules():
         assert found == expected, name
 
 
-def test_a_projected_linear_adds_up_its_products_over_chunks():
-    """``D^T (X B)`` of all chunks is that of the whole sequence, and no weight gradient is formed."""
-    model, inputs = tiny(), batch()
-    _, whole = step(model, inputs)
+def projected(model):
+    """Linears of the layers, patched, and their sites, by name."""
     generator = torch.Generator().manual_seed(3)
     linears = {n: m for n, m in model.model.layers.named_modules() if isinstance(m, nn.Linear)}
     sites = {name: ProjectedSite(name) for name in linears}
@@ -82,6 +80,14 @@ def test_a_projected_linear_adds_up_its_products_over_chunks():
         sites[name].projection = torch.randn(linear.in_features, 3, generator=generator)
         patch_linear(linear, sites[name], shared)
     shared.lay_out()
+    return linears, sites
+
+
+def test_a_projected_linear_adds_up_its_products_over_chunks():
+    """``D^T (X B)`` of all chunks is that of the whole sequence, and no weight gradient is formed."""
+    model, inputs = tiny(), batch()
+    _, whole = step(model, inputs)
+    linears, sites = projected(model)
     fired = []
     for name, linear in linears.items():
         linear.weight.register_post_accumulate_grad_hook(
@@ -97,6 +103,22 @@ def test_a_projected_linear_adds_up_its_products_over_chunks():
     others = {name: grad for name, grad in whole.items() if name in found}
     assert len(others) == len(whole) - len(linears)
     assert error(found, others) <= 1e-5
+
+
+def test_gradients_of_inputs_alone_leave_nothing_of_the_weights():
+    """A layer's backward runs backwards of its own: what it was not asked for it must not ask for."""
+    model, inputs = tiny(), batch()
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    linears, sites = projected(model)
+    wanted = "1.mlp.down_proj"
+    with fpdt(model, chunk_size=8, piece_size=3):
+        (found,) = torch.autograd.grad(model(inputs_embeds=embedded, **inputs).loss, embedded)
+        assert [name for name, site in sites.items() if site.take() is not None] == []
+        model(inputs_embeds=embedded, **inputs).loss.backward(inputs=[linears[wanted].weight])
+        assert [name for name, site in sites.items() if site.take() is not None] == [wanted]
+        model(inputs_embeds=embedded, **inputs).loss.backward()
+    assert all(site.take() is not None for site in sites.values())
+    torch.testing.assert_close(found, embedded.grad)
 
 
 def test_weight_gradients_are_summed_in_fp32():

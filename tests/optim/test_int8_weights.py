@@ -194,6 +194,19 @@ def test_no_decoded_weight_is_saved_for_backward(side):
     assert all(t.untyped_storage().nbytes() < 4 * 30 * 300 for t in saved)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_gradients_of_inputs_alone_leave_nothing_of_the_weight(side):
+    module = linear()
+    site = patched(module, side)
+    quantize(module)
+    x = torch.randn(7, 300).requires_grad_()
+    (dx,) = torch.autograd.grad(module(x).square().sum(), x)
+    assert site.take() is None
+    module(x).square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    assert site.take() is not None
+
+
 def test_an_update_between_forward_and_backward_is_an_error():
     module = linear()
     encoded = quantize(module)

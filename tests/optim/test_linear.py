@@ -122,6 +122,49 @@ def test_left_under_activation_checkpointing(use_reentrant):
         torch.testing.assert_close(site.take(), gradient.t() @ columns(6, i))
 
 
+@pytest.mark.parametrize("patch", [patched, left_patched])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_what_was_not_asked_for_is_not_added(patch, use_reentrant):
+    """FGSM, VAT: gradients of the inputs alone must leave nothing for the step that follows."""
+    model, x = Attention(), data(4, D).requires_grad_()
+    _, gradients = full_gradients(model, x)
+    expected_dx, x.grad = x.grad, None
+    sites, shared = patch(model.linears())
+    model(x)
+    shared.lay_out()
+
+    def loss():
+        if use_reentrant is None:
+            return model(x).square().sum()
+        return checkpoint(model, x, use_reentrant=use_reentrant).square().sum()
+
+    (dx,) = torch.autograd.grad(loss(), x)
+    loss().backward(inputs=[x])
+    assert [site.take() for site in sites] == [None] * 4
+    torch.testing.assert_close(dx, expected_dx)
+    torch.testing.assert_close(x.grad, expected_dx)
+    loss().backward(inputs=[model.k.weight])
+    products = [site.take() for site in sites]
+    assert [product is None for product in products] == [True, False, True, True]
+    loss().backward()
+    found = [site.take() for site in sites]
+    torch.testing.assert_close(products[1], found[1])
+    for i, gradient in enumerate(gradients):
+        gradient = gradient.t() if sites[i].transposed else gradient
+        torch.testing.assert_close(found[i], gradient @ columns(6, i))
+
+
+@pytest.mark.parametrize("patch", [patched, left_patched])
+def test_what_was_not_asked_for_is_not_computed(patch):
+    n, tokens = 256, 64
+    model, x = nn.Linear(n, n, bias=False), data(64, n, dtype=torch.float32).requires_grad_()
+    patch([model], width=16, dtype=torch.float32)
+    loss = model(x).sum()
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(loss, x)
+    assert counter.get_total_flops() == 2 * tokens * n * n  # D W
+
+
 def test_hook_fires_without_a_gradient():
     """DeepSpeed counts parameters by this hook."""
     module, seen = nn.Linear(D, D, dtype=torch.float64), []
