@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import nn
 from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
-__all__ = ["Assignment", "assign_rules", "linear_weights"]
+__all__ = ["Assignment", "assign_rules", "linear_weights", "tied_weights"]
 
 ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 
@@ -58,6 +59,21 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+
+
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Parameters that several modules hold: by each name the first of the others."""
+    users = defaultdict(list)
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                users[param].append(f"{path}.{key}" if path else key)
+    return {
+        name: next(other for other in names if other != name)
+        for names in users.values()
+        if len(names) > 1
+        for name in names
     }
 
 

@@ -16,7 +16,6 @@ from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.basis_momentum import column_energies
 from hmt_deepspeed.optim.int8_linear import (
     Int8Weight,
-    can_encode,
     check_encodable,
     quantize,
     release,
@@ -250,12 +249,12 @@ class HMT(Optimizer):
                 if able and module is None:
                     why = "is not the weight of a linear layer"
                 elif able:
-                    why = f"belongs to a {type(module).__name__} whose forward is not nn.Linear's"
+                    why = f"belongs to a {type(module).__name__} whose weight others read than nn.Linear's forward"
                 raise ValueError(
                     f"hmt.optimizer.projected_backward is True, but {slot.name} {why}. Legal for it: "
                     "'auto' or False, or add it to exclude_modules."
                 )
-        encodable = {site.name: module for module, site in patched if encode and can_encode(module)}
+        encodable = {site.name: module for module, site in patched if encode}
         if encode:
             check_encodable(model, encodable)
         self._shared = SharedInputs(site for _, site in patched)

@@ -11,7 +11,6 @@ one NaN seen m x n times, so that whoever reads the weight past the module notic
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +23,10 @@ from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
 from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
 from hmt_deepspeed.optim.apply import apply_whole_
+from hmt_deepspeed.optim.assign import tied_weights
 
 __all__ = [
     "Int8Weight",
-    "can_encode",
     "check_encodable",
     "dequantize",
     "encoded_linear",
@@ -142,14 +141,6 @@ def encoded_weight(module: nn.Module) -> Int8Weight | None:
     return found
 
 
-def can_encode(module: nn.Module) -> bool:
-    """Whether a linear that can take the projected backward reads its weight in its forward only.
-
-    ``nn.MultiheadAttention`` reads that of its output projection itself.
-    """
-    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
-
-
 def quantize(module: nn.Linear) -> Int8Weight:
     """Replace a linear's weight by its codes; the memory of the weight is freed.
 
@@ -207,10 +198,7 @@ def check_encodable(
             "model with an nn.Linear that target_modules and exclude_modules leave on lowrank_adamw. "
             'Change them, or use "auto".'
         )
-    users = defaultdict(list)
-    for path, module in model.named_modules():
-        for key, param in module._parameters.items():
-            users[id(param)].append(f"{path}.{key}" if path else key)
+    tied = tied_weights(model)
     for name, module in linears.items():
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
@@ -219,10 +207,9 @@ def check_encodable(
                 f"{given} {name} is {dtype or weight.dtype}; legal: float32 or bfloat16 models. Use bf16, or "
                 '"auto".'
             )
-        others = [user for user in users[id(weight)] if user != name]
-        if others:
+        if name in tied:
             raise ValueError(
-                f"{given} {name} is also {others[0]} (tied), which would read no weight there; legal: "
+                f"{given} {name} is also {tied[name]} (tied), which would read no weight there; legal: "
                 "weights of one module. Add it to exclude_modules, or untie them."
             )
 

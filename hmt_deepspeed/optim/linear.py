@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hmt_deepspeed.kernels.backward import goes_on_to
 from hmt_deepspeed.optim.int8_linear import (
@@ -322,13 +323,15 @@ _PATCHED: WeakKeyDictionary[nn.Module, tuple[ProjectedSite, SharedInputs]] = Wea
 
 
 def can_project(module: nn.Module) -> bool:
-    """Whether the module's forward is exactly ``F.linear(x, weight, bias)``.
+    """Whether the module's forward is exactly ``F.linear(x, weight, bias)``, and is what reads its weight:
+    ``nn.MultiheadAttention`` reads that of its output projection itself.
 
     A patched module and its copies count: a new patch takes the old one's place.
     """
     own = vars(module).get("forward")
     return (
         isinstance(module, nn.Linear)
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
         and type(module).forward is nn.Linear.forward
         and (own is None or getattr(own, "__func__", None) is _projected_forward)
     )

@@ -23,7 +23,6 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.fpdt.install import install
 from hmt_deepspeed.memory.alternate import Piece
-from hmt_deepspeed.optim.assign import linear_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import quantize
 from hmt_deepspeed.optim.policy import build_policy
@@ -205,14 +204,13 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
     if settings.stage == 3:
         for param in model.parameters():
             _partition(param, ranks)
-    modules = linear_weights(model)
     host = None if settings.host is None else _Host(settings.host)
     placed = [(engine.param_names[p], p, group) for group in groups for p in group["params"]]
     shards = 1 if settings.stage == 0 else ranks
     named = [(name, param) for name, param, _ in placed]
     for module in linears_to_encode(model, named, options, None).values():
         quantize(module)
-    entries = build_entries(placed, options, settings, modules, shards, 0, host)
+    entries = build_entries(placed, options, settings, model, shards, 0, host)
     low_rank = [entry for entry in entries if entry.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
     build_policy([[entry.matrix] for entry in low_rank if entry.matrix is not None], options)

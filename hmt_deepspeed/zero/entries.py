@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.assign import Assignment, assign_rules, linear_weights
+from hmt_deepspeed.optim.assign import Assignment, assign_rules, linear_weights, tied_weights
 from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.int8_linear import can_encode, check_encodable, encoded_weight
+from hmt_deepspeed.optim.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
@@ -154,8 +154,8 @@ def linears_to_encode(
     found = {}
     for assignment in _assignments(trained, options, modules):
         module = modules.get(assignment.name)
-        site = _site(assignment, modules, options["projected_backward"])
-        if site is not None and isinstance(module, nn.Linear) and can_encode(module):
+        site = _site(assignment, modules, {}, options["projected_backward"])  # tied: refused below
+        if site is not None and isinstance(module, nn.Linear):
             found[assignment.name] = module
     check_encodable(model, found, dtype)
     return found
@@ -165,7 +165,7 @@ def build_entries(
     placed: Sequence[Placed],
     options: Mapping[str, Any],
     settings: ZeroSettings,
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
     world: int,
     rank: int,
     worker: HostWorker | None = None,
@@ -174,13 +174,14 @@ def build_entries(
 
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``.
-        modules: linear layers by the name of their weight, those of :func:`linears_to_encode` in INT8.
+        model: with the linears of :func:`linears_to_encode` in INT8.
         world, rank: of the shards; 1 and 0 at stage 0.
         worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
         ValueError: options that cannot be honoured for these parameters.
     """
+    modules, tied = linear_weights(model), tied_weights(model)
     assignments = _assignments([(name, p) for name, p, _ in placed], options, modules)
     entries = []
     for index, (assignment, (name, param, group)) in enumerate(
@@ -194,7 +195,7 @@ def build_entries(
             shards = RowShards(*assignment.settings.oriented(m, n), world)
             rows, dtype = shards.rows(rank), settings.model_dtype
             matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
-        site = _site(assignment, modules, options["projected_backward"])
+        site = _site(assignment, modules, tied, options["projected_backward"])
         encoded = None if site is None else encoded_weight(modules[name])
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, matrix, site)
@@ -265,7 +266,10 @@ def _host_weight(
 
 
 def _site(
-    assignment: Assignment, modules: Mapping[str, nn.Module], wanted: bool | str
+    assignment: Assignment,
+    modules: Mapping[str, nn.Module],
+    tied: Mapping[str, str],
+    wanted: bool | str,
 ) -> ProjectedSite | None:
     """A site where the projected backward applies; refuses where it is insisted on and does not."""
     settings = assignment.settings
@@ -279,13 +283,15 @@ def _site(
             )
         return None
     module = modules.get(assignment.name)
-    if module is not None and can_project(module):
+    other = tied.get(assignment.name)
+    if module is not None and other is None and can_project(module):
         m, n = assignment.shape
         return ProjectedSite(assignment.name, settings.transposes(m, n))
     if wanted is True:
+        why = f"belongs to a {type(module).__name__}, whose weight others read than nn.Linear's forward"
+        why = why if other is None else f"is also {other} (tied)"
         raise ValueError(
-            f"hmt.optimizer.projected_backward is true, but {assignment.name} belongs to a "
-            f"{type(module).__name__}, whose forward is not that of nn.Linear. "
+            f"hmt.optimizer.projected_backward is true, but {assignment.name} {why}. "
             'Use "auto", or add the module to exclude_modules.'
         )
     return None

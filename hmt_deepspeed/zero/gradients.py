@@ -66,7 +66,11 @@ class Gradient:
         return 1 if self.matrix is None else self.matrix.width
 
     def collect(self) -> Tensor | None:
-        """Take what backward left: m x width, or the full m x n for a refreshing matrix."""
+        """Take what backward left: m x width, or the full m x n for a refreshing matrix.
+
+        Raises:
+            RuntimeError: a whole gradient to be projected where the basis lies in parts on all ranks.
+        """
         grad, self.param.grad = self.param.grad, None
         if grad is not None and self.matrix is not None and self.matrix.transposed:
             grad = grad.detach().t()
@@ -78,6 +82,13 @@ class Gradient:
         if grad is not None:
             columns = self.matrix.projection
             assert columns is not None
+            if columns.shape[0] < grad.shape[1]:  # parked, see `ParkedBases`; hooks must not gather
+                raise RuntimeError(
+                    f"{self.name} is read outside its module's forward, as F.linear(x, module.weight) does. "
+                    "zero_optimization.stage is 3, where each rank holds a part of its basis and none can "
+                    "project that use's gradient. Add it to hmt.optimizer.exclude_modules, or set "
+                    "hmt.optimizer.projected_backward to false."
+                )
             projected = grad @ columns.to(grad.dtype)
             product = projected if product is None else product + projected
         return product

@@ -96,7 +96,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if settings.host is not None:
             self.host = HostWorker(placed[0][1].device, settings.host.pinned, settings.host.ssd)
         self.entries = build_entries(
-            placed, self.options, settings, self._modules, shards, self.shard_rank, self.host
+            placed, self.options, settings, model, shards, self.shard_rank, self.host
         )
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)

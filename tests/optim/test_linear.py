@@ -341,6 +341,7 @@ def test_can_project_only_plain_linears():
     assert can_project(nn.Linear(2, 2))
     assert not can_project(Scaled(2, 2))
     assert not can_project(nn.Conv1d(2, 2, 1))
+    assert not can_project(nn.MultiheadAttention(2, 1).out_proj)  # read by the attention itself
     wrapped = nn.Linear(2, 2)
     wrapped.forward = lambda x: F.linear(x, wrapped.weight)
     assert not can_project(wrapped)
