@@ -38,7 +38,7 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable
+from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable, stacked_gradient
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
@@ -316,8 +316,7 @@ class HMT(Optimizer):
             slots = [self._low_rank[index] for index in group]
             if not slots[0].due:
                 continue
-            has_gradients = all(slot.param.grad is not None for slot in slots)
-            if has_gradients and self._refresh(number, slots):
+            if self._refresh(number, slots):
                 for index in group:
                     self._schedule.refreshed(index, self._steps)
             else:
@@ -327,8 +326,9 @@ class HMT(Optimizer):
         """Take a new basis from the window's full gradients; False if they gave none."""
         matrices = [cast(LowRankMatrix, slot.matrix) for slot in slots]
         leader = matrices[0]
-        parts = [cast(Tensor, slot.full_gradient()) for slot in slots]
-        gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
+        gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
+        if gradient is None:
+            return False
         self._policy.close_windows([number])
         first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
         past = column_energies(matrices, [slice(None)] * len(matrices))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["affordable", "held_projection", "share_bases", "shareable"]
+__all__ = ["affordable", "held_projection", "share_bases", "shareable", "stacked_gradient"]
 
 
 def shareable(
@@ -64,6 +65,18 @@ def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
             assert isinstance(other, LowRankMatrix)
             if other.columns is not leader.columns:
                 other.share(leader)
+
+
+def stacked_gradient(
+    members: Sequence[MatrixRule], parts: Sequence[Tensor | None]
+) -> Tensor | None:
+    """The full gradients of matrices that take one basis, one below the other: zeros for a member that no
+    backward reached; None where none reached any."""
+    known = next((part for part in parts if part is not None), None)
+    if known is None or len(parts) == 1:
+        return known
+    rows = zip(members, parts, strict=True)
+    return torch.cat([known.new_zeros(m.shape) if part is None else part for m, part in rows])
 
 
 def held_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:

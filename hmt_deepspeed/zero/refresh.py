@@ -14,6 +14,7 @@ from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.moments import Recalled
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.optim.sharing import stacked_gradient
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry
@@ -129,14 +130,14 @@ class BasisRefresh:
     ) -> tuple[Subspace, Tensor] | None:
         """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
         parts = [self._gradient(i).full for i in group]
-        if any(part is None for part in parts):
+        gradient = stacked_gradient([self._matrix(i) for i in group], parts)
+        if gradient is None:
             return None
-        stacked = [part for part in parts if part is not None]
-        gradient = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
         older = self.bases.recall(self.low_rank[group[0]])
         found = self._matrix(group[0]).find_basis(gradient, step, first, sought, past, older)
         # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
-        return None if found is None else (found, stacked[0])
+        alone = next(part for part in parts if part is not None)
+        return None if found is None else (found, alone)
 
     def _broadcast_basis(
         self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None

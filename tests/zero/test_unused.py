@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ranks
 from torch import Tensor, nn
-from training import ds_config, make_engine
+from training import bases, ds_config, make_engine, subspace_distance, weights
+
+from hmt_deepspeed.optim.hmt import HMT
 
 WIDTH = 40
 OPTIONS: dict[str, Any] = {"rank": 8, "update_interval": 4, "scale": 1.0}
@@ -77,3 +80,56 @@ def test_steps_that_do_not_use_a_linear_say_nothing_of_its_basis(ranks: Ranks) -
     found = ranks.run(detour_run, 1, 2, options, 12, 30)[0]
     assert 0 < found["energies"][11] == found["energies"][-1]
     assert min(found["early"]) > 42
+
+
+class Pair(nn.Module):
+    """Two linears that read the same input, of which the second is left out on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        hidden = hidden + self.b(x) if use else hidden
+        return (hidden - x).square().mean()
+
+
+PAIR_STEPS = 12
+SHARED: dict[str, Any] = {**OPTIONS, "share_basis": True, "max_full_gradient_bytes": 10**6}
+
+
+def pair_batch(step: int) -> Tensor:
+    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def pair_run(stage: int) -> tuple[list[int], Tensor, Tensor]:
+    """Refreshes, the shared basis and the first weight, after steps of which only the first uses both."""
+    config = ds_config(stage, SHARED, gradient_clipping=0.0)
+    config["optimizer"]["params"]["weight_decay"] = 0.0
+    engine = make_engine(config, Pair())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(PAIR_STEPS):
+        engine.backward(engine(pair_batch(step).chunk(world)[rank], step == 0))
+        engine.step()
+    return engine.optimizer.schedule.num_refreshes, *(
+        f(engine)["a.weight"] for f in (bases, weights)
+    )
+
+
+def test_a_shared_basis_goes_on_with_the_members_that_are_used(ranks: Ranks) -> None:
+    model = Pair()
+    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), **SHARED)
+    for step in range(PAIR_STEPS):
+        optimizer.zero_grad()
+        model(pair_batch(step), step == 0).backward()
+        optimizer.step()
+    basis = optimizer.matrices["a.weight"].basis
+    assert optimizer._schedule.num_refreshes[0] >= 3
+    for stage, world in ((0, 1), (2, 1), (2, 2), (3, 2)):
+        refreshes, found, weight = ranks.run(pair_run, world, stage)[0]
+        assert refreshes == optimizer._schedule.num_refreshes
+        assert subspace_distance(found, basis) < 1e-2  # a sine, of bases in fp32
+        torch.testing.assert_close(weight, model.a.weight.detach(), atol=1e-5, rtol=0)
