@@ -213,6 +213,13 @@ _RULES = (
         unread=True,
     ),
     _Rule(
+        ("energy_estimate",),
+        "update_interval",
+        _all(_is("energy_estimate", "out_of_sample"), _is("update_interval", 1)),
+        'With a basis for every step there is no later gradient to look at: set it to "in_sample", or '
+        '"update_interval" to 2 or more.',
+    ),
+    _Rule(
         ("early_refresh",),
         "range_finder",
         lambda given: given["early_refresh"] is not False and given.get("range_finder") == "random",

@@ -67,7 +67,7 @@ class ApolloMatrix(MatrixRule):
     def state_bytes(self) -> int:
         return self.moments.nbytes
 
-    def prepare(self, step: int) -> None:
+    def prepare(self, step: int, refreshed: bool = False) -> None:
         """Nothing is drawn per step."""
 
     def seeded_basis(self, rank: int, number: int) -> Tensor:

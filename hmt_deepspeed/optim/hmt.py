@@ -342,7 +342,7 @@ class HMT(Optimizer):
             sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
             adopt_together(matrices, basis, sums)
         for slot, matrix in zip(slots, matrices, strict=True):
-            matrix.prepare(self._steps)
+            matrix.prepare(self._steps, found is not None)
             slot.due = False
         return found is not None
 

@@ -203,9 +203,9 @@ class LowRankMatrix(MatrixRule):
         )
         return random_basis(self.shape[1], rank, generator)
 
-    def prepare(self, step: int) -> None:
+    def prepare(self, step: int, refreshed: bool = False) -> None:
         """Redraw the probe columns of ``projection`` for the coming step."""
-        self._window = step
+        self._window, self._made_basis = step, refreshed
         basis, whole = self.columns.basis, self.columns.whole
         owns = self.columns.owner == self.name and self.num_probes > 0
         if owns and whole is not None and basis is not None:

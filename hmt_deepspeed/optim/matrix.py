@@ -27,6 +27,9 @@ __all__ = ["MatrixRule"]
 
 # Captured energy of one layer is a noisy estimate: it is read as a smoothed trend.
 ENERGY_SMOOTHING = 0.9
+# Weight of the gradient that made the basis, which fits it better than those that follow: it stands in for them
+# until the first is there. A power of two, so that an average of nothing else can be told.
+OWN_WEIGHT = 2.0**-20
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -74,6 +77,7 @@ class MatrixRule(ABC):
         self.captured_energy = torch.zeros((), device=device)
         self.mean_square_norm = torch.zeros((), device=device)
         self.energy_weight = torch.zeros((), device=device)
+        self._made_basis = False  # whether this window's gradient did
         self.limited_norm = torch.zeros((), device=device)
         self._start()
 
@@ -127,8 +131,12 @@ class MatrixRule(ABC):
     # -- a window -------------------------------------------------------------------------------
 
     @abstractmethod
-    def prepare(self, step: int) -> None:
-        """Draw what is random for the coming step, keyed by name and step."""
+    def prepare(self, step: int, refreshed: bool = False) -> None:
+        """Draw what is random for the coming step, keyed by name and step.
+
+        Args:
+            refreshed: the gradient of this very step has made the basis.
+        """
 
     @abstractmethod
     def seeded_basis(self, rank: int, number: int) -> Tensor:
@@ -189,9 +197,9 @@ class MatrixRule(ABC):
 
     def follow(self, inside: Tensor, total: Tensor, scale: Tensor | float) -> None:
         """Smooth ``||G||^2`` without the scale and the share of it inside the basis; bias-corrected like a
-        moment. A window without a gradient says nothing of either."""
+        moment. A window without a gradient says nothing of either, that of a refresh next to nothing."""
         share = inside / total.clamp_min(_TINY)
-        weight = (1 - ENERGY_SMOOTHING) * (total > 0)
+        weight = (OWN_WEIGHT if self._made_basis else 1 - ENERGY_SMOOTHING) * (total > 0)
         self.captured_energy.lerp_(share, weight)
         self.mean_square_norm.lerp_(total / scale**2, weight)
         self.energy_weight.lerp_(torch.ones_like(weight), weight)

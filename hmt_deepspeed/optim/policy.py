@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.later_energy import Exponents, later_energies, own_energy
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.matrix import OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
 from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
@@ -114,16 +114,18 @@ class RankPolicy:
         known = [i for i in indices if self.histories[self._leader(i).name].latest is not None]
         seen = [i for i in known if self._leader(i).measures_energy]
         sums = torch.stack([self._later_sums(i) for i in seen]).tolist() if seen else []
-        for index, (inside, total) in zip(seen, sums, strict=True):
-            if total > 0:
+        for index, (inside, total, weight) in zip(seen, sums, strict=True):
+            if weight > OWN_WEIGHT:
                 self.histories[self._leader(index).name].note_later(inside / total)
         self._exponents = Exponents(self.histories)
 
     def _later_sums(self, index: int) -> Tensor:
-        """Smoothed squared norms of a group's gradients inside the basis and in all, (2,) fp32."""
+        """Smoothed squared norms of a group's gradients inside the basis and in all, and the most weight that
+        a member's gradients have in them; (3,) fp32."""
         squares = torch.stack([m.mean_square_norm for m in self.groups[index]])
         shares = torch.stack([m.smoothed_energy() for m in self.groups[index]])
-        return torch.stack(((shares * squares).sum(), squares.sum()))
+        weights = torch.stack([m.energy_weight for m in self.groups[index]])
+        return torch.stack(((shares * squares).sum(), squares.sum(), weights.max()))
 
     def remembered(self, index: int, column_energies: Tensor) -> Tensor:
         """Shares of past gradients' energy along each direction of a group's basis, (r,) fp32, for a new one.
@@ -141,7 +143,7 @@ class RankPolicy:
         """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""
         if len(self.groups[index]) == 1:
             return self.groups[index][0].smoothed_energy()
-        inside, total = self._later_sums(index)
+        inside, total, _ = self._later_sums(index)
         return inside / total.clamp_min(_TINY)
 
     def _log_norm(self, index: int) -> float:

@@ -91,7 +91,7 @@ class BasisRefresh:
                     recalled = history.recall(members, basis, missing)
                     history.remember(members)
                     self.adopt(group, basis, recalled)
-                self._project_full(group, step)
+                self._project_full(group, step, bool(rank))
             if rank:
                 for member in group:
                     self.schedule.refreshed(member, step)
@@ -170,11 +170,11 @@ class BasisRefresh:
             sums.append(overlap)
         adopt_together(matrices, basis, sums, recalled)
 
-    def _project_full(self, group: Sequence[int], step: int) -> None:
+    def _project_full(self, group: Sequence[int], step: int, refreshed: bool) -> None:
         """Turn the owner's full gradients into every rank's rows of what the rules take."""
         for index in group:
             matrix, gradient = self._matrix(index), self._gradient(index)
-            matrix.prepare(step)
+            matrix.prepare(step, refreshed)
             columns, full = matrix.projection, gradient.full
             if full is None:
                 reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)

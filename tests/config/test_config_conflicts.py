@@ -50,6 +50,7 @@ CONFLICTS = [
         {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"},
         {"energy_estimate"},
     ),
+    ({"update_interval": 1, "energy_estimate": "out_of_sample"}, {"energy_estimate"}),
     ({"probes": 0}, {"probes"}),
     ({"probes": 0, "residual": "none", "early_refresh": True}, {"early_refresh"}),
     ({"probes": 0, "residual": "probe"}, {"probes"}),

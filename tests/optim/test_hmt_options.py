@@ -110,6 +110,7 @@ UNREAD = [
     ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": 0.5}),
     ("basis_momentum", {"range_finder": "random", "rank": 2, "basis_momentum": 0.5}),
     ("energy_estimate", {"rank": 8, "energy_estimate": "out_of_sample"}),
+    ("energy_estimate", {"update_interval": 1, "energy_estimate": "out_of_sample"}),
     ("energy_estimate", {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"}),
     (
         "max_full_gradient_bytes",

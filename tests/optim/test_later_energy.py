@@ -5,7 +5,9 @@ from math import log
 import pytest
 import torch
 from test_policy import SHAPE, Source, captured, construct, orthonormal, train
+from torch import nn
 
+from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.later_energy import (
     Exponents,
     exponent_of,
@@ -31,6 +33,16 @@ class BatchNoise(Source):
         right = orthonormal(n, k, 1000 * self.draws + self.draws)
         left = torch.randn(m, k, generator=self.generator) / (m * k) ** 0.5
         return (1 - self.share) ** 0.5 * super().__call__() + self.share**0.5 * left @ right.t()
+
+
+class Turned:
+    """The gradients of a source, transposed: what lasts is on the left."""
+
+    def __init__(self, source):
+        self.source, self.shape = source, source.shape[::-1]
+
+    def __call__(self):
+        return self.source().t()
 
 
 # -- the law ----------------------------------------------------------------------------------------
@@ -108,6 +120,7 @@ def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder
     ranks, shares = {}, {}
     for estimate in ("in_sample", "out_of_sample"):
         sources = [BatchNoise(12, 0.4, 2)]
+        sources = [Turned(s) for s in sources] if projection == "left" else sources
         weights, optimizer = construct(
             sources,
             projection=projection,
@@ -139,6 +152,43 @@ def test_a_budget_goes_to_what_later_gradients_have():
             pass
         shares[estimate] = captured(optimizer, sources)
     assert shares["out_of_sample"] > shares["in_sample"] + 0.5
+
+
+@pytest.mark.parametrize("interval", [2, 4])
+def test_the_gradient_that_made_a_basis_is_no_later_one(interval):
+    """Of independent noise a basis of 8 in 64 columns holds an eighth, and of the own gradient a third."""
+    generator, weight = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(64, 64))
+    optimizer = HMT(
+        [("w", weight)],
+        rank_candidates=(8, 16),
+        energy_threshold=0.1,
+        energy_estimate="out_of_sample",
+        update_interval=interval,
+        probes=40,
+    )
+    for _ in range(24 * interval):
+        weight.grad = torch.randn(64, 64, generator=generator)
+        optimizer.step()
+    records = [r for r in optimizer._policy.histories["w"].records if r.later is not None]
+    later = sum(r.later for r in records) / len(records)
+    assert len(records) >= 12
+    assert all(r.rank == 8 and r.own > 0.3 for r in records)
+    # 512 of 4096 squared normals each: 0.008 standard deviation, and the probes' error is as small
+    assert later == pytest.approx(8 / 64, abs=0.012)
+
+
+def test_a_window_without_a_later_gradient_says_nothing():
+    sources = [BatchNoise(12, 0.4, 2)]
+    weights, optimizer = construct(
+        sources, update_interval=3, energy_estimate="out_of_sample", early_refresh=False
+    )
+    for step in range(9):
+        weights[0].grad = sources[0]() if step % 3 == 0 else None
+        optimizer.step()
+    records = optimizer._policy.histories["param_0"].records
+    assert len(records) == 3
+    assert all(record.later is None for record in records)
+    assert optimizer.matrices["param_0"].smoothed_energy() > 0.1  # what is reported meanwhile
 
 
 def test_members_that_share_a_basis_count_by_their_energy():
