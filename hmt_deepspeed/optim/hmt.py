@@ -40,6 +40,7 @@ from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable, stacked_gradient
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
+from hmt_deepspeed.optim.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
 
@@ -63,8 +64,8 @@ class HMT(Optimizer):
     or ``named_parameters()``, ``p.grad`` is projected, and nothing is allocated before the first step.
     Bare tensors are named ``param_<i>``; names seed the random draws and are matched by the patterns.
 
-    What backward has accumulated is a gradient like ``p.grad``: :meth:`zero_grad` drops it, ``step``
-    uses it up. Under data parallelism and loss scaling (``torch.amp.GradScaler`` sees ``p.grad`` only)
+    What backward has accumulated is a gradient like ``p.grad``: :meth:`zero_grad` drops it, and so does that
+    of the module or of a module in it (not of one that holds it), ``step`` uses it up. Under data parallelism and loss scaling (``torch.amp.GradScaler`` sees ``p.grad`` only)
     go through the DeepSpeed engine, or pass ``named_parameters()``.
 
     Args:
@@ -100,7 +101,7 @@ class HMT(Optimizer):
         self._policy = build_policy((), self.options)
         self._linear_names: set[str] | None = None
         self._steps = 0
-        self._clipped: Tensor | None = None  # what clip_grad_norm_ has multiplied the gradients by
+        self._accumulated = Accumulated()
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
             release(model)
@@ -260,7 +261,11 @@ class HMT(Optimizer):
         self._shared = SharedInputs(site for _, site in patched)
         for module, site in patched:
             patch_linear(module, site, self._shared)
-        self._unpatch = unpatch = weakref.finalize(self, _unpatch_all, patched)
+        self._accumulated.sites = [site for _, site in patched]
+        holders = patch_zero_grad(model, self._accumulated, patched)
+        self._unpatch = unpatch = weakref.finalize(
+            self, _unpatch_all, patched, holders, self._accumulated
+        )
         unpatch.atexit = False  # a process that ends needs no decoded weights
         for slot in self._low_rank:
             if slot.name in encodable:
@@ -270,6 +275,7 @@ class HMT(Optimizer):
         """Give the linears their own backward and weights again. The optimizer goes on with ``p.grad``."""
         self._unpatch()
         self._sites.clear()
+        self._accumulated.sites = ()
         self._encoded.clear()
         self._shared = SharedInputs(())
         for slot in self._low_rank:
@@ -297,9 +303,7 @@ class HMT(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, the projected ones included."""
-        for site in self._sites.values():
-            site.take()
-        self._clipped = None
+        self._accumulated.drop()
         super().zero_grad(set_to_none)
 
     def _ready(self) -> None:
@@ -379,7 +383,8 @@ class HMT(Optimizer):
         for slot in slots:
             for gradient in slot.gradients():
                 gradient.mul_(factor.to(gradient.device))
-        self._clipped = factor if self._clipped is None else self._clipped * factor
+        before = self._accumulated.clipped
+        self._accumulated.clipped = factor if before is None else before * factor
         return norm
 
     # -- step -----------------------------------------------------------------------------------
@@ -399,12 +404,13 @@ class HMT(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ready()
+        factor = self._accumulated.clipped
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self._slots:
-                    clipped = 1.0 if self._clipped is None else self._clipped.to(param.device)
+                    clipped = 1.0 if factor is None else factor.to(param.device)
                     self._slots[param].step(group, self._steps, clipped)
-        self._steps, self._clipped = self._steps + 1, None
+        self._steps, self._accumulated.clipped = self._steps + 1, None
         for number in self._policy.stale(self._steps):
             self._schedule.advance(self._groups[number][0], self._steps)
         self._prepare()
@@ -495,6 +501,11 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _unpatch_all(patched: Iterable[tuple[nn.Linear, ProjectedSite]]) -> None:
+def _unpatch_all(
+    patched: Iterable[tuple[nn.Linear, ProjectedSite]],
+    holders: Sequence[nn.Module],
+    accumulated: Accumulated,
+) -> None:
     for module, site in patched:
         unpatch_linear(module, site)
+    unpatch_zero_grad(holders, accumulated)

@@ -1,5 +1,6 @@
 """The optimizer as a whole: equivalences, what it is for, gradients that are missing or bad."""
 
+import copy
 from math import inf
 
 import pytest
@@ -254,16 +255,58 @@ def test_bad_gradient_keeps_the_old_basis(bad):
     assert not torch.equal(matrix.basis, before)
 
 
-def test_zero_grad_drops_projected_gradients():
+@pytest.mark.parametrize("who", ["optimizer", "model", "layers"])
+def test_zero_grad_drops_projected_gradients(who):
     first, second = network(), network()
     optimizers = [HMT(model, **OPTIONS) for model in (first, second)]
+    dropping = {"optimizer": optimizers[:1], "model": [first], "layers": list(first)}
     for x, y in batches(6):
         (first(3 * x) - y).square().mean().backward()  # thought better of it
+        for one in dropping[who]:
+            one.zero_grad()
         for model, optimizer in zip((first, second), optimizers, strict=True):
-            optimizer.zero_grad()
             (model(x) - y).square().mean().backward()
             optimizer.step()
+            model.zero_grad()
     assert_same_weights(first, second)
+
+
+def test_a_batch_that_is_skipped_leaves_nothing_to_the_next():
+    """Of an infinite norm clipping makes a factor of zero and gradients of nan."""
+    once = {**OPTIONS, "update_interval": 100, "max_full_gradient_bytes": 10**6}
+    first, second = network(), network()
+    optimizers = [HMT(model, **once) for model in (first, second)]
+    (bad, _), *data = batches(4)
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        for step, (x, y) in enumerate(data):
+            if model is first and step > 0:  # the first step's window makes the bases
+                (model(bad).square().mean() * inf).backward()
+                assert not optimizer.clip_grad_norm_(1.0).isfinite()
+            model.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            model.zero_grad()
+    assert_same_weights(first, second)
+    for matrix, twin in zip(*(o.matrices.values() for o in optimizers), strict=True):
+        assert torch.equal(matrix.mean_square_norm, twin.mean_square_norm)
+
+
+def test_a_copy_of_a_patched_model_drops_its_own_gradients_only():
+    model = network()
+    optimizer = HMT(model, **{**OPTIONS, "update_interval": 100, "max_full_gradient_bytes": 10**6})
+    data = list(batches(2))
+    train(model, optimizer, data)
+    copied, (x, y) = copy.deepcopy(model), data[0]
+    for one in (model, copied):
+        (one(x) - y).square().mean().backward()
+    copied.zero_grad()
+    assert all(p.grad is None for p in copied.parameters())
+    assert all(site.pending is not None for site in optimizer._sites.values())
+    optimizer.close()
+    assert "zero_grad" not in vars(model)
+    HMT(model, **OPTIONS)
+    assert "zero_grad" not in vars(model)  # its optimizer is gone
 
 
 def test_closure():
