@@ -95,14 +95,24 @@ def test_products_are_counted_as_they_are_made(monkeypatch):
             assert found.products == sum(seen)
 
 
-def test_subspace_without_enough_of_an_old_basis_is_randomized():
+def test_subspace_without_an_old_basis_is_randomized():
+    gradient = power_law(*SHAPES[0])[0]
+    pair = [find_subspace(k, gradient, 24, generator("s")) for k in ("subspace", "randomized")]
+    assert torch.equal(pair[0].basis, pair[1].basis)
+
+
+@pytest.mark.parametrize(("width", "rank"), [(8, 64), (10, 24), (16, 48)])
+def test_subspace_completes_a_narrower_old_basis_in_one_step(width, rank):
     gradient, right, _ = power_law(*SHAPES[0])
-    for start in (None, right[:, :10]):
-        pair = [
-            find_subspace(k, gradient, 24, generator("s"), start)
-            for k in ("subspace", "randomized")
-        ]
-        assert torch.equal(pair[0].basis, pair[1].basis)
+    start = turned(right[:, :width], 0.5)
+    step, cold = (
+        find_subspace(kind, gradient, rank, generator("s"), start)
+        for kind in ("subspace", "randomized")
+    )
+    assert step.products == 2 * (rank + OVERSAMPLING) + rank < 0.75 * cold.products
+    check_orthonormal(step.basis)
+    assert held(gradient, step.basis) > held(gradient, cold.basis) - 0.02  # as COLD_ROUNDS says
+    assert step.captured()[-1] == pytest.approx(held(gradient, step.basis), abs=1e-5)
 
 
 def test_a_wider_old_basis_is_cut_and_a_narrower_one_completed():
