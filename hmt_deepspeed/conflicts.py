@@ -11,6 +11,8 @@ from typing import NamedTuple, cast
 __all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
 
 LOW_RANK = "lowrank_adamw"
+# Steps from a refresh to the earliest one that its energy can ask for: 20 to the first reading, two more ten apart.
+LEAST_STEPS_TO_EARLY = 40
 Given = Mapping[str, object]  # the fields that were written down, not the defaults
 
 
@@ -199,6 +201,17 @@ _RULES = (
             and given.get("residual") != "full"
         ),
         "Without probes nothing shows that a basis captures less: set it to false.",
+        unread=True,
+    ),
+    _Rule(
+        ("early_refresh",),
+        "update_interval",
+        lambda given: (
+            given["early_refresh"] is not False
+            and given.get("update_interval") in range(1, LEAST_STEPS_TO_EARLY)
+        ),
+        f"Every {{}} steps there is a new basis anyway, and a loss shows after {LEAST_STEPS_TO_EARLY} at the "
+        'earliest: remove it or set it to false, or "update_interval" to at least that.',
         unread=True,
     ),
     _Rule(

@@ -53,6 +53,7 @@ CONFLICTS = [
     ({"update_interval": 1, "energy_estimate": "out_of_sample"}, {"energy_estimate"}),
     ({"probes": 0}, {"probes"}),
     ({"probes": 0, "residual": "none", "early_refresh": True}, {"early_refresh"}),
+    *[({"update_interval": 39, "early_refresh": v}, {"early_refresh"}) for v in (True, 0.9)],
     ({"probes": 0, "residual": "probe"}, {"probes"}),
     ({"residual": "none", "residual_scale": "auto"}, {"residual_scale"}),
     ({"residual": "none", "norm_growth_limit": None}, {"norm_growth_limit"}),

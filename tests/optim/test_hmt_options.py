@@ -108,6 +108,7 @@ UNREAD = [
     ("residual_scale", {"residual": "full", "residual_scale": 2.0}),
     ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": True}),
     ("early_refresh", {"range_finder": "random", "rank": 2, "early_refresh": 0.5}),
+    ("early_refresh", {"update_interval": 39, "early_refresh": 0.5}),
     ("basis_momentum", {"range_finder": "random", "rank": 2, "basis_momentum": 0.5}),
     ("energy_estimate", {"rank": 8, "energy_estimate": "out_of_sample"}),
     ("energy_estimate", {"update_interval": 1, "energy_estimate": "out_of_sample"}),

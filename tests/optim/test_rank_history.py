@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 import torch
 
+from hmt_deepspeed.conflicts import LEAST_STEPS_TO_EARLY
 from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, random_basis
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.rank import select_rank
@@ -330,6 +331,14 @@ def test_trigger_is_silent_until_refreshed_or_recovered():
     ] == []  # a new reference
     assert trigger.reference == [0.5]
     assert [s for s in range(20, 30) if trigger.read(s, torch.tensor([float("nan")]))] == []
+
+
+def test_the_trigger_fires_no_earlier_than_the_least_interval_that_leaves_it_something_to_do():
+    trigger = StalenessTrigger(1)
+    trigger.refreshed(0, 0)
+    energies = {20: 1.0}  # the reference, and nothing afterwards
+    fired = [s for s in range(60) if trigger.read(s, torch.tensor([energies.get(s, 0.0)]))]
+    assert fired == [LEAST_STEPS_TO_EARLY]
 
 
 def test_trigger_reads_the_device_once_per_interval():
