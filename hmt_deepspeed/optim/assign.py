@@ -98,8 +98,8 @@ def assign_rules(
             then every matrix counts as one.
 
     Raises:
-        ValueError: a pattern that should match and does not, a fixed rank above the smaller side of
-            a matrix, or an int8 state too small to be worth its scales.
+        ValueError: a pattern that should match and does not, or whose matches earlier ones take, a fixed
+            rank above the smaller side of a matrix, or an int8 state too small to be worth its scales.
     """
     parameters = list(parameters)
     linear = None if linear_names is None else set(linear_names)
@@ -111,6 +111,7 @@ def assign_rules(
                 f"hmt.optimizer.{field}: {pattern!r} matches no trainable parameter; "
                 f"names look like {[name for name, _ in parameters[:3]]}. Correct or remove the pattern."
             )
+    _check_order([pattern for pattern, _ in module_rules], parameters)
 
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
         if settings is None:
@@ -141,6 +142,23 @@ def assign_rules(
     for assignment in assigned:
         _check(assignment)
     return assigned
+
+
+def _check_order(
+    patterns: Sequence[str], parameters: Sequence[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Refuse a pattern all of whose matrices an earlier one takes."""
+    matrices = [name for name, shape in parameters if len(shape) == 2 and min(shape) >= 2]
+    first = {name: next((p for p in patterns if re.search(p, name)), None) for name in matrices}
+    for pattern in patterns:
+        taken = {name: first[name] for name in matrices if re.search(pattern, name)}
+        if taken and pattern not in taken.values():
+            name, earlier = next(iter(taken.items()))
+            raise ValueError(
+                f"hmt.optimizer.module_rules: {pattern!r} decides nothing, for patterns before it take all its "
+                f"matches: {earlier!r} takes {name}; legal: a pattern that is some matrix's first match. Put "
+                "the narrower pattern before the wider one, or remove it."
+            )
 
 
 def _check(assigned: Assignment) -> None:

@@ -131,6 +131,10 @@ def test_thresholds_and_candidates_of_their_own():
             r"module_rules\['2'\]\.energy_threshold is 0\.5\. With \"rank\": 2 it is ignored",
         ),
         ({"nothing": {"rank": 2}}, r"module_rules: 'nothing' matches no trainable"),
+        (
+            {"2": {"rank": 2}, r"^2\.": {"method": "apollo"}},
+            r"'\^2\\\\\.' decides nothing, .*: '2' takes 2\.weight; .*narrower pattern before",
+        ),
         ({"2": {"rank": 41}}, r"module_rules\['2'\]\.rank is 41, .*legal is 1\.\.40"),
         ({"2": {"rank": 0}}, r"hmt\.optimizer\.module_rules\['2'\]\.rank is 0"),
         ({"2": {"method": "galore"}}, r"module_rules\['2'\]\.method is 'galore'"),
