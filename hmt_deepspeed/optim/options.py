@@ -158,8 +158,11 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
         ValueError: field, value, legal range, what to do.
     """
     for field, choices in _CHOICES.items():
-        if options[field] not in choices:
-            _refuse(field, options[field], f"one of {choices}", "choose one of them")
+        value = options[field]
+        if (
+            not isinstance(value, bool | str) or value not in choices
+        ):  # 0 and 1 equal False and True
+            _refuse(field, value, f"one of {choices}", "choose one of them")
     budget = options["max_full_gradient_bytes"]
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
     if not whole and budget != "auto":
