@@ -105,6 +105,21 @@ def test_residual_inside_the_right_span_is_exact():
         torch.testing.assert_close(moved @ probes, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_residual_of_a_gradient_the_core_misses_is_bounded():
+    """The core sees a thousandth: ``||S||`` takes its place, and the residual is ``c ||U||`` long."""
+    matrix = new_matrix("probe", probes=4, norm_growth_limit=None)
+    matrix.measured = True
+    matrix.prepare(0)
+    left, right = matrix.left_basis, matrix.basis
+    outside = randn(M, N, seed=1)
+    outside -= outside @ right @ right.t()
+    core = 1e-3 * randn(RANK, RANK, seed=2).sign()
+    moved = step(matrix, outside + left @ core @ right.t())
+    inside = left @ (left.t() @ moved @ right) @ right.t()
+    length = matrix.residual_scale * RANK  # |U| = 1 in each of r x r entries
+    assert (moved - inside).norm() == pytest.approx(length, rel=1e-2)
+
+
 def test_captured_energy_is_the_cores():
     matrix = new_matrix("probe", probes=N - RANK)  # the whole complement: the norm is exact
     matrix.prepare(0)
