@@ -307,24 +307,28 @@ class LowRankMatrix(MatrixRule):
             self.moments.reset(rank)
 
     def _overlap(self, basis: Tensor | None) -> Tensor:
-        """``Q_old^T Q_new``; the basis of a full-rank matrix is the identity."""
+        """``Q_old^T Q_new``; the basis of a full-rank matrix, which is not left for another such, is the
+        identity."""
         old = self.basis
         if old is None:
-            new = basis
-            return torch.eye(self.shape[1], device=self.device) if new is None else new.float()
+            assert basis is not None
+            return basis.float()
         return overlap_of(old, basis)
 
-    def _install(self, basis: Tensor | None) -> None:
-        n = self.shape[1]
+    def _resize(self, basis: Tensor | None) -> None:
         self.full_rank = basis is None
-        self.rank = n if basis is None else basis.shape[1]
+        self.rank = self.shape[1] if basis is None else basis.shape[1]
         self.num_probes = 0 if basis is None else self.probes_for(self.rank)
+
+    def _install(self, basis: Tensor | None) -> None:
+        self._resize(basis)
         self.columns.whole, self.columns.basis = None, None
         if basis is None or self.redraws:
             return
         if self.settings.residual == "full":
             self.columns.basis = basis.to(dtype=self.dtype, device=self.device, copy=True)
             return
+        n = self.shape[1]
         columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
         columns[:, : self.rank].copy_(basis)
         self.columns.whole, self.columns.basis = columns, columns[:, : self.rank]
@@ -489,8 +493,9 @@ def adopt_together(
         stays_full = matrix.full_rank and basis is None
         if matrix.steps and not stays_full:
             matrix._transfer_moments(basis, overlap_sum, older)
+    members[0]._install(basis)  # the columns are everyone's
     for matrix in members:
-        matrix._install(basis)
+        matrix._resize(basis)
         if not matrix.steps:
             matrix.moments = matrix._new_moments()
         matrix.measured = True

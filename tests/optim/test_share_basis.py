@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 
 D, KV, HIDDEN, RANK, PROBES = 32, 16, 48, 4, 8
 GROUPS = [["q.weight", "k.weight", "v.weight"], ["gate.weight", "up.weight"]]
@@ -145,6 +146,20 @@ def test_the_basis_is_that_of_the_stacked_gradient():
     alone = torch.linalg.svd(twin.k.weight.grad)[2][:3].t()
     shared = optimizer.matrices["k.weight"].basis
     assert (alone @ alone.t() - shared @ shared.t()).abs().max() > 0.05
+
+
+def test_columns_are_filled_once_for_all_that_share_them(monkeypatch):
+    model, filled, install = Block(), [], LowRankMatrix._install
+    optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": 10**6})
+    train(model, optimizer, batches(1))
+
+    def noted(matrix, basis):
+        filled.append(matrix.name)
+        install(matrix, basis)
+
+    monkeypatch.setattr(LowRankMatrix, "_install", noted)
+    train(model, optimizer, batches(1))
+    assert filled == ["q.weight", "o.weight", "gate.weight", "down.weight"]
 
 
 def test_a_group_refreshes_together_under_a_budget_of_its_size():
