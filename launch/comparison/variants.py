@@ -197,30 +197,6 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
         _QUARTER,
     ),
-    # the same with ranks by the energy of later gradients, and at the next fixed rank
-    "hmt_wide_residual_energy_200": Variant(
-        "hmt",
-        _hmt(
-            **_FINE,
-            **_LATER,
-            energy_threshold=0.7,
-            update_interval=200,
-            early_refresh=False,
-            probes="d/4",
-        ),
-        _QUARTER,
-    ),
-    "hmt_wide_residual_5d16_200": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            rank="5d/16",
-            update_interval=200,
-            early_refresh=False,
-            probes="d/4",
-        ),
-        _QUARTER,
-    ),
     "hmt_full_residual_200": Variant(
         "hmt",
         _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
