@@ -159,9 +159,8 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
     """
     for field, choices in _CHOICES.items():
         value = options[field]
-        if (
-            not isinstance(value, bool | str) or value not in choices
-        ):  # 0 and 1 equal False and True
+        known = isinstance(value, bool | str) and value in choices  # 0 and 1 equal False and True
+        if not known:
             _refuse(field, value, f"one of {choices}", "choose one of them")
     budget = options["max_full_gradient_bytes"]
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
