@@ -197,6 +197,30 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
         _QUARTER,
     ),
+    # ranks by energy under the same residual, and a fixed rank of about as many columns
+    "hmt_wide_residual_energy_200": Variant(
+        "hmt",
+        _hmt(
+            **_FINE,
+            **_LATER,
+            energy_threshold=0.7,
+            update_interval=200,
+            early_refresh=False,
+            probes="d/4",
+        ),
+        _QUARTER,
+    ),
+    "hmt_wide_residual_5d16_200": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            rank="5d/16",
+            update_interval=200,
+            early_refresh=False,
+            probes="d/4",
+        ),
+        _QUARTER,
+    ),
     "hmt_full_residual_200": Variant(
         "hmt",
         _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
@@ -212,6 +236,10 @@ VARIANTS: dict[str, Variant] = {
     "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
     "hmt_apollo_mini": Variant(
         "hmt", {"method": "apollo_mini", "update_interval": INTERVAL}, _QUARTER
+    ),
+    # apollo_torch's own interval
+    "hmt_apollo_mini_interval_200": Variant(
+        "hmt", {"method": "apollo_mini", "update_interval": 200}, _QUARTER
     ),
     # apollo_torch draws all projections anew in one step
     "hmt_apollo_mini_together": Variant(
