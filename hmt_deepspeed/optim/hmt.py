@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,19 +13,7 @@ from torch.optim import Optimizer
 
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.basis_momentum import column_energies
-from hmt_deepspeed.optim.int8_linear import (
-    Int8Weight,
-    check_encodable,
-    quantize,
-    release,
-)
-from hmt_deepspeed.optim.linear import (
-    ProjectedSite,
-    SharedInputs,
-    can_project,
-    patch_linear,
-    unpatch_linear,
-)
+from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
@@ -36,11 +23,11 @@ from hmt_deepspeed.optim.options import (
     matrix_settings,
     module_rules,
 )
+from hmt_deepspeed.optim.patches import Patches
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable, stacked_gradient
+from hmt_deepspeed.optim.sharing import regroup, share_bases, stacked_gradient
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
-from hmt_deepspeed.optim.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
 
@@ -64,9 +51,10 @@ class HMT(Optimizer):
     or ``named_parameters()``, ``p.grad`` is projected, and nothing is allocated before the first step.
     Bare tensors are named ``param_<i>``; names seed the random draws and are matched by the patterns.
 
-    What backward has accumulated is a gradient like ``p.grad``: :meth:`zero_grad` drops it, and so does that
-    of the module or of a module in it (not of one that holds it), ``step`` uses it up. Under data parallelism and loss scaling (``torch.amp.GradScaler`` sees ``p.grad`` only)
-    go through the DeepSpeed engine, or pass ``named_parameters()``.
+    What backward has accumulated is a gradient like ``p.grad``: :meth:`zero_grad` drops it, and so does
+    that of the module or of a module in it (not of one that holds it), ``step`` uses it up. Under data
+    parallelism and loss scaling (``torch.amp.GradScaler`` sees ``p.grad`` only) go through the DeepSpeed
+    engine, or pass ``named_parameters()``.
 
     Args:
         params: a module, tensors, groups, or (name, parameter) pairs; fp32, bf16 or fp16.
@@ -94,14 +82,11 @@ class HMT(Optimizer):
         self._slots: dict[Tensor, Slot] = {}
         self._low_rank: list[Slot] = []
         self._groups: list[list[int]] = []
-        self._sites: dict[Tensor, ProjectedSite] = {}
-        self._encoded: dict[Tensor, Int8Weight] = {}
-        self._shared = SharedInputs(())
+        self._patches = Patches()
         self._schedule = RefreshSchedule((), 1, 0)
         self._policy = build_policy((), self.options)
         self._linear_names: set[str] | None = None
         self._steps = 0
-        self._accumulated = Accumulated()
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
             release(model)
@@ -118,11 +103,11 @@ class HMT(Optimizer):
             )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, MARK: True})
-        self._unpatch: Callable[[], object] = lambda: None
         if model is not None:
-            self._linear_names = set(linear_weights(model))
+            linears = linear_weights(model)
+            self._linear_names = set(linears)
             self._build()
-            self._patch(model)
+            self._patch(model, linears)
             self._prepare()
 
     # -- construction ---------------------------------------------------------------------------
@@ -167,9 +152,9 @@ class HMT(Optimizer):
             seed, state_dtype = int(self.options["seed"]), str(self.options["state_dtype"])
             slot = Slot(param, assignment, seed, state_dtype, rounded, self.state[param])
             if slot.matrix is not None:
-                slot.site, slot.encoded = self._sites.get(param), self._encoded.get(param)
                 self._low_rank.append(slot)
             self._slots[param] = slot
+        self._link()
         self._extend_schedule()
         return True
 
@@ -214,16 +199,10 @@ class HMT(Optimizer):
 
     def _form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
-        place = {slot.name: index for index, slot in enumerate(self._low_rank)}
         matrices = [cast(MatrixRule, slot.matrix) for slot in self._low_rank]
-        names = self._shared.groups() if self.options["share_basis"] else []
-        names = shareable(names, {matrix.name: matrix for matrix in matrices})
+        readers = self._patches.shared.groups() if self.options["share_basis"] else []
         fixed = self.options["max_full_gradient_bytes"] != "auto"
-        if fixed:
-            sizes = dict(zip(place, self._schedule.matrix_bytes, strict=True))
-            names = affordable(names, sizes, self._schedule.budget, warnings.warn)
-        together = [[place[name] for name in group] for group in names]
-        self._schedule = self._schedule.regrouped(together, fixed)
+        self._schedule = regroup(self._schedule, matrices, readers, fixed, warnings.warn)
         self._groups = self._schedule.groups
         members = [[matrices[i] for i in group] for group in self._groups]
         share_bases(members)
@@ -231,66 +210,40 @@ class HMT(Optimizer):
         self._policy = build_policy(members, self.options)
         self._policy.load_state_dict(known)
 
-    def _patch(self, model: nn.Module) -> None:
+    def _patch(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
         """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
-        if self.options["projected_backward"] is False:
+        wanted = self.options["projected_backward"]
+        if wanted is False:
             return
-        linears, patched = linear_weights(model), []
-        encode = self.options["weight_dtype"] == "int8"
-        for slot in self._low_rank:
-            module = linears.get(slot.name)
-            assert slot.matrix is not None
-            able = slot.matrix.settings.takes_projection
-            if module is not None and able and can_project(module):
-                site = ProjectedSite(slot.name, slot.matrix.transposed)
-                slot.site = self._sites[slot.param] = site
-                patched.append((cast(nn.Linear, module), slot.site))
-            elif self.options["projected_backward"] is True:
-                why = f"needs whole gradients: {slot.matrix.settings.wants_whole}"
-                if able and module is None:
-                    why = "is not the weight of a linear layer"
-                elif able:
-                    why = f"belongs to a {type(module).__name__} whose weight others read than nn.Linear's forward"
-                raise ValueError(
-                    f"hmt.optimizer.projected_backward is True, but {slot.name} {why}. Legal for it: "
-                    "'auto' or False, or add it to exclude_modules."
-                )
-        encodable = {site.name: module for module, site in patched if encode}
-        if encode:
-            check_encodable(model, encodable)
-        self._shared = SharedInputs(site for _, site in patched)
-        for module, site in patched:
-            patch_linear(module, site, self._shared)
-        self._accumulated.sites = [site for _, site in patched]
-        holders = patch_zero_grad(model, self._accumulated, patched)
-        self._unpatch = unpatch = weakref.finalize(
-            self, _unpatch_all, patched, holders, self._accumulated
+        self._patches.install(
+            model,
+            linears,
+            [(slot.param, slot.matrix) for slot in self._low_rank if slot.matrix is not None],
+            required=wanted is True,
+            encode=self.options["weight_dtype"] == "int8",
         )
-        unpatch.atexit = False  # a process that ends needs no decoded weights
+        self._link()
+
+    def _link(self) -> None:
         for slot in self._low_rank:
-            if slot.name in encodable:
-                slot.encoded = self._encoded[slot.param] = quantize(encodable[slot.name])
+            slot.site = self._patches.sites.get(slot.param)
+            slot.encoded = self._patches.encoded.get(slot.param)
 
     def close(self) -> None:
         """Give the linears their own backward and weights again. The optimizer goes on with ``p.grad``."""
-        self._unpatch()
-        self._sites.clear()
-        self._accumulated.sites = ()
-        self._encoded.clear()
-        self._shared = SharedInputs(())
-        for slot in self._low_rank:
-            slot.site = slot.encoded = None
+        self._patches.close()
+        self._link()
 
     # -- a window of backwards ------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Decide who refreshes in the coming step and what the others' backward projects on."""
         due: set[int] = set()
-        if self.options["share_basis"] and not self._shared.settled:
-            self._shared.settle()  # the first window only observes who reads the same input
-            if self._shared.settled:
+        if self.options["share_basis"] and not self._patches.shared.settled:
+            self._patches.shared.settle()  # the first window only observes who reads the same input
+            if self._patches.shared.settled:
                 self._form_groups()
-        if not self.options["share_basis"] or self._shared.settled:
+        if not self.options["share_basis"] or self._patches.shared.settled:
             due.update(self._schedule.due(self._steps))
         for index, slot in enumerate(self._low_rank):
             matrix = slot.matrix
@@ -299,11 +252,11 @@ class HMT(Optimizer):
                 slot.redraw(self._schedule.num_refreshes[index])
                 self._schedule.refreshed(index, self._steps)
             slot.prepare(self._steps, index in due)
-        self._shared.lay_out()
+        self._patches.shared.lay_out()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, the projected ones included."""
-        self._accumulated.drop()
+        self._patches.accumulated.drop()
         super().zero_grad(set_to_none)
 
     def _ready(self) -> None:
@@ -383,8 +336,8 @@ class HMT(Optimizer):
         for slot in slots:
             for gradient in slot.gradients():
                 gradient.mul_(factor.to(gradient.device))
-        before = self._accumulated.clipped
-        self._accumulated.clipped = factor if before is None else before * factor
+        before = self._patches.accumulated.clipped
+        self._patches.accumulated.clipped = factor if before is None else before * factor
         return norm
 
     # -- step -----------------------------------------------------------------------------------
@@ -404,13 +357,13 @@ class HMT(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ready()
-        factor = self._accumulated.clipped
+        factor = self._patches.accumulated.clipped
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self._slots:
                     clipped = 1.0 if factor is None else factor.to(param.device)
                     self._slots[param].step(group, self._steps, clipped)
-        self._steps, self._accumulated.clipped = self._steps + 1, None
+        self._steps, self._patches.accumulated.clipped = self._steps + 1, None
         for number in self._policy.stale(self._steps):
             self._schedule.advance(self._groups[number][0], self._steps)
         self._prepare()
@@ -448,8 +401,8 @@ class HMT(Optimizer):
         packed["hmt"] = {
             "steps": self._steps,
             "names": [name for name, _ in self._named()],
-            "groups": self._shared.groups(),
-            "settled": self._shared.settled,
+            "groups": self._patches.shared.groups(),
+            "settled": self._patches.shared.settled,
             "policy": self._policy.state_dict(),
         }
         return packed
@@ -474,7 +427,7 @@ class HMT(Optimizer):
         self._low_rank.clear()
         self._schedule = RefreshSchedule((), 1, 0)
         self._policy = build_policy((), self.options)
-        self._shared.restore(own["groups"], own["settled"])
+        self._patches.shared.restore(own["groups"], own["settled"])
         self._steps = int(own["steps"])
         self._build()
         for index, (_, param) in enumerate(self._named()):
@@ -499,13 +452,3 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             "a plain module. Train through the DeepSpeed engine, or pass named_parameters()."
         )
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _unpatch_all(
-    patched: Iterable[tuple[nn.Linear, ProjectedSite]],
-    holders: Sequence[nn.Module],
-    accumulated: Accumulated,
-) -> None:
-    for module, site in patched:
-        unpatch_linear(module, site)
-    unpatch_zero_grad(holders, accumulated)

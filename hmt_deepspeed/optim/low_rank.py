@@ -6,131 +6,38 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.optim.basis import (
-    Subspace,
-    find_subspace_to_energy,
-    keyed_generator,
-    probe_columns,
-    random_basis,
-    remembered_rows,
-    widened,
-)
-from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Moments, Recalled
-from hmt_deepspeed.optim.rank import legal_candidates
-from hmt_deepspeed.optim.rules import (
-    estimated_square_norm,
-    full_residual,
-    growth_factor,
-    probe_residual,
-)
+from hmt_deepspeed.optim.projected import Columns, ProjectedMatrix
+from hmt_deepspeed.optim.rules import full_residual, growth_factor, probe_residual
 from hmt_deepspeed.optim.state import stored_bytes
 
-__all__ = ["Columns", "LowRankMatrix", "adopt_together", "overlap_of"]
+__all__ = ["LowRankMatrix", "adopt_together", "overlap_of"]
 
 MAX_RESIDUAL_SCALE = 8.0
 PUBLISHED_SCALE = 0.25  # GaLore's; at a quarter of the columns half of that in root mean square
-_TINY = torch.finfo(torch.float32).tiny
 
 
-@dataclass(eq=False)
-class Columns:
-    """``[Q | P]`` of one matrix, or of several that share a basis.
-
-    whole: n x (r + k), None where whole gradient rows are taken. basis: its first r columns, or all
-    there is; None where it is redrawn from a seed, and for full rank. owner: name of the matrix whose bytes
-    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta
-    tensor while they are in host memory. fetch: brings the whole from there, where no other process has a
-    part of it.
-    """
-
-    owner: str
-    whole: Tensor | None = None
-    basis: Tensor | None = None
-    parked: Tensor | None = None
-    fetch: Callable[[], Tensor] | None = None
-
-
-class LowRankMatrix(MatrixRule):
-    """One-sided projection ``A = G Q``; ``W <- (1 - lr wd) W - lr scale (U Q^T + residual)``.
-
-    Gradient rows handed in are ``[A | S] = G [Q | P]``, or ``G`` itself with the full residual and
-    while the matrix is full-rank (its basis is the identity, its step plain AdamW).
-
-    Attributes:
-        basis: n x r; None while full-rank. num_probes: k.
-        measured: the basis came from a gradient (or is one of a seeded sequence).
-        columns: where the projection lives; the leader's where a basis is shared, and its name seeds
-            bases and probes.
-        candidates: legal ranks. draw: number of the basis of the ``random`` range finder.
-    """
+class LowRankMatrix(ProjectedMatrix):
+    """``A = G Q``; ``W <- (1 - lr wd) W - lr scale (U Q^T + residual)``."""
 
     NUM_SUMS = 1
-    SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
 
     def _start(self) -> None:
-        self.candidates = self._legal_candidates()
-        self.columns = Columns(self.name)
-        self.measured = False
-        self.full_rank = False
-        self.draw = 0
-        self._window = 0  # step of the window: seeds the probes
+        super()._start()
         self._direction: Tensor | None = None  # kept until the residual of its update is limited
-        self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_moments()
-
-    def _legal_candidates(self) -> tuple[int, ...]:
-        settings = self.settings
-        if settings.rank is not None:
-            return (settings.rank,)
-        return legal_candidates(settings.rank_candidates, *self.shape)
 
     def _new_moments(self) -> Moments:
         shape = (self.num_rows, self.rank)
         settings = self.settings
         return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed)
 
-    # -- shapes ---------------------------------------------------------------------------------
-
-    def probes_for(self, rank: int) -> int:
-        """k at a rank: a quarter of it and at least 8, never more than the complement has."""
-        if self.settings.residual == "full":
-            return 0
-        wanted = self.settings.probes
-        if wanted is None:
-            wanted = max(8, rank // 4)
-        return min(wanted, self.shape[1] - rank)
-
-    @property
-    def residual_scale(self) -> float:
-        """c of the probe residual; "auto" is the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE.
-
-        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling.
-        """
-        wanted = self.settings.residual_scale
-        unbiased = (self.shape[1] - self.rank) / self.num_probes
-        return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
-
-    @property
-    def width(self) -> int:
-        return self.shape[1] if self.takes_whole else self.rank + self.num_probes
-
-    @property
-    def takes_whole(self) -> bool:
-        return self.full_rank or self.settings.residual == "full"
-
-    @property
-    def measures_energy(self) -> bool:
-        """Whether what lies outside the basis is seen between refreshes; without probes nobody knows E."""
-        return self.takes_whole or self.num_probes > 0 or self.rank == self.shape[1]
+    # -- states ---------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
         parked, basis = self.columns.parked, self.columns.basis
@@ -143,133 +50,12 @@ class LowRankMatrix(MatrixRule):
         """Bytes of the moments of all rows at a rank, evidence not counted."""
         return 2 * stored_bytes(self.shape[0] * rank, self.settings.state_dtype)
 
-    def basis_bytes_at(self, rank: int) -> int:
-        """Bytes of the whole basis at a rank; full-rank AdamW has none."""
-        n = self.shape[1]
-        return 0 if self.is_full_at(rank) or self.redraws else n * rank * self.dtype.itemsize
-
-    def is_full_at(self, rank: int) -> bool:
-        """Whether a basis of that rank would span everything: plain AdamW then takes its place."""
-        return rank == self.shape[1]
-
-    # -- basis ----------------------------------------------------------------------------------
-
-    @property
-    def projection(self) -> Tensor | None:
-        """``[Q | P]`` of the coming step."""
-        if self.takes_whole:
-            return None
-        if not self.redraws:
-            return self.columns.whole if self.columns.fetch is None else self.columns.fetch()
-        basis = self._drawn_basis()
-        return torch.cat((basis, self._probes(basis)), dim=1)
-
-    def make_projection(self) -> Tensor:
-        """:attr:`projection` of a rule that redraws."""
-        made = self.projection
-        assert made is not None
-        return made
-
-    @property
-    def basis(self) -> Tensor | None:
-        """Q, n x r: a view of the projection where there is one; made anew by a rule that redraws."""
-        if self.redraws:
-            return self._drawn_basis()
-        return self.columns.basis
-
-    def _drawn_basis(self) -> Tensor:
-        return self._seeded_right(self.rank, self.draw).to(self.dtype)
-
-    def _probes(self, basis: Tensor) -> Tensor:
-        seed, owner = self.settings.seed, self.columns.owner
-        generator = keyed_generator(self.device, seed, owner, "probes", self._window)
-        return probe_columns(basis, self.num_probes, generator).to(self.dtype)
-
-    @property
-    def redraws(self) -> bool:
-        return self.settings.range_finder == "random"
-
-    def seeded_basis(self, rank: int, number: int) -> Tensor:
-        """Random orthonormal basis ``number`` of this matrix, fp32, as :meth:`adopt` takes it."""
-        return self._seeded_right(rank, number)
-
-    def _seeded_right(self, rank: int, number: int) -> Tensor:
-        generator = keyed_generator(
-            self.device,
-            self.settings.seed,
-            self.columns.owner,
-            "basis",
-            *([number] if number else []),
-        )
-        return random_basis(self.shape[1], rank, generator)
-
-    def prepare(self, step: int, refreshed: bool = False) -> None:
-        """Redraw the probe columns of ``projection`` for the coming step."""
-        self._window, self._made_basis = step, refreshed
-        basis, whole = self.columns.basis, self.columns.whole
-        owns = self.columns.owner == self.name and self.num_probes > 0
-        if owns and whole is not None and basis is not None:
-            whole[:, self.rank :] = self._probes(basis)
-
-    def find_basis(
-        self,
-        gradient: Tensor,
-        step: int,
-        first: int,
-        sought: float,
-        past: Tensor | None = None,
-        older: Tensor | None = None,
-    ) -> Subspace | None:
-        """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
-        as many more as it takes to capture ``sought`` of its energy.
-
-        ``past``: energies of past gradients along the present basis, (r,), to be remembered in the new one.
-        ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
-        present one lacks start from it.
-
-        None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
-        """
-        largest = torch.linalg.vector_norm(gradient, ord=float("inf"), dtype=torch.float32).item()
-        if not 0 < largest < float("inf"):
-            return None
-        generator = keyed_generator(
-            self.device, self.settings.seed, self.columns.owner, "sketch", step
-        )
-        start = self.basis if self.measured else None
-        remembered = None
-        if start is not None and past is not None:
-            remembered = remembered_rows(gradient, start, past, self.settings.basis_momentum)
-        if start is not None and older is not None and older.shape[1] > start.shape[1]:
-            start = widened(start, older)
-        return find_subspace_to_energy(
-            self.settings.range_finder,
-            gradient,
-            self.candidates,
-            sought,
-            generator,
-            start,
-            remembered,
-            first=first,
-        )
-
-    def captured_at_candidates(self, found: Subspace) -> list[float]:
-        """E(r) of the candidate ranks that were sketched; reading it waits for the device."""
-        captured = found.captured().tolist()
-        return [captured[r - 1] for r in self.candidates if r <= len(captured)]
+    # -- from one basis to the next --------------------------------------------------------------
 
     @property
     def recalls_moments(self) -> bool:
         """Whether the moments of a basis that was left can be carried into a later one."""
         return self.settings.moment_transfer == "rotate" and not self.redraws
-
-    @property
-    def basis_rows(self) -> int:
-        """Rows of what :meth:`basis_of` gives."""
-        return self.shape[1]
-
-    def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
-        """What :meth:`adopt` takes for a rank <= that of ``found``, in the basis dtype."""
-        return found.basis[:, :rank].to(self.dtype)
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
         """What is to be summed over all rows before :meth:`adopt`; None when nothing is."""
@@ -281,10 +67,8 @@ class LowRankMatrix(MatrixRule):
 
     def share(self, leader: LowRankMatrix) -> None:
         """Take over the leader's basis, now and from now on."""
-        if (
-            self.columns.owner != leader.name
-        ):  # or a checkpoint gave it a copy of the leader's basis
-            self.adopt(leader.basis)
+        if self.columns.owner != leader.name:
+            self.adopt(leader.basis)  # else a checkpoint gave it a copy of the leader's
         self.measured, self.columns = leader.measured, leader.columns
         self.candidates = leader.candidates
 
@@ -315,58 +99,7 @@ class LowRankMatrix(MatrixRule):
             return basis.float()
         return overlap_of(old, basis)
 
-    def _resize(self, basis: Tensor | None) -> None:
-        self.full_rank = basis is None
-        self.rank = self.shape[1] if basis is None else basis.shape[1]
-        self.num_probes = 0 if basis is None else self.probes_for(self.rank)
-
-    def _install(self, basis: Tensor | None) -> None:
-        self._resize(basis)
-        self.columns.whole, self.columns.basis = None, None
-        if basis is None or self.redraws:
-            return
-        if self.settings.residual == "full":
-            self.columns.basis = basis.to(dtype=self.dtype, device=self.device, copy=True)
-            return
-        n = self.shape[1]
-        columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
-        columns[:, : self.rank].copy_(basis)
-        self.columns.whole, self.columns.basis = columns, columns[:, : self.rank]
-
     # -- step -----------------------------------------------------------------------------------
-
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
-        own = gradient[counted].float()
-        inside = self._inside(own)
-        inside_square = inside.square().sum()
-        return torch.stack((inside_square, self._rest_square(own, inside, inside_square)))
-
-    def _inside(self, gradient: Tensor) -> Tensor:
-        """``A`` of gradient rows."""
-        if not self.takes_whole:
-            return gradient[:, : self.rank]
-        basis = None if self.full_rank else self.basis
-        return gradient if basis is None else project(gradient, basis)
-
-    def _rest_square(self, gradient: Tensor, inside: Tensor, inside_square: Tensor) -> Tensor:
-        """Squared norm of ``S``, or of the rest of ``G``."""
-        if not self.takes_whole:
-            return gradient[:, self.rank :].square().sum()
-        if inside is gradient:
-            return torch.zeros_like(inside_square)
-        return (gradient.square().sum() - inside_square).clamp_min(0)
-
-    def square_norm(self, sums: Tensor) -> Tensor:
-        if self.takes_whole:
-            return sums[0] + sums[1]
-        n, rank = self.shape[1], self.rank
-        return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
-
-    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        total = self.square_norm(sums)
-        self.follow(sums[0], total, scale)
-        return total
 
     def advance(
         self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
@@ -409,6 +142,16 @@ class LowRankMatrix(MatrixRule):
         return self.measured or self.redraws
 
     @property
+    def residual_scale(self) -> float:
+        """c of the probe residual; "auto" is the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE.
+
+        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling.
+        """
+        wanted = self.settings.residual_scale
+        unbiased = (self.shape[1] - self.rank) / self.num_probes
+        return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
+
+    @property
     def limits(self) -> bool:
         """Whether the growth of the residual's norm is limited."""
         kind = self.settings.residual
@@ -446,31 +189,6 @@ class LowRankMatrix(MatrixRule):
     def rms_share(self) -> float:
         """Root mean square of the update's part inside the basis, of Adam's step in it: ``sqrt(r / n)``."""
         return (self.rank / self.shape[1]) ** 0.5
-
-    # -- checkpoint -----------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {**super().state_dict(), "measured": self.measured, "draw": self.draw}
-        state["basis_owner"] = self.columns.owner
-        if self.columns.basis is not None:
-            state["basis"] = self.columns.basis.clone()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of :class:`MatrixRule`; afterwards no other matrix has these columns, whoever owned the basis."""
-        self.columns = Columns(state.get("basis_owner", self.name))
-        rank, self.draw = int(state["rank"]), int(state["draw"])
-        if "basis" in state:
-            self._install(self._basis_in(state).to(self.device))
-        elif self.redraws:
-            self._install(self.seeded_basis(rank, self.draw))
-        else:
-            self._install(None)
-        self.measured = bool(state["measured"])
-        super().load_state_dict(state)
-
-    def _basis_in(self, state: Mapping[str, Any]) -> Tensor:
-        return torch.as_tensor(state["basis"])
 
 
 def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:

@@ -9,12 +9,36 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.settings import MatrixSettings
 
-__all__ = ["affordable", "held_projection", "share_bases", "shareable", "stacked_gradient"]
+__all__ = ["held_projection", "regroup", "share_bases", "stacked_gradient"]
 
 
-def shareable(
+def regroup(
+    schedule: RefreshSchedule,
+    matrices: Sequence[MatrixRule],
+    readers: Sequence[Sequence[str]],
+    fixed_budget: bool,
+    say: Callable[[str], object],
+) -> RefreshSchedule:
+    """The schedule in groups of matrices that take one basis together, each other matrix alone.
+
+    Args:
+        matrices: by place in the schedule.
+        readers: names of those that read the same input.
+        fixed_budget: the bytes of full gradients do not grow with the groups.
+        say: is told of a group that they are too few for.
+    """
+    place = {matrix.name: index for index, matrix in enumerate(matrices)}
+    names = _shareable(readers, {matrix.name: matrix for matrix in matrices})
+    if fixed_budget:
+        sizes = dict(zip(place, schedule.matrix_bytes, strict=True))
+        names = _affordable(names, sizes, schedule.budget, say)
+    return schedule.regrouped([[place[name] for name in group] for group in names], fixed_budget)
+
+
+def _shareable(
     groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
 ) -> list[list[str]]:
     """The parts of groups of names that can share a basis: one-sided, stored and of the same settings."""
@@ -29,7 +53,7 @@ def shareable(
     return parts
 
 
-def affordable(
+def _affordable(
     groups: Sequence[list[str]],
     sizes: Mapping[str, int],
     budget: int,

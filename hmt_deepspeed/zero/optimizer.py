@@ -10,16 +10,15 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.utils import count_used_parameters_in_backward, is_optimized_parameter
+from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
-from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.assign import linear_weights
@@ -27,12 +26,13 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.linear import patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.sharing import affordable, share_bases, shareable
+from hmt_deepspeed.optim.sharing import regroup, share_bases
 from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
-from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.gradient_hooks import register_gradient_hooks
+from hmt_deepspeed.zero.gradients import GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.leaves import mark_leaves, shared_inputs
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
@@ -101,7 +101,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
         uneven = uneven_leaves and parameter_offload is not None and self.collectives.world > 1
-        self._leaves = mark_leaves(self.entries) if uneven else []
+        leaves = mark_leaves(self.entries) if uneven else []
         self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
         self.shared = shared_inputs(self.low_rank, self.bases)
         self._patch()
@@ -133,7 +133,12 @@ class HMTZeroOptimizer(ZeROOptimizer):
             self._step.sharded,
             self.shard_rank,
         )
-        self._hooks = self._register_hooks()
+        self._hooks = register_gradient_hooks(
+            self, self.reducer, leaves, parameter_offload is not None
+        )
+        if parameter_offload is not None:
+            # for writes that are not ours: GatheredParameters
+            self._hooks.append(model.register_forward_pre_hook(self.order_gathers, prepend=True))
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
             self.entries,
@@ -173,24 +178,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
                 assert isinstance(module, nn.Linear)
                 patch_linear(module, entry.gradient.site, self.shared)
 
-    def _register_hooks(self) -> list[Any]:
-        hooks: list[Any] = []
-        if self.parameter_offload is not None:
-            # for writes that are not ours: GatheredParameters
-            hooks.append(self.module.register_forward_pre_hook(self.order_gathers, prepend=True))
-        params = [entry.gradient.param for entry in self.entries]
-        for entry in self.entries:
-            param: Any = entry.gradient.param
-            if self.parameter_offload is not None:
-                param.all_gather()  # the gradient accumulator must see the whole parameter
-            hooks.append(register_grad_hook(param, self._gradient_hook(entry.gradient, params)))
-            if self.parameter_offload is not None:
-                param.partition()
-        for leaf in self._leaves:
-            hook = _at_inputs(self._gradient_hook(leaf, params))
-            hooks.append(leaf.register_full_backward_hook(hook))
-        return hooks
-
     def order_gathers(self, *_: object) -> None:
         """Gathers to come wait for what was written to the partitions of stage 3 until now.
 
@@ -203,44 +190,15 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())
 
-    def _gradient_hook(
-        self, arrived: Gradient | nn.Module, params: Sequence[nn.Parameter]
-    ) -> Callable[..., None]:
-        """Of a parameter or a leaf. Also fires, with ``param.grad`` None, when a projected backward returned no
-        gradient."""
-
-        def hook(*_: object) -> None:
-            # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
-            refresh = self.should_refresh_expected_hook_count()
-            self.reenter_backward_if_needed()
-            self.reducer.last = self.is_gradient_accumulation_boundary()
-            reduce_now = self.partition_gradients or self.reducer.last
-            reduce_now = reduce_now and self.reduction_enabled
-            if isinstance(arrived, Gradient):
-                self.reducer.arrive(arrived, reduce_now)
-            else:
-                self.reducer.arrive_leaf(arrived, reduce_now)
-            expected = self._max_expected_hooks_seen
-            if refresh:
-                expected = count_used_parameters_in_backward(params) + len(self._leaves)
-            self.update_hook_state_and_maybe_run_epilogue(expected)
-
-        return hook
-
     # -- a window: draw probes, choose who refreshes, lay out the projections ---------------------
 
     def form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
-        place = {entry.name: index for index, entry in enumerate(self.low_rank)}
         matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
-        names = self.shared.groups() if self.options["share_basis"] else []
-        names = shareable(names, {matrix.name: matrix for matrix in matrices})
+        readers = self.shared.groups() if self.options["share_basis"] else []
         fixed = self.options["max_full_gradient_bytes"] != "auto"
-        if fixed:
-            sizes = dict(zip(place, self.schedule.matrix_bytes, strict=True))
-            names = affordable(names, sizes, self.schedule.budget, self._warn)
-        together = [[place[name] for name in group] for group in names]
-        self.schedule = self._refresh.schedule = self.schedule.regrouped(together, fixed)
+        self.schedule = regroup(self.schedule, matrices, readers, fixed, self._warn)
+        self._refresh.schedule = self.schedule
         self.groups = self.schedule.groups
         for index in {i for group in self.groups if len(group) > 1 for i in group}:
             self.bases.restore(self.low_rank[index])
@@ -488,16 +446,3 @@ class HMTZeroOptimizer(ZeROOptimizer):
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         get_accelerator().empty_cache()
-
-
-def _at_inputs(hook: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
-    """A full backward hook that calls ``hook`` once gradients have reached the module's inputs.
-
-    Without an input that wants a gradient torch calls it before the module's backward.
-    """
-
-    def at_inputs(_: nn.Module, grad_inputs: Sequence[Tensor | None], __: Any) -> None:
-        if any(grad is not None for grad in grad_inputs):
-            hook()
-
-    return at_inputs

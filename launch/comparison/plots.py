@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison.variants import EXPERIMENT
+
 Record = dict[str, Any]
+# There are ten colours.
 LINES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
 
 
 def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path) -> list[Path]:
@@ -19,20 +23,26 @@ def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path)
     shown = pictured(experiment, records)
     if not shown:
         return []
-    paths = [_losses(experiment, shown, folder), _memory(experiment, folder)]
+    paths = [_losses(experiment, shown, folder), _memory(experiment, shown, folder)]
     ranked = {name: r for name, r in shown.items() if _has_several_ranks(r)}
     return [*paths, _ranks(experiment, ranked, folder)] if ranked else paths
 
 
 def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Record]:
-    """One record a variant, at its best rate: of the seed that most variants have, else of its first."""
+    """One record a variant, at its best rate: of the seed that most variants have, else of its first.
+
+    Of more variants than the paper's experiment has, its own.
+    """
     runs = {
         name: {r["seed"]: r for r in records if _is_best(r, name, line["lr"])}
         for name, line in experiment["variants"].items()
     }
     counts = Counter(seed for own in runs.values() for seed in sorted(own))
     common = min(counts, key=lambda seed: (-counts[seed], seed), default=None)
-    return {name: own.get(common, own[min(own)]) for name, own in runs.items()}
+    shown = {name: own.get(common, own[min(own)]) for name, own in runs.items()}
+    if len(shown) > len(EXPERIMENT):
+        shown = {name: record for name, record in shown.items() if name in EXPERIMENT}
+    return shown
 
 
 def _is_best(record: Record, name: str, rate: float) -> bool:
@@ -53,11 +63,10 @@ def _losses(experiment: Mapping[str, Any], shown: Mapping[str, Record], folder: 
     figure, (by_tokens, by_time) = _figure(2)
     lines = experiment["variants"]
     timed = [name for name in shown if lines[name]["speed_measured_alone"]] or list(shown)
-    common = Counter(record["seed"] for record in shown.values()).most_common(1)[0][0]
+    seed, labels = _labels(shown)
     for number, (name, record) in enumerate(shown.items()):
-        curves, colour = record["curves"], f"C{number}"
-        style = LINES[number // 10 % len(LINES)]  # there are ten colours
-        label = name if record["seed"] == common else f"{name}, seed {record['seed']}"
+        curves, colour, label = record["curves"], f"C{number}", labels[name]
+        style = LINES[number // 10 % len(LINES)]
         rate = lines[name]["tokens_per_second"]
         drawn = [(by_tokens, curves["tokens"], curves["eval_tokens"])]
         if name in timed:
@@ -72,33 +81,49 @@ def _losses(experiment: Mapping[str, Any], shown: Mapping[str, Record], folder: 
         axes.set_ylabel("loss (thin: training)")
         lowest = min(min(r["curves"]["val_loss"]) for r in shown.values())
         axes.set_ylim(lowest - 0.1, lowest + 1.5)
-    handles, labels = by_tokens.get_legend_handles_labels()
-    by_time.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    title = f"{experiment['name']}, seed {common}"
+    _legend(by_time, by_tokens)
+    title = f"{experiment['name']}, seed {seed}"
     return _saved(figure, folder / f"{experiment['name']}-loss.png", title)
+
+
+def _labels(shown: Mapping[str, Record]) -> tuple[int, dict[str, str]]:
+    """The seed that most have, and names, with the seed where it is another."""
+    seed = Counter(record["seed"] for record in shown.values()).most_common(1)[0][0]
+    return seed, {
+        name: name if record["seed"] == seed else f"{name}, seed {record['seed']}"
+        for name, record in shown.items()
+    }
+
+
+def _legend(right: Any, complete: Any) -> None:
+    """What is drawn in ``complete``, beside the picture at the right."""
+    handles, labels = complete.get_legend_handles_labels()
+    right.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _over(tokens: Sequence[float], rate: float) -> list[float]:
     return [count / rate for count in tokens]
 
 
-def _memory(experiment: Mapping[str, Any], folder: Path) -> Path:
+def _memory(experiment: Mapping[str, Any], shown: Mapping[str, Record], folder: Path) -> Path:
     """Final validation loss against the state bytes of the matrices and against peak memory."""
     figure, (by_states, by_peak) = _figure(2)
-    for name, line in experiment["variants"].items():
+    seed, labels = _labels(shown)
+    for number, (name, record) in enumerate(shown.items()):
+        line = experiment["variants"][name]
         share = line["state_bytes"]["moments_and_bases_share"]
         points = [(by_peak, line["peak_over_start_bytes"] / 2**20)]
         points += [] if share is None else [(by_states, share)]
+        marker = MARKERS[number // 10 % len(MARKERS)]
         for axes, x in points:
-            axes.plot(x, line["val_loss"], "o")
-            axes.annotate(
-                name, (x, line["val_loss"]), (4, 4), textcoords="offset points", fontsize=7
-            )
+            axes.plot(x, record["val_loss"], marker, color=f"C{number}", label=labels[name])
     by_states.set_xlabel("moments and bases of the matrices / AdamW's moments")
     by_peak.set_xlabel(f"peak memory over the start, MiB, {experiment['device_memory']}")
     for axes in (by_states, by_peak):
         axes.set_ylabel("final validation loss")
-    return _saved(figure, folder / f"{experiment['name']}-memory.png", experiment["name"])
+    _legend(by_peak, by_peak)
+    title = f"{experiment['name']}, seed {seed}"
+    return _saved(figure, folder / f"{experiment['name']}-memory.png", title)
 
 
 def _ranks(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Path) -> Path:
@@ -120,7 +145,7 @@ def _ranks(experiment: Mapping[str, Any], best: Mapping[str, Record], folder: Pa
 def _figure(columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * columns, 4 * rows))
+    figure = Figure(figsize=(6 * columns, 4.5 * rows))
     grid = figure.subplots(rows, columns, squeeze=False)
     return figure, [axes for row in grid for axes in row]
 

@@ -17,6 +17,7 @@ from comparison.plots import draw, pictured
 from comparison.report import markdown, summaries, weight_decay, write_report
 from comparison.speed import measure_speed
 from comparison.stages import best_rate, lowest_rate
+from comparison.variants import EXPERIMENT
 
 
 def test_speed_alternates_and_skips_with_a_reason(
@@ -84,6 +85,17 @@ def test_pictures_compare_one_seed_where_all_have_it() -> None:
     records.append({"variant": "b", "seed": 0, "lr": 1e-3, "skipped": "no CUDA"})
     shown = pictured(experiment, records)
     assert [(r["seed"], r["lr"]) for r in shown.values()] == [(1, 1e-3), (1, 1e-3), (2, 1e-3)]
+
+
+def test_pictures_of_many_variants_show_the_papers_experiment() -> None:
+    def shown(names: list[str]) -> list[str]:
+        experiment = {"variants": {name: {"lr": 1e-3} for name in names}}
+        records = [{"variant": name, "seed": 0, "lr": 1e-3, "val_loss": 1.0} for name in names]
+        return list(pictured(experiment, records))
+
+    names = [*EXPERIMENT[:3], *(f"ablation_{number}" for number in range(len(EXPERIMENT) - 3))]
+    assert shown(names) == names
+    assert shown([*names, "one_more"]) == list(EXPERIMENT[:3])
 
 
 # What the paper compares: columns of cells.csv, which are keys of report.json; headers of report.md.

@@ -8,7 +8,7 @@ from hmt_runs import assert_same_weights
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
-from hmt_deepspeed.optim import low_rank
+from hmt_deepspeed.optim import projected
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import RankPolicy
@@ -304,14 +304,14 @@ def test_the_step_keeps_its_scale_at_full_rank():
 
 def counted(monkeypatch):
     """Columns multiplied by each refresh."""
-    products, find = [], low_rank.find_subspace_to_energy
+    products, find = [], projected.find_subspace_to_energy
 
     def count(*args, **kwargs):
         found = find(*args, **kwargs)
         products.append(found.products)
         return found
 
-    monkeypatch.setattr(low_rank, "find_subspace_to_energy", count)
+    monkeypatch.setattr(projected, "find_subspace_to_energy", count)
     return products
 
 

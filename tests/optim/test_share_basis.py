@@ -75,7 +75,7 @@ def test_readers_of_one_input_share_one_columns_object(fields):
     model = Block()
     optimizer = HMT(model, **{**OPTIONS, **fields})
     train(model, optimizer, batches(12))
-    assert optimizer._shared.groups() == GROUPS
+    assert optimizer._patches.shared.groups() == GROUPS
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
     assert len(columns_of(optimizer, "gate", "up")) == 1
     assert len(columns_of(optimizer, "q", "gate", "o", "down")) == 4
@@ -119,7 +119,7 @@ def test_one_product_is_saved_per_group():
         model = Block()
         optimizer = HMT(model, **{**OPTIONS, "share_basis": share, "update_interval": 100})
         train(model, optimizer, batches(12))
-        assert all(site.active for site in optimizer._sites.values())
+        assert all(site.active for site in optimizer._patches.sites.values())
         saved[share] = saved_products(model, x)
     one = 64 * (RANK + PROBES) * 4
     assert saved[True] == 4 * one  # q k v, o, gate up, down

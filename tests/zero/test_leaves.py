@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import set_z3_leaf_modules
 from harness import Ranks
 from torch import Tensor, nn
@@ -59,15 +61,19 @@ class Model(nn.Module):
         return (self.out(self.beside(x) + self.mixture(x, which)) - 1).square().mean()
 
 
-def experts(stage: int, gas: int, options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def engine_of(stage: int, gas: int, options: dict[str, Any], **changes: Any) -> DeepSpeedEngine:
     torch.manual_seed(0)
     model = Model()
     set_z3_leaf_modules(model, [Mixture])
     config = ds_config(stage, options, gas=gas, zero_optimization=ZERO)
     config["hmt"] |= changes
-    engine = make_engine(config, model)
+    return make_engine(config, model)
+
+
+def train(engine: DeepSpeedEngine, steps: range) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(8):
+    gas = engine.gradient_accumulation_steps()
+    for step in steps:
         x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
         parts = x.split(12 // world // gas)
         for a in range(gas):
@@ -75,11 +81,36 @@ def experts(stage: int, gas: int, options: dict[str, Any], **changes: Any) -> di
             loss = engine(parts[part], (part + part // 2) % 2)
             engine.backward(loss)
             engine.step()
+
+
+def experts(stage: int, gas: int, options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    engine = engine_of(stage, gas, options, **changes)
+    train(engine, range(8))
     optimizer = engine.optimizer
     whole = [e.gradient.leaf is not None for e in optimizer.low_rank]
     rows = [e.matrix.projection.shape[0] for e in optimizer.low_rank]
     found = result(engine, [0.0]) | {"leaf": whole, "rows": rows}
     found["shared"] = optimizer.shared.groups()
+    engine.destroy()
+    return found
+
+
+def saved(stage: int, gas: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Eight steps, saved in the middle of an interval of refreshes."""
+    engine = engine_of(stage, gas, options)
+    train(engine, range(4))
+    engine.save_checkpoint(folder)
+    train(engine, range(4, 8))
+    found = result(engine, [0.0])
+    engine.destroy()
+    return found
+
+
+def resumed(stage: int, gas: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    engine = engine_of(stage, gas, options)
+    engine.load_checkpoint(folder)
+    train(engine, range(4, 8))
+    found = result(engine, [0.0])
     engine.destroy()
     return found
 
@@ -104,3 +135,15 @@ def test_what_is_outside_a_leaf_deals_its_bases(ranks: Ranks, changes: dict[str,
         names = [name for group in found["shared"] for name in group]
         assert any("gates" in name for name in names)
         assert "beside.weight" not in names
+
+
+@pytest.mark.parametrize("share_basis", [False, True])
+def test_leaves_resume(ranks: Ranks, share_basis: bool, tmp_path: Path) -> None:
+    """Bit for bit on the same ranks; on one, whose bases and gradients are nobody else's, as if it had saved."""
+    options = {**LOW_RANK, "share_basis": share_basis}
+    before = ranks.run(saved, 2, 3, 1, options, str(tmp_path))
+    after = ranks.run(resumed, 2, 3, 1, options, str(tmp_path))
+    for one, other in zip(before, after, strict=True):
+        assert furthest(one["weights"], other["weights"]) == 0
+    alone = ranks.run(resumed, 1, 0, 2, options, str(tmp_path))[0]
+    assert_same(before[0], alone)

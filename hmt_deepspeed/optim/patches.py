@@ -1,0 +1,113 @@
+"""What the optimizer without DeepSpeed changes in a module, and how it is undone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.int8_linear import Int8Weight, check_encodable, quantize
+from hmt_deepspeed.optim.linear import (
+    ProjectedSite,
+    SharedInputs,
+    can_project,
+    patch_linear,
+    unpatch_linear,
+)
+from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
+
+__all__ = ["Patches"]
+
+
+class Patches:
+    """Projected backward, and INT8 weights, of a module's low-rank linears; none until :meth:`install`.
+
+    Undone by :meth:`close`, or with this object.
+
+    Attributes:
+        sites, encoded: of the linears patched and converted, by weight.
+        shared: which of the sites read the same input.
+        accumulated: what backwards have left in the sites.
+    """
+
+    def __init__(self) -> None:
+        self.sites: dict[Tensor, ProjectedSite] = {}
+        self.encoded: dict[Tensor, Int8Weight] = {}
+        self.shared = SharedInputs(())
+        self.accumulated = Accumulated()
+        self._undo: weakref.finalize | None = None
+
+    def install(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, nn.Module],
+        matrices: Iterable[tuple[Tensor, MatrixRule]],
+        *,
+        required: bool,
+        encode: bool,
+    ) -> None:
+        """Patch the linears of those matrices that a backward can be projected for.
+
+        Args:
+            linears: of the model, by the name of the weight.
+            matrices: of weights.
+            required: refuse a matrix that needs its whole gradient.
+            encode: convert the patched linears' weights to INT8.
+
+        Raises:
+            ValueError: a matrix that is refused, weights that INT8 cannot store.
+        """
+        patched = []
+        for weight, matrix in matrices:
+            module, able = linears.get(matrix.name), matrix.settings.takes_projection
+            if module is not None and able and can_project(module):
+                site = self.sites[weight] = ProjectedSite(matrix.name, matrix.transposed)
+                patched.append((cast(nn.Linear, module), site))
+            elif required:
+                raise ValueError(_refusal(matrix, module))
+        if encode:
+            check_encodable(model, {site.name: module for module, site in patched})
+        self.shared = SharedInputs(self.sites.values())
+        for module, site in patched:
+            patch_linear(module, site, self.shared)
+        self.accumulated.sites = list(self.sites.values())
+        holders = patch_zero_grad(model, self.accumulated, patched)
+        self._undo = weakref.finalize(self, _unpatch, patched, holders, self.accumulated)
+        self._undo.atexit = False  # a process that ends needs no decoded weights
+        if encode:
+            self.encoded = {module.weight: quantize(module) for module, _ in patched}
+
+    def close(self) -> None:
+        """Give the linears their own backward and weights again."""
+        if self._undo is not None:
+            self._undo()
+        self.sites.clear()
+        self.encoded.clear()
+        self.accumulated.sites = ()
+        self.shared = SharedInputs(())
+
+
+def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
+    if not matrix.settings.takes_projection:
+        why = f"needs whole gradients: {matrix.settings.wants_whole}"
+    elif module is None:
+        why = "is not the weight of a linear layer"
+    else:
+        why = f"belongs to a {type(module).__name__} whose weight others read than nn.Linear's forward"
+    return (
+        f"hmt.optimizer.projected_backward is True, but {matrix.name} {why}. Legal for it: "
+        "'auto' or False, or add it to exclude_modules."
+    )
+
+
+def _unpatch(
+    patched: Iterable[tuple[nn.Linear, ProjectedSite]],
+    holders: Sequence[nn.Module],
+    accumulated: Accumulated,
+) -> None:
+    for module, site in patched:
+        unpatch_linear(module, site)
+    unpatch_zero_grad(holders, accumulated)

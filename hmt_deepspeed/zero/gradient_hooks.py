@@ -1,0 +1,78 @@
+"""What fires when a gradient is there: DeepSpeed's count of a backward's hooks around the reducer's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.utils.torch import register_grad_hook
+from torch import Tensor, nn
+
+from hmt_deepspeed.zero.gradients import GradientReducer
+
+__all__ = ["register_gradient_hooks"]
+
+
+def register_gradient_hooks(
+    optimizer: ZeROOptimizer,
+    reducer: GradientReducer,
+    leaves: Sequence[nn.Module],
+    partitioned: bool,
+) -> list[Any]:
+    """Hand every gradient to the reducer as backward leaves it.
+
+    Args:
+        optimizer: keeps DeepSpeed's count; its ``partition_gradients`` and ``reduction_enabled`` say when to reduce.
+        leaves: of ZeRO-3 whose gradients leave with the leaf.
+        partitioned: parameters are at stage 3.
+
+    Returns:
+        Handles, to remove the hooks by.
+    """
+    params = [gradient.param for gradient in reducer.gradients]
+
+    def fired(arrive: Callable[[bool], None]) -> Callable[..., None]:
+        """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
+
+        def hook(*_: object) -> None:
+            # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
+            refresh = optimizer.should_refresh_expected_hook_count()
+            optimizer.reenter_backward_if_needed()
+            reducer.last = optimizer.is_gradient_accumulation_boundary()
+            reduce_now = optimizer.partition_gradients or reducer.last
+            arrive(reduce_now and optimizer.reduction_enabled)
+            expected = optimizer._max_expected_hooks_seen
+            if refresh:
+                expected = count_used_parameters_in_backward(params) + len(leaves)
+            optimizer.update_hook_state_and_maybe_run_epilogue(expected)
+
+        return hook
+
+    hooks = []
+    for gradient in reducer.gradients:
+        param: Any = gradient.param
+        if partitioned:
+            param.all_gather()  # the gradient accumulator must see the whole parameter
+        hooks.append(register_grad_hook(param, fired(partial(reducer.arrive, gradient))))
+        if partitioned:
+            param.partition()
+    for leaf in leaves:
+        hook = _at_inputs(fired(partial(reducer.arrive_leaf, leaf)))
+        hooks.append(leaf.register_full_backward_hook(hook))
+    return hooks
+
+
+def _at_inputs(hook: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """A full backward hook that calls ``hook`` once gradients have reached the module's inputs.
+
+    Without an input that wants a gradient torch calls it before the module's backward.
+    """
+
+    def at_inputs(_: nn.Module, grad_inputs: Sequence[Tensor | None], __: Any) -> None:
+        if any(grad is not None for grad in grad_inputs):
+            hook()
+
+    return at_inputs
