@@ -197,6 +197,12 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
         _QUARTER,
     ),
+    # half as wide, for the time that the columns take
+    "hmt_half_wide_residual_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/8"),
+        _QUARTER,
+    ),
     # ranks by energy under the same residual, and a fixed rank of about as many columns
     "hmt_wide_residual_energy_200": Variant(
         "hmt",
