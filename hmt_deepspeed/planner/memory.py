@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.layer_sites import Site
 from hmt_deepspeed.planner.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
 from hmt_deepspeed.planner.refresh import worst_refresh
-from hmt_deepspeed.planner.states import ModelStates, communication_volume, model_states
+from hmt_deepspeed.planner.states import (
+    ModelStates,
+    communication_volume,
+    gradient_columns,
+    model_states,
+    parameters_by_mode,
+)
 from hmt_deepspeed.planner.workload import Workload
 from hmt_deepspeed.sites import Choice, Component
 
@@ -175,13 +182,13 @@ def temporary_bytes(
     """Device bytes alive for a moment.
 
     Args:
-        bucket_elements: DeepSpeed's ``reduce_bucket_size``; two buckets are on their way at most.
+        bucket_elements: DeepSpeed's ``reduce_bucket_size``.
         gradient_itemsize: of accumulated gradients, None for that of the weights.
     """
     layer = max(workload.layers, key=lambda group: group.parameters)
     itemsize = workload.itemsize
     refresh = worst_refresh(workload.shape, mode, gradient_itemsize or itemsize)
-    reduced = min(2 * bucket_elements, workload.parameters) if sharding.world_size > 1 else 0
+    reduced = _on_their_way(workload, mode, bucket_elements) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
         max(group.working_bytes for group in workload.layers),
@@ -198,3 +205,12 @@ def temporary_bytes(
             default=0,
         ),
     )
+
+
+def _on_their_way(workload: Workload, mode: OptimizerMode, bucket_elements: int) -> int:
+    """Elements of gradients being reduced: of two buckets, one of which may hold a single one above their size."""
+    gradients = (
+        prod(gradient_columns(parameter, own) if own.is_low_rank(parameter) else parameter.shape)
+        for parameter, own in parameters_by_mode(workload.shape, mode)
+    )
+    return min(bucket_elements + max(bucket_elements, *gradients), workload.parameters)

@@ -515,7 +515,11 @@ def test_temporary_bytes_of_several_ranks():
         num_parameters(shape) - 2 * 128 * 64 - 64
     )  # without embedding, head and final norm: two layers
     assert split.gathered == layer * 2  # one computed, one prefetched
-    assert split.buckets == 2 * 1000 * 2
+    assert split.buckets == (1000 + 160 * 64) * 2  # one bucket, and a linear's of the MLP by itself
+    projected = temporary_bytes(work, OptimizerMode(rank=8), Sharding(3, 2), bucket_elements=1000)
+    assert projected.buckets == (1000 + 128 * 64) * 2  # the embedding's
+    wide = temporary_bytes(work, ADAMW, Sharding(3, 2), bucket_elements=11000)
+    assert wide.buckets == 2 * 11000 * 2
     in_backward = split.layer + split.weight_gradient + split.buckets
     assert split.peak == split.gathered + max(split.logits, in_backward)
     low_rank = temporary_bytes(work, OptimizerMode(rank=8))
