@@ -88,65 +88,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
         ]
         self._modules = linear_weights(model)
-        whole = settings.stage == 0
-        self.shard_rank = 0 if whole else self.collectives.rank
-        shards = 1 if whole else self.collectives.world
-        placed = self._placed()
-        self.host: HostWorker | None = None
-        if settings.host is not None:
-            self.host = HostWorker(placed[0][1].device, settings.host.pinned, settings.host.ssd)
-        self.entries = build_entries(
-            placed, self.options, settings, model, shards, self.shard_rank, self.host
-        )
-        self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
-        self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
+        self._place()
         uneven = uneven_leaves and parameter_offload is not None and self.collectives.world > 1
         leaves = mark_leaves(self.entries) if uneven else []
         self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
         self.shared = shared_inputs(self.low_rank, self.bases)
         self._patch()
-        self.reducer = GradientReducer(
-            [entry.gradient for entry in self.entries],
-            self.collectives,
-            sharded=settings.stage > 0,
-            bucket_elements=settings.reduce_elements,
-            comm_dtype=settings.comm_dtype,
-            accumulate_dtype=settings.accumulate_dtype,
-            scale=settings.scale,
-        )
-        self._step = ZeroStep(
-            self.entries,
-            self.bases,
-            self.collectives,
-            settings,
-            self.options,
-            self.shard_rank,
-            order_of_use(self.entries, param_names),
-            self.host,
-        )
-        self._step.written = self.order_gathers
-        self._refresh = BasisRefresh(
-            self.low_rank,
-            self.schedule,
-            self.bases,
-            self.collectives,
-            self._step.sharded,
-            self.shard_rank,
-        )
-        self._hooks = register_gradient_hooks(
-            self, self.reducer, leaves, parameter_offload is not None
-        )
-        if parameter_offload is not None:
-            # for writes that are not ours: GatheredParameters
-            self._hooks.append(model.register_forward_pre_hook(self.order_gathers, prepend=True))
-        self.overlap = Overlap(
-            settings.host.overlap if settings.host is not None else "none",
-            self.entries,
-            self._step,
-            model,
-            parameter_offload is not None,
-            lambda: self.loss_scale,
-        )
+        self._compose(leaves)
         state_access.link(self)
         self.form_groups()
         self._begin_window()
@@ -167,9 +115,69 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     # -- construction ---------------------------------------------------------------------------
 
-    def _placed(self) -> list[Placed]:
+    def _place(self) -> None:
+        """Every parameter's rule, states and shard; when the matrices refresh."""
+        settings = self.settings
         groups = zip(self.optimizer.param_groups, self.round_robin_bit16_groups, strict=True)
-        return [(self.param_names[p], p, group) for group, params in groups for p in params]
+        placed: list[Placed] = [
+            (self.param_names[p], p, group) for group, params in groups for p in params
+        ]
+        self.host: HostWorker | None = None
+        if settings.host is not None:
+            self.host = HostWorker(placed[0][1].device, settings.host.pinned, settings.host.ssd)
+        whole = settings.stage == 0
+        self.shard_rank = 0 if whole else self.collectives.rank
+        shards = 1 if whole else self.collectives.world
+        self.entries = build_entries(
+            placed, self.options, settings, self.module, shards, self.shard_rank, self.host
+        )
+        self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
+        self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
+
+    def _compose(self, leaves: list[nn.Module]) -> None:
+        """What takes gradients to their shards, finds bases, steps, and hides the time that this takes."""
+        settings, partitioned = self.settings, self.parameter_offload is not None
+        self.reducer = GradientReducer(
+            [entry.gradient for entry in self.entries],
+            self.collectives,
+            sharded=settings.stage > 0,
+            bucket_elements=settings.reduce_elements,
+            comm_dtype=settings.comm_dtype,
+            accumulate_dtype=settings.accumulate_dtype,
+            scale=settings.scale,
+        )
+        self._step = ZeroStep(
+            self.entries,
+            self.bases,
+            self.collectives,
+            settings,
+            self.options,
+            self.shard_rank,
+            order_of_use(self.entries, self.param_names),
+            self.host,
+        )
+        self._step.written = self.order_gathers
+        self._refresh = BasisRefresh(
+            self.low_rank,
+            self.schedule,
+            self.bases,
+            self.collectives,
+            self._step.sharded,
+            self.shard_rank,
+        )
+        self._hooks = register_gradient_hooks(self, self.reducer, leaves, partitioned)
+        if partitioned:
+            # for writes that are not ours: GatheredParameters
+            before = self.module.register_forward_pre_hook(self.order_gathers, prepend=True)
+            self._hooks.append(before)
+        self.overlap = Overlap(
+            settings.host.overlap if settings.host is not None else "none",
+            self.entries,
+            self._step,
+            self.module,
+            partitioned,
+            lambda: self.loss_scale,
+        )
 
     def _patch(self) -> None:
         for entry in self.low_rank:
