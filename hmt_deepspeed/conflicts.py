@@ -272,7 +272,11 @@ def conflicts_of(given: Given) -> list[Conflict]:
     read = {key for rule in written.values() for key in _read_by(rule, given, method)}
     found = [c for c in _conflicts(given, method) if not (c.unread and c.key in read)]
     for pattern, rule in written.items():
-        found += _conflicts_of_rule(f"module_rules[{pattern!r}]", rule, given, method)
+        where = f"module_rules[{pattern!r}]"
+        if not rule:
+            advice = 'It sets nothing: give these modules a "method", or remove it.'
+            found.append(Conflict(where, dict(rules[pattern]), (), advice))
+        found += _conflicts_of_rule(where, rule, given, method)
     return found
 
 
@@ -292,9 +296,6 @@ def _read_by(rule: Given, given: Given, method: str) -> set[str]:
 
 def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> Iterator[Conflict]:
     """`where`: the rule's key. `method`: of a rule that names none."""
-    if not rule:
-        advice = 'It sets nothing: give these modules a "method", or remove it.'
-        yield Conflict(where, dict(rule), (), advice)
     own = str(rule.get("method", method))
     found = _method_conflicts(own, rule) if own in _READ_BY else []
     if own == LOW_RANK:

@@ -111,7 +111,7 @@ def assign_rules(
                 f"hmt.optimizer.{field}: {pattern!r} matches no trainable parameter; "
                 f"names look like {[name for name, _ in parameters[:3]]}. Correct or remove the pattern."
             )
-    _check_order([pattern for pattern, _ in module_rules], parameters)
+    _check_order(module_rules, parameters)
 
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
         if settings is None:
@@ -139,16 +139,28 @@ def assign_rules(
         return Assignment(name, shape, None if reason else settings, reason)
 
     assigned = [assign(name, tuple(shape)) for name, shape in parameters]
+    _check_targets(target_modules or (), assigned, [pattern for pattern, _ in module_rules])
+    if settings is not None and linear is not None:
+        _check_any(settings, assigned)
     for assignment in assigned:
         _check(assignment)
     return assigned
 
 
 def _check_order(
-    patterns: Sequence[str], parameters: Sequence[tuple[str, tuple[int, ...]]]
+    rules: Sequence[ModuleRule], parameters: Sequence[tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Refuse a pattern all of whose matrices an earlier one takes."""
+    """Refuse a pattern all of whose matrices an earlier one takes, or that has none to give a rule to."""
+    patterns = [pattern for pattern, _ in rules]
     matrices = [name for name, shape in parameters if len(shape) == 2 and min(shape) >= 2]
+    for pattern, settings in rules:
+        if settings is not None and not any(re.search(pattern, name) for name in matrices):
+            name = next(name for name, _ in parameters if re.search(pattern, name))
+            raise ValueError(
+                f"hmt.optimizer.module_rules: {pattern!r} decides nothing, for it matches no matrix: {name} is a "
+                "vector or has more than two dimensions, which AdamW takes; legal: a pattern that matches some "
+                "matrix. Correct or remove it."
+            )
     first = {name: next((p for p in patterns if re.search(p, name)), None) for name in matrices}
     for pattern in patterns:
         taken = {name: first[name] for name in matrices if re.search(pattern, name)}
@@ -159,6 +171,33 @@ def _check_order(
                 f"matches: {earlier!r} takes {name}; legal: a pattern that is some matrix's first match. Put "
                 "the narrower pattern before the wider one, or remove it."
             )
+
+
+def _check_targets(
+    patterns: Sequence[str], assigned: Sequence[Assignment], ruled: Sequence[str]
+) -> None:
+    """Refuse a target that gives no matrix the method's rule."""
+    for pattern in patterns:
+        matches = [a for a in assigned if re.search(pattern, a.name)]
+        taken = [a for a in matches if any(re.search(rule, a.name) for rule in ruled)]
+        if not any(a.low_rank for a in matches if a not in taken):
+            why = "module_rules decide it" if matches[0] in taken else matches[0].reason
+            raise ValueError(
+                f"hmt.optimizer.target_modules: {pattern!r} decides nothing: {matches[0].name} is not for it "
+                f"({why}); legal: a pattern that matches some linear's weight which neither exclude_modules nor "
+                "module_rules takes. Correct or remove it."
+            )
+
+
+def _check_any(settings: MatrixSettings, assigned: Sequence[Assignment]) -> None:
+    """Refuse a method that no weight of a model takes."""
+    if assigned and not any(a.low_rank for a in assigned):
+        reasons = "; ".join(f"{a.name}: {a.reason}" for a in assigned[:3])
+        raise ValueError(
+            f"hmt.optimizer.method is {settings.method!r}, but no trainable weight takes it ({reasons}); legal: a "
+            "model with the weight of a linear layer that target_modules and exclude_modules leave to it. "
+            'Change them, or use "adamw".'
+        )
 
 
 def _check(assigned: Assignment) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hmt_deepspeed.kernels.backward import goes_on_to
 from hmt_deepspeed.optim.int8_linear import (
@@ -133,7 +134,12 @@ class ProjectedSite:
     def columns(self) -> Tensor:
         """The projection of an active site."""
         assert self.projection is not None
-        return self.projection if isinstance(self.projection, Tensor) else self.projection()
+        if isinstance(self.projection, Tensor):
+            return self.projection
+        with (
+            _disable_current_modes()
+        ):  # a backend that watches the linear's operations must not see the draw's
+            return self.projection()
 
     @property
     def pending(self) -> Tensor | None:

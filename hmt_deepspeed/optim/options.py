@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -170,9 +171,14 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
         patterns = options[field]
         if patterns is None and field == "target_modules":
             continue
-        words = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-        if not words or not all(isinstance(p, str) for p in cast("Sequence[object]", patterns)):
+        if not isinstance(patterns, Sequence) or isinstance(patterns, str):
             _refuse(field, patterns, "a list of regular expressions", "put the pattern in a list")
+        words = cast("Sequence[object]", patterns)
+        if wrong := [pattern for pattern in words if not _is_pattern(pattern)]:
+            advice = f"correct {wrong[0]!r}"
+            _refuse(field, patterns, "a list of non-empty regular expressions", advice)
+        if field == "target_modules" and not words:
+            _refuse(field, patterns, "at least one pattern, or None", "None takes every linear")
     share, fallback = options["rank_budget"], options["full_rank_budget"]
     if share is not None and not (_is_share(share) and share):
         _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
@@ -194,9 +200,23 @@ def _is_share(value: object) -> bool:
     return real and 0 <= cast(float, value) <= 1
 
 
+def _is_pattern(value: object) -> bool:
+    """Whether it is a regular expression, and not the empty one, which matches everything."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return True
+
+
 def _check_module_rules(rules: object) -> None:
     if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
         _refuse("module_rules", rules, "a mapping of patterns and mappings", "use {} for no rules")
+    wrong = [pattern for pattern in cast("Mapping[str, object]", rules) if not _is_pattern(pattern)]
+    if wrong:
+        _refuse("module_rules", rules, "regular expressions as keys", f"correct {wrong[0]!r}")
     for pattern, rule in cast("Mapping[str, Mapping[str, object]]", rules).items():
         for name in rule:
             if name not in _RULE_FIELDS:

@@ -303,9 +303,14 @@ class RankPolicy:
         taken = sum(
             self.bytes_at(i, self._leader(i).shape[1])
             for i in self._budgeted()
-            if i != index and self._leader(i).full_rank
+            if i != index and self._fell_back(i)
         )
         return taken + self.bytes_at(index, self._leader(index).shape[1]) <= self.full_rank_bytes
+
+    def _fell_back(self, index: int) -> bool:
+        """Whether a group is full-rank for want of a candidate, and not because one is its whole side."""
+        leader = self._leader(index)
+        return leader.full_rank and not leader.is_full_at(leader.candidates[-1])
 
     # -- between refreshes ----------------------------------------------------------------------
 
@@ -323,15 +328,21 @@ class RankPolicy:
         """Plain numbers and lists."""
         return {
             "histories": {name: h.to_list() for name, h in self.histories.items()},
+            "candidates": {group[0].name: list(group[0].candidates) for group in self.groups},
             "log_norms": dict(self.log_norms),
             "trigger": [] if self.trigger is None else self.trigger.to_list(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` of the same groups gave."""
-        for name, saved in state["histories"].items():
-            if name in self.histories:
-                self.histories[name] = RankHistory.from_list(saved)
+        """Restore what :meth:`state_dict` of the same groups gave.
+
+        Energies of other candidates say nothing of the present ones: such a group's history begins anew.
+        """
+        candidates = state.get("candidates", {})  # an older checkpoint has none
+        for group in self.groups:
+            name, own = group[0].name, list(group[0].candidates)
+            if name in state["histories"] and candidates.get(name, own) == own:
+                self.histories[name] = RankHistory.from_list(state["histories"][name])
         self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
         if self.trigger is not None and len(state["trigger"]) == len(self._watched):
             self.trigger.load_list(state["trigger"])

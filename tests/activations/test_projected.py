@@ -68,6 +68,24 @@ def test_kinds_of_projection(changes):
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("held", [{}, PROJECT], ids=["recompute", "project"])
+@pytest.mark.parametrize("policy", [PAPER_KEPT, KEEP], ids=["paper", "keep"])
+@pytest.mark.parametrize("projection", ["right", "two_sided"])
+def test_columns_that_are_drawn_for_each_use(policy, held, projection):
+    """What draws them is no operation of the linear: the backend neither holds nor repeats it."""
+    changes = {"range_finder": "random", "projection": projection}
+    expected, _ = train(**changes)
+    found, _ = train(policy | held, **changes)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_columns_that_are_drawn_are_not_encoded():
+    encoded = PAPER_KEPT | {"attention_qkv": "int8", "mlp_intermediate": "int8"} | PROJECT
+    _, drawn = train(encoded, range_finder="random")
+    _, stored = train(encoded, update_interval=100)
+    assert drawn[-1].hits == stored[-1].hits
+
+
 @pytest.mark.parametrize(
     ("policy", "rerun"), [(PAPER_KEPT, ["attention_qkv"]), (RECOMPUTE, INSIDE)]
 )

@@ -201,7 +201,7 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"Scale": 1.0}, ".Scale", "did you mean \"hmt.optimizer.module_rules['q'].scale\"?"),
         ({"chunk_size": 8}, ".chunk_size", 'it belongs at "hmt.fpdt.chunk_size"'),
         ({}, "", "got {}. It sets nothing: "),
-        ({"rank": None}, "", "got {}. It sets nothing: "),
+        ({"rank": None}, "", "got {'rank': None}. It sets nothing: "),
         ({"rank": 8, "method": "adamw"}, ".rank", 'It means nothing with "method": "adamw"'),
         ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
         ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),

@@ -89,6 +89,10 @@ def test_options_and_settings():
         ("max_full_gradient_bytes", 0, ">= 1"),
         ("master_weights", "bf16", "fp32"),
         ("target_modules", "mlp", "list"),
+        ("target_modules", (), "at least one pattern"),
+        ("target_modules", ("",), "non-empty"),
+        ("target_modules", ("2", "("), "correct '('"),
+        ("exclude_modules", ("[",), "correct '['"),
         ("exclude_modules", None, "list"),
         ("seed", -1, "from 0"),
     ],
@@ -194,6 +198,30 @@ def test_what_cannot_work_is_refused_at_first_use(parameter, options, words):
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ["2", "bias"]}, r"'bias' decides nothing: 0\.bias .*\(not a matrix\)"),
+        (
+            {"target_modules": ["2", "^0"], "exclude_modules": ["0"]},
+            r"'\^0' decides nothing: 0\.weight .*\(excluded by '0'\)",
+        ),
+        (
+            {"target_modules": ["2", "^0"], "module_rules": {"0": {"method": "adamw"}}},
+            r"'\^0' decides nothing: 0\.weight .*\(module_rules decide it\)",
+        ),
+        (
+            {"exclude_modules": ["."]},
+            r"method is 'lowrank_adamw', but no trainable weight takes it",
+        ),
+    ],
+)
+def test_patterns_that_leave_nothing_to_the_method(options, words):
+    with pytest.raises(ValueError, match=words):
+        HMT(network(), **options)
+    HMT(network(), target_modules=["2"], module_rules={"0": {"method": "adamw"}})
+
+
 def test_modules_that_cannot_be_patched():
     class Doubled(nn.Linear):
         def forward(self, x):
@@ -239,7 +267,7 @@ def test_fields_in_a_group_are_refused(key, value, field, by_module):
 
 def test_sparse_gradients_are_refused():
     model = nn.Embedding(10, 4, sparse=True)
-    optimizer = HMT(model)
+    optimizer = HMT(model, method="adamw")
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()

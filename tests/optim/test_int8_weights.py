@@ -387,7 +387,7 @@ class Tied(nn.Module):
         ({"residual": "full"}, ["weight_dtype is 'int8'", "full residual"]),
         ({"method": "apollo"}, ["weight_dtype is 'int8'", '"method": "apollo"']),
         ({"method": "adamw"}, ["weight_dtype is 'int8'", '"method": "adamw"']),
-        ({"target_modules": ["0"], "exclude_modules": [""]}, ["no matrix to convert", "legal"]),
+        ({"exclude_modules": ["."]}, ["no trainable weight takes it", "legal"]),
     ],
 )
 def test_refused_options(options, words):
@@ -398,9 +398,15 @@ def test_refused_options(options, words):
     assert not any(p.isnan().any() for p in model.parameters())
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        (Doubled(16, 16), ["no matrix to convert", "legal", "exclude_modules"]),
         (Tied(), ["first.weight is also second.weight", "exclude_modules"]),
         (network(dtype=torch.float16), ["0.weight is torch.float16", "bfloat16"]),
         (

@@ -256,6 +256,35 @@ def test_full_rank_stays_within_its_bytes(share, expected):
     assert len(full) == expected
 
 
+def test_a_whole_side_among_the_candidates_is_no_fallback():
+    """It takes nothing of the bytes that fallbacks may."""
+    sources = [Source(16, 0.9, shape=(16, 16)), Source(48, 0.9)]
+    share = 48 * 64 / (48 * 64 + 16 * 16)
+    options = {"rank_candidates": (8, 16), "full_rank_budget": share, "update_interval": 3}
+    weights, optimizer = construct(sources, energy_threshold=0.999, **options)
+    for _ in train(weights, optimizer, sources, 12):
+        pass
+    small, large = optimizer.matrices.values()
+    assert (small.rank, small.full_rank) == (16, True)
+    assert large.full_rank
+
+
+def test_energies_of_other_candidates_are_forgotten():
+    options = {"rank_budget": 0.6, "update_interval": 3}
+    sources = heterogeneous()
+    weights, optimizer = construct(sources, **options)
+    for _ in train(weights, optimizer, sources, 4):
+        pass
+    saved = optimizer.state_dict()
+    measured = sum(matrix.measured for matrix in optimizer.matrices.values())
+    assert measured
+    for candidates, known in ((CANDIDATES, measured), (CANDIDATES[1:], 0)):
+        fresh = construct(sources, **{**options, "rank_candidates": candidates})[1]
+        fresh.load_state_dict(saved)
+        histories = fresh._policy.histories.values()
+        assert sum(history.latest is not None for history in histories) == known
+
+
 def test_full_rank_does_not_flip_at_the_threshold():
     optimizer = construct([Source(4, 0.1)], full_rank_budget=1.0, energy_threshold=0.9)[1]
     optimizer.describe()
