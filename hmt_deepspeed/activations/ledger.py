@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.activations.codecs import Held
+from hmt_deepspeed.kernels.chunks import row_chunks
 
 __all__ = ["ActivationReport", "Ledger"]
 
@@ -146,8 +147,11 @@ class Ledger:
     @torch.no_grad()
     def measure(self, label: str, tensor: Tensor, held: Held) -> None:
         """Add to a label's error. On the device: nothing waits."""
-        difference = (held.decode().float() - tensor.float()).square().sum()
-        squares = [difference, tensor.float().square().sum()]
+        read, flat = held.decode().reshape(-1), tensor.detach().reshape(-1)
+        chunks = list(row_chunks(len(flat), 1))
+        lost = [(read[chunk].float() - flat[chunk].float()).square().sum() for chunk in chunks]
+        whole = [flat[chunk].float().square().sum() for chunk in chunks]
+        squares = [torch.stack(lost).sum(), torch.stack(whole).sum()]
         with self._lock:
             before = self._squares.get(label)
             if before is not None:

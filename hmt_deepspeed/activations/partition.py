@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.kernels.chunks import row_chunks
 
 __all__ = ["Partitioned", "Replicas", "TorchReplicas", "fingerprint"]
 
@@ -197,10 +198,13 @@ def fingerprint(rows: Tensor, shape: Sequence[int]) -> Tensor:
         shape: of the tensor they are of; its first 8 dimensions count.
     """
     bits = rows.view(_BITS[rows.element_size()])
-    sums = [
-        (bits.sum(dim, dtype=torch.int64) * _weights(bits.shape[1 - dim], bits.device)).sum()
-        for dim in (0, 1)
-    ]
+    of_rows, of_columns = (
+        torch.zeros(size, dtype=torch.int64, device=bits.device) for size in bits.shape
+    )
+    for chunk in row_chunks(*bits.shape):  # torch widens to int64 before it sums
+        of_rows[chunk] = bits[chunk].sum(1, dtype=torch.int64)
+        of_columns += bits[chunk].sum(0, dtype=torch.int64)
+    sums = [(s * _weights(len(s), bits.device)).sum() for s in (of_columns, of_rows)]
     sizes = [*shape, *[-1] * _MAX_DIMS][:_MAX_DIMS]
     kind = [zlib.crc32(str(rows.dtype).encode()), len(shape), *sizes]
     return torch.stack([*torch.tensor(kind, device=bits.device), *sums])

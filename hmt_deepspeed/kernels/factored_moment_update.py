@@ -61,7 +61,7 @@ if triton is not None:
         in_rows, row_column = row < rows, row[:, None]
         squares = tl.zeros((BLOCK_ROWS, BLOCK_RANK), dtype=tl.float32)
         for start in range(0, rank, BLOCK_RANK):
-            column = start + tl.arange(0, BLOCK_RANK)[None, :]
+            column = (start + tl.arange(0, BLOCK_RANK)).to(tl.int64)[None, :]
             mask = in_rows[:, None] & (column < rank)
             source = projected_ptr + row_column * projected_row + column * projected_column
             projected = tl.load(source, mask=mask, other=0.0)
@@ -73,7 +73,7 @@ if triton is not None:
         tl.store(row_means_ptr + row, row_mean, mask=in_rows)
         row_root = tl.sqrt_rn(row_mean)[:, None]
         for start in range(0, rank, BLOCK_RANK):
-            column = start + tl.arange(0, BLOCK_RANK)[None, :]
+            column = (start + tl.arange(0, BLOCK_RANK)).to(tl.int64)[None, :]
             mask = in_rows[:, None] & (column < rank)
             source = projected_ptr + row_column * projected_row + column * projected_column
             projected = tl.load(source, mask=mask, other=0.0)

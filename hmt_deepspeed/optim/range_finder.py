@@ -50,8 +50,12 @@ class Subspace:
     products: int = 0
 
     def captured(self) -> Tensor:
-        """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r))."""
-        return self.energies.cumsum(0) / self.total.clamp_min(_TINY)
+        """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r)).
+
+        On the host, waiting for the device: there torch has no deterministic cumulative sum.
+        """
+        sums = torch.cat((self.energies, self.total.view(1))).cpu()
+        return sums[:-1].cumsum(0) / sums[-1].clamp_min(_TINY)
 
 
 class _Rows:
@@ -281,7 +285,8 @@ def find_subspace_to_energy(
     wider = [rank for rank in ranks if rank >= first]
     if kind == "svd":  # one decomposition has them all
         full = exact_subspace(gradient, ranks[-1], generator, start, remembered)
-        rank = next((r for r in wider if full.captured()[r - 1] >= threshold), wider[-1])
+        captured = full.captured()
+        rank = next((r for r in wider if captured[r - 1] >= threshold), wider[-1])
         return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
     found = find_subspace(kind, gradient, first, generator, start, remembered)
     sketch: _Sketch | None = None

@@ -10,21 +10,16 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
-from hmt_deepspeed.optim.apply import (
-    apply_adamw_rounded_,
-    apply_whole_,
-    apply_whole_rounded_,
-)
+from hmt_deepspeed.optim.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.assign import Assignment
 from hmt_deepspeed.optim.basis import keyed_seed
 from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.dense import DenseState, dense_adamw_, new_dense_state, state_keys
 from hmt_deepspeed.optim.int8_linear import Int8Weight
 from hmt_deepspeed.optim.linear import ProjectedSite
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.rules import adamw_
 from hmt_deepspeed.optim.sharing import held_projection
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 
 __all__ = ["ParameterRow", "Slot"]
 
@@ -67,10 +62,10 @@ class Slot:
     ) -> None:
         self.param, self.assigned, self.state = param, assigned, state
         self.seed = seed
-        self.state_dtype = state_dtype if param.numel() >= MIN_INT8_ELEMENTS else "fp32"
+        self.state_dtype = state_dtype
         self.rounded = rounded and param.dtype == torch.bfloat16
         self.matrix: MatrixRule | None = None
-        self.dense: tuple[StateTensor, StateTensor, Tensor] | None = None
+        self.dense: DenseState | None = None
         self.site: ProjectedSite | None = None
         self.encoded: Int8Weight | None = None
         self.due = False
@@ -144,7 +139,9 @@ class Slot:
         """Squared norm of the gradient, estimated when projected; 0-dim fp32."""
         if self.matrix is None:
             gradient = self.param.grad
-            return None if gradient is None else gradient.float().square().sum()
+            if gradient is None:
+                return None
+            return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
         reduced = self.reduced()
         if reduced is None:
             return None
@@ -200,28 +197,28 @@ class Slot:
             low_rank_update_(weight, left, right, lr, decay, key)
         self._write_back(weight)
 
-    def _dense_state(self) -> tuple[StateTensor, StateTensor, Tensor]:
+    def _dense_state(self) -> DenseState:
         if self.dense is None:
-            shape, device = tuple(self.param.shape), self.param.device
-            self.dense = (
-                StateTensor(shape, self.state_dtype, True, device),
-                StateTensor(shape, self.state_dtype, False, device),
-                torch.zeros((), device=device),
+            param = self.param
+            self.dense = new_dense_state(
+                tuple(param.shape), self.state_dtype, param.numel(), param.device
             )
         return self.dense
 
     def _step_dense(self, gradient: Tensor, group: Mapping[str, Any], step: int) -> None:
-        first, second, taken = self._dense_state()
-        moments = (first.read(), second.read())
-        hyper = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-        hyper["lr"] = float(group["lr"])
         weight = self._writable()
-        if self.rounded:
-            key = keyed_seed(self.seed, self.name, "round", step)
-            apply_adamw_rounded_(weight, gradient, *moments, taken, key, **hyper)
-        else:
-            adamw_(weight, gradient.float().contiguous(), *moments, taken, **hyper)
-        write_moments(self.dense, moments, self.seed, self.name, step)
+        dense_adamw_(
+            weight.view(-1),
+            gradient.reshape(-1),
+            self._dense_state(),
+            factor=None,
+            key=keyed_seed(self.seed, self.name, "round", step),
+            state_keys=state_keys(self.seed, self.name, step),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
         self._write_back(weight)
 
     def _writable(self) -> Tensor:
@@ -294,16 +291,3 @@ class Slot:
             value = saved[key].to(self.param.device, torch.float32)
             state.write(value.clone(), None)
         step.copy_(saved["step"])
-
-
-def write_moments(
-    states: tuple[StateTensor, StateTensor, Tensor] | None,
-    moments: tuple[Tensor, Tensor],
-    seed: int,
-    name: str,
-    step: int,
-) -> None:
-    """Store dense AdamW moments after a step, rounded stochastically where they are not fp32."""
-    assert states is not None
-    for which, (state, value) in enumerate(zip(states[:2], moments, strict=True)):
-        state.write(value, keyed_seed(seed, name, "state", which, step))

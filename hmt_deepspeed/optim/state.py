@@ -71,6 +71,27 @@ class StateTensor:
         else:
             self.data.copy_(value)
 
+    def read_part(self, begin: int, end: int) -> Tensor:
+        """fp32 values of a range of the flat state, which starts at a multiple of 256; of fp32 the stored ones."""
+        data = self.data.view(-1)[begin:end]
+        if self.scales is None:
+            return data.float()
+        scales = self.scales[begin // BLOCK : -(-end // BLOCK)]
+        return decode_state(data, scales, self.signed, (end - begin,))
+
+    def write_part(self, begin: int, value: Tensor, key: int | None) -> None:
+        """Store a range in place; what :meth:`read_part` of fp32 gave is there already. Rounds as :meth:`write`
+        of the whole would."""
+        data = self.data.view(-1)[begin : begin + value.numel()]
+        if self.scales is not None:
+            codes, scales = encode_state(value, self.signed, key, begin)
+            data.copy_(codes)
+            self.scales[begin // BLOCK :][: len(scales)].copy_(scales)
+        elif self.dtype == "bf16" and key is not None:
+            stochastic_round(value, data, key, begin)
+        elif value.data_ptr() != data.data_ptr():
+            data.copy_(value)
+
     def tensors(self) -> list[Tensor]:
         """What is stored: ``data``, and ``scales`` where there are."""
         return [self.data] if self.scales is None else [self.data, self.scales]

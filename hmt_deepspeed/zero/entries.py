@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hmt_deepspeed.optim.assign import Assignment, assign_rules, linear_weights, tied_weights
 from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.dense import DenseState, new_dense_state
 from hmt_deepspeed.optim.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, StateTensor
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
 from hmt_deepspeed.zero.host_adamw import HostAdamW
@@ -107,9 +107,6 @@ class ZeroSettings:
     def undoes(self) -> bool:
         """Whether updates begun before the verdict may have to be taken back."""
         return self.steps_early and self.has_verdict
-
-
-DenseState = tuple[StateTensor, StateTensor, Tensor]
 
 
 @dataclass(eq=False)
@@ -215,7 +212,9 @@ def build_entries(
             gradient.host = HostGradient(weight.worker, name, weight.num_elements)
             host = HostAdamW(weight, gradient.host, state[2])
         elif matrix is None:
-            state = _dense_state(weight, options["state_dtype"])
+            state = new_dense_state(
+                (weight.num_elements,), options["state_dtype"], weight.shards.m, weight.device
+            )
         entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
     return entries
 
@@ -233,14 +232,6 @@ def _assignments(
         exclude_modules=options["exclude_modules"],
         linear_names=modules,
     )
-
-
-def _dense_state(weight: Weight, state_dtype: str) -> DenseState:
-    """AdamW's moments of the elements held here; small tensors stay in fp32."""
-    kind = state_dtype if weight.shards.m >= MIN_INT8_ELEMENTS else "fp32"
-    shape, device = (weight.num_elements,), weight.device
-    first, second = (StateTensor(shape, kind, signed, device) for signed in (True, False))
-    return first, second, torch.zeros((), device=device)
 
 
 def _host_weight(

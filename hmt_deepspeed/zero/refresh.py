@@ -64,8 +64,10 @@ class BasisRefresh:
         for place, (index, group) in enumerate(refreshing):
             leader = self._matrix(group[0])
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                first, sought = policy.first_width(index), policy.sought_energy(index)
-                subspace = self._find(group, first, sought, past[place], step)
+                subspace = None
+                if self._gradient(group[0]).owner == self.collectives.rank:
+                    first, sought = policy.first_width(index), policy.sought_energy(index)
+                    subspace = self._find(group, first, sought, past[place], step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])

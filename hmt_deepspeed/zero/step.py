@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from hmt_deepspeed.optim.basis import keyed_seed
+from hmt_deepspeed.optim.dense import state_keys
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.slot import write_moments
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight
@@ -209,13 +209,11 @@ class ZeroStep:
     def _step_dense(self, entry: Entry, factor: Tensor, key: int, step_count: int) -> None:
         reduced, state = entry.gradient.reduced, entry.dense_state
         assert state is not None
-        if reduced is None:  # unused in this window: DeepSpeed's ZeRO counts it as zero too
-            gradient = torch.zeros(state[0].shape, device=state[0].data.device)
-        else:
-            gradient = reduced.reshape(-1).float().mul_(factor)
-        moments = (state[0].read(), state[1].read())
-        entry.weight.step_dense(gradient, (*moments, state[2]), key, **entry.hyper())
-        write_moments(state, moments, self.options["seed"], entry.name, step_count)
+        # unused in this window: DeepSpeed's ZeRO counts it as zero too
+        gradient = None if reduced is None else reduced.reshape(-1)
+        keys = state_keys(self.options["seed"], entry.name, step_count)
+        hyper = {"factor": factor, "state_keys": keys, **entry.hyper()}
+        entry.weight.step_dense(gradient, state, key, **hyper)
 
     @torch.no_grad()
     def finish(self, last: Entry | None = None) -> None:

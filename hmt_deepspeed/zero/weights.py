@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product, low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.apply import apply_whole_
-from hmt_deepspeed.optim.rules import adamw_
+from hmt_deepspeed.optim.dense import DenseState, dense_adamw_
 from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.residency import on_ssd, resident
 from hmt_deepspeed.zero.shards import RowShards, padded
@@ -128,15 +128,23 @@ class Weight:
 
     def step_dense(
         self,
-        gradient: Tensor,
-        state: tuple[Tensor, Tensor, Tensor],
+        gradient: Tensor | None,
+        state: DenseState,
         key: int,
-        **hyper: object,
+        **hyper: Any,
     ) -> None:
-        """AdamW on the shard; ``state`` is (exp_avg, exp_avg_sq, step) fp32, ``gradient`` flat fp32."""
-        values = self.master_values()
-        adamw_(values, gradient, *state, **hyper)  # type: ignore[arg-type]
-        self._write(values, key)
+        """AdamW on the shard; arguments as of :func:`hmt_deepspeed.optim.dense.dense_adamw_`."""
+        hyper |= {"key": key, "offset": self.shards.flat(self.rank)[0]}
+        if self.master is not None:
+            dense_adamw_(self.master, gradient, state, **hyper)
+            self._write(self.master, key)
+            return
+        with self.shard() as shard:
+            values = shard.to(self.device)  # the shard itself, but for one that is offloaded
+            dense_adamw_(values, gradient, state, **hyper)
+        if self._offloaded:
+            with self.shard(overwrite=True) as shard:
+                shard.copy_(values)
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` (fp32) of its rows x n."""

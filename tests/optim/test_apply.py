@@ -3,7 +3,7 @@
 import torch
 
 from hmt_deepspeed.optim import apply
-from hmt_deepspeed.optim.apply import apply_adamw_rounded_, apply_whole_, apply_whole_rounded_
+from hmt_deepspeed.optim.apply import apply_whole_, apply_whole_rounded_
 
 M, N, LR, DECAY = 37, 20, 1e-2, 0.1
 
@@ -30,28 +30,3 @@ def test_rounding_of_a_whole_update_does_not_depend_on_chunks_or_shards(monkeypa
     apply_whole_rounded_(chunked, update, LR, DECAY, 3)
     assert torch.equal(whole, chunked)
     assert torch.equal(whole, shards)
-
-
-def test_rounded_adamw_does_not_depend_on_chunks(monkeypatch):
-    results = []
-    for chunk in (1 << 22, 96):  # whole vectors, as the real one: a ragged tail rounds otherwise
-        monkeypatch.setattr(apply, "CHUNK_ELEMENTS", chunk)
-        weight, step = randn(M, N).bfloat16(), torch.zeros(())
-        mean, second = torch.zeros(M, N), torch.zeros(M, N)
-        for i in range(3):
-            apply_adamw_rounded_(
-                weight,
-                randn(M, N, seed=i).bfloat16(),
-                mean,
-                second,
-                step,
-                i,
-                lr=LR,
-                betas=(0.9, 0.95),
-                eps=1e-8,
-                weight_decay=DECAY,
-            )
-        assert step.item() == 3
-        results.append((weight, mean, second))
-    for whole, chunked in zip(*results, strict=True):
-        assert torch.equal(whole, chunked)
