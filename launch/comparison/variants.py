@@ -95,7 +95,6 @@ VARIANTS: dict[str, Variant] = {
     "apollo_mini": Variant("apollo", _apollo(rank=1, scale=128.0, scale_type="tensor"), _QUARTER),
     "hmt_d4": Variant("hmt", _hmt(**_EARLY), _QUARTER),
     "hmt_d2": Variant("hmt", _hmt(rank="d/2"), _QUARTER),
-    "hmt_d8": Variant("hmt", _hmt(rank="d/8"), _QUARTER),
     "hmt_d32": Variant("hmt", _hmt(rank="d/32"), _QUARTER),  # a thirtieth of the moments
     "hmt_energy": Variant(
         "hmt", _hmt(rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _QUARTER
@@ -149,26 +148,9 @@ VARIANTS: dict[str, Variant] = {
     "hmt_equal_energy_out_of_sample": Variant(
         "hmt", _hmt(**_EARLY, **{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),
-    # bases that remember past gradients, at a fixed rank and with ranks by energy
-    "hmt_basis_momentum_d4": Variant("hmt", _hmt(projection="auto", basis_momentum=0.5), _QUARTER),
+    # bases that remember past gradients
     "hmt_basis_momentum_08_d4": Variant(
         "hmt", _hmt(projection="auto", basis_momentum=0.8), _QUARTER
-    ),
-    "hmt_basis_momentum_09_d4": Variant(
-        "hmt", _hmt(projection="auto", basis_momentum=0.9), _QUARTER
-    ),
-    "hmt_basis_momentum_energy": Variant(
-        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7, basis_momentum=0.8), _QUARTER
-    ),
-    # and with the stronger updates of queries and keys
-    "hmt_basis_momentum_queries_keys_scaled": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            basis_momentum=0.8,
-            module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}},
-        ),
-        _QUARTER,
     ),
     # or bases that change less because they seldom do, and the peers' so
     "galore_interval_200": Variant(
@@ -185,7 +167,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_auto_side_d4_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
     ),
-    # before their time where they drift, or never; and then with a residual as wide as the basis, or whole
+    # before their time where they drift, or never; and then with a residual as wide as the basis, none, or whole
     "hmt_early_085_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200, early_refresh=0.85), _QUARTER
     ),
@@ -195,6 +177,16 @@ VARIANTS: dict[str, Variant] = {
     "hmt_wide_residual_200": Variant(
         "hmt",
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
+        _QUARTER,
+    ),
+    "hmt_no_residual_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="none"),
+        _QUARTER,
+    ),
+    "hmt_full_residual_200": Variant(
+        "hmt",
+        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
         _QUARTER,
     ),
     # half as wide, for the time that the columns take
@@ -225,11 +217,6 @@ VARIANTS: dict[str, Variant] = {
             early_refresh=False,
             probes="d/4",
         ),
-        _QUARTER,
-    ),
-    "hmt_full_residual_200": Variant(
-        "hmt",
-        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
         _QUARTER,
     ),
     "hmt_auto_side_d2": Variant("hmt", _hmt(**_EARLY, projection="auto", rank="d/2"), _QUARTER_D2),
@@ -291,15 +278,8 @@ VARIANTS: dict[str, Variant] = {
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # updates as large as AdamW's at every rank, at AdamW's learning rates
     "hmt_matched_d4": Variant("hmt", _hmt(**_EARLY, projection="auto", **_MATCH), _MATCHED),
-    "hmt_matched_energy": Variant("hmt", _hmt(**{**_ENERGY, **_MATCH}), _MATCHED),
-    "hmt_matched_int8_d2": Variant(
-        "hmt",
-        _hmt(projection="auto", rank="d/2", state_dtype="int8", **_MATCH),
-        _MATCHED,
-    ),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
-    "hmt_d4_whole": Variant("hmt", _hmt(scale=1.0), _WHOLE),
     "hmt_auto_side_d4_scale_035": Variant(
         "hmt", _hmt(**_EARLY, projection="auto", scale=0.35), _QUARTER
     ),
