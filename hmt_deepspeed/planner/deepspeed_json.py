@@ -43,7 +43,7 @@ def deepspeed_json(
             "params": {"lr": _LEARNING_RATES[answer.mode.method]},
         },
         "bf16": {"enabled": True},
-        "zero_optimization": _zero_block(request, setup, nvme_path),
+        "zero_optimization": _zero_block(request, setup, nvme_path, answer.is_stock),
     }
     if not answer.is_stock:
         activations = _activations_block(request, answer, plan, nvme_path if uses_ssd else None)
@@ -51,7 +51,9 @@ def deepspeed_json(
     return config
 
 
-def _zero_block(request: Request, setup: RunSetup, nvme_path: str | None) -> dict[str, Any]:
+def _zero_block(
+    request: Request, setup: RunSetup, nvme_path: str | None, is_stock: bool
+) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.zero_stage}
     zero |= {"overlap_comm": True, "reduce_bucket_size": BUCKET_ELEMENTS}
     if setup.zero_stage in (1, 2):
@@ -64,7 +66,9 @@ def _zero_block(request: Request, setup: RunSetup, nvme_path: str | None) -> dic
         ("offload_optimizer", setup.offload_optimizer),
     ):
         if device != "none":
-            zero[key] = {"device": device, "pin_memory": True}
+            # HMT's states travel through pools of their own: page-locking all of them would gain nothing
+            pinned = key == "offload_param" or is_stock
+            zero[key] = {"device": device, "pin_memory": pinned}
             if device == "nvme":
                 zero[key]["nvme_path"] = nvme_path
     if setup.offload_param == "nvme":
