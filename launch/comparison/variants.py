@@ -195,7 +195,7 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/8"),
         _QUARTER,
     ),
-    # ranks by energy under the same residual, and a fixed rank of about as many columns
+    # ranks by energy under the same residual, and fixed ranks of about as many columns and of more
     "hmt_wide_residual_energy_200": Variant(
         "hmt",
         _hmt(
@@ -213,6 +213,17 @@ VARIANTS: dict[str, Variant] = {
         _hmt(
             projection="auto",
             rank="5d/16",
+            update_interval=200,
+            early_refresh=False,
+            probes="d/4",
+        ),
+        _QUARTER,
+    ),
+    "hmt_wide_residual_3d8_200": Variant(
+        "hmt",
+        _hmt(
+            projection="auto",
+            rank="3d/8",
             update_interval=200,
             early_refresh=False,
             probes="d/4",
