@@ -195,24 +195,13 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/8"),
         _QUARTER,
     ),
-    # ranks by energy under the same residual, and fixed ranks of about as many columns and of more
+    # ranks by energy under the same residual, and a fixed rank of more columns
     "hmt_wide_residual_energy_200": Variant(
         "hmt",
         _hmt(
             **_FINE,
             **_LATER,
             energy_threshold=0.7,
-            update_interval=200,
-            early_refresh=False,
-            probes="d/4",
-        ),
-        _QUARTER,
-    ),
-    "hmt_wide_residual_5d16_200": Variant(
-        "hmt",
-        _hmt(
-            projection="auto",
-            rank="5d/16",
             update_interval=200,
             early_refresh=False,
             probes="d/4",
@@ -342,7 +331,8 @@ VARIANTS: dict[str, Variant] = {
 # their own, each beside one of these.
 EXPERIMENT = (
     *("adamw", "galore", "galore_interval_200", "fira", "fira_interval_200"),
-    *("apollo", "apollo_interval_200", "hmt_auto_side_d4", "hmt_wide_residual_200"),
+    *("apollo", "apollo_interval_200", "hmt_auto_side_d4"),
+    *("hmt_half_wide_residual_200", "hmt_wide_residual_200"),
     *("hmt_proposed", "hmt_auto_side_int8_states_d2", "hmt_auto_side_int8_factored_3d8"),
     *("apollo_mini", "hmt_apollo_mini", "lora", "qlora"),
 )
