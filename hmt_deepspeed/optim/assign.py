@@ -140,8 +140,6 @@ def assign_rules(
 
     assigned = [assign(name, tuple(shape)) for name, shape in parameters]
     _check_targets(target_modules or (), assigned, [pattern for pattern, _ in module_rules])
-    if settings is not None and linear is not None:
-        _check_any(settings, assigned)
     for assignment in assigned:
         _check(assignment)
     return assigned
@@ -187,17 +185,6 @@ def _check_targets(
                 f"({why}); legal: a pattern that matches some linear's weight which neither exclude_modules nor "
                 "module_rules takes. Correct or remove it."
             )
-
-
-def _check_any(settings: MatrixSettings, assigned: Sequence[Assignment]) -> None:
-    """Refuse a method that no weight of a model takes."""
-    if assigned and not any(a.low_rank for a in assigned):
-        reasons = "; ".join(f"{a.name}: {a.reason}" for a in assigned[:3])
-        raise ValueError(
-            f"hmt.optimizer.method is {settings.method!r}, but no trainable weight takes it ({reasons}); legal: a "
-            "model with the weight of a linear layer that target_modules and exclude_modules leave to it. "
-            'Change them, or use "adamw".'
-        )
 
 
 def _check(assigned: Assignment) -> None:

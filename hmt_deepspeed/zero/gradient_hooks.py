@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -11,7 +10,7 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
-from hmt_deepspeed.zero.gradients import GradientReducer
+from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
 
 __all__ = ["register_gradient_hooks"]
 
@@ -34,8 +33,8 @@ def register_gradient_hooks(
     """
     params = [gradient.param for gradient in reducer.gradients]
 
-    def fired(arrive: Callable[[bool], None]) -> Callable[..., None]:
-        """Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
+    def fired(arrived: Gradient | nn.Module) -> Callable[..., None]:
+        """Of a gradient, or of a leaf. Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
 
         def hook(*_: object) -> None:
             # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
@@ -43,7 +42,11 @@ def register_gradient_hooks(
             optimizer.reenter_backward_if_needed()
             reducer.last = optimizer.is_gradient_accumulation_boundary()
             reduce_now = optimizer.partition_gradients or reducer.last
-            arrive(reduce_now and optimizer.reduction_enabled)
+            reduce_now = reduce_now and optimizer.reduction_enabled
+            if isinstance(arrived, Gradient):
+                reducer.arrive(arrived, reduce_now)
+            else:
+                reducer.arrive_leaf(arrived, reduce_now)
             expected = optimizer._max_expected_hooks_seen
             if refresh:
                 expected = count_used_parameters_in_backward(params) + len(leaves)
@@ -56,12 +59,11 @@ def register_gradient_hooks(
         param: Any = gradient.param
         if partitioned:
             param.all_gather()  # the gradient accumulator must see the whole parameter
-        hooks.append(register_grad_hook(param, fired(partial(reducer.arrive, gradient))))
+        hooks.append(register_grad_hook(param, fired(gradient)))
         if partitioned:
             param.partition()
     for leaf in leaves:
-        hook = _at_inputs(fired(partial(reducer.arrive_leaf, leaf)))
-        hooks.append(leaf.register_full_backward_hook(hook))
+        hooks.append(leaf.register_full_backward_hook(_at_inputs(fired(leaf))))
     return hooks
 
 

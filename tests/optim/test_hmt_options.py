@@ -210,10 +210,6 @@ def test_what_cannot_work_is_refused_at_first_use(parameter, options, words):
             {"target_modules": ["2", "^0"], "module_rules": {"0": {"method": "adamw"}}},
             r"'\^0' decides nothing: 0\.weight .*\(module_rules decide it\)",
         ),
-        (
-            {"exclude_modules": ["."]},
-            r"method is 'lowrank_adamw', but no trainable weight takes it",
-        ),
     ],
 )
 def test_patterns_that_leave_nothing_to_the_method(options, words):
@@ -267,7 +263,7 @@ def test_fields_in_a_group_are_refused(key, value, field, by_module):
 
 def test_sparse_gradients_are_refused():
     model = nn.Embedding(10, 4, sparse=True)
-    optimizer = HMT(model, method="adamw")
+    optimizer = HMT(model)
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()

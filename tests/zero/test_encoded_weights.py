@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, list[str]]] 
         {"exclude_modules": ["weight"]},
         BF16,
         False,
-        ["no trainable weight takes it", "excluded by 'weight'", "legal", "exclude_modules"],
+        ["weight_dtype is 'int8'", "no matrix to convert", "legal", "exclude_modules"],
     ),
 }
 
