@@ -136,9 +136,8 @@ class ProjectedSite:
         assert self.projection is not None
         if isinstance(self.projection, Tensor):
             return self.projection
-        with (
-            _disable_current_modes()
-        ):  # a backend that watches the linear's operations must not see the draw's
+        # A backend that watches the linear's operations must not see the draw's.
+        with _disable_current_modes():
             return self.projection()
 
     @property
