@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
-from hmt_deepspeed.optim.basis_momentum import column_energies
+from hmt_deepspeed.optim.column_energies import column_energies
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -286,11 +286,13 @@ class HMT(Optimizer):
         gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
         if gradient is None:
             return False
-        self._policy.close_windows([number])
+        columns, past = None, None
+        if self._policy.reads_columns(number):
+            columns = column_energies(matrices, [slice(None)] * len(matrices))
+        self._policy.close_windows({} if columns is None else {number: columns})
         first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
-        past = column_energies(matrices, [slice(None)] * len(matrices))
-        if past is not None:
-            past = self._policy.remembered(number, past)
+        if columns is not None and leader.settings.basis_momentum:
+            past = self._policy.remembered(number, columns)
         found = leader.find_basis(gradient, self._steps, first, sought, past)
         if found is not None:
             energies = leader.captured_at_candidates(found)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.later_energy import Exponents, later_energies, own_energy
+from hmt_deepspeed.optim.later_energy import later_energies, own_energy
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import OWN_WEIGHT, MatrixRule
+from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
 from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
@@ -26,6 +26,7 @@ from hmt_deepspeed.optim.rank_history import (
     predict_rank,
     prior_rank,
 )
+from hmt_deepspeed.optim.windows import Windows, group_energy
 
 __all__ = ["RankPolicy", "build_policy"]
 
@@ -87,9 +88,9 @@ class RankPolicy:
     ) -> None:
         self.groups = groups
         self.rank_budget, self.full_rank_bytes = rank_budget, full_rank_bytes
-        self.out_of_sample = out_of_sample
         self.histories = {group[0].name: RankHistory() for group in groups}
-        self._exponents = Exponents(self.histories)  # as of the last closed windows
+        leaders = {i: self._leader(i) for i in self._budgeted()}
+        self._windows = Windows(leaders, groups, self.histories) if out_of_sample else None
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
@@ -104,28 +105,21 @@ class RankPolicy:
 
     # -- a refresh ------------------------------------------------------------------------------
 
-    def close_windows(self, indices: Sequence[int]) -> None:
+    def reads_columns(self, index: int) -> bool:
+        """Whether group ``index`` needs the energies along its old basis' directions for a new one."""
+        settings = self._leader(index).settings
+        return settings.basis_momentum != 0 or (self._windows is not None and settings.rank is None)
+
+    def close_windows(self, column_energies: Mapping[int, Tensor]) -> None:
         """Note what the bases of groups that refresh now have captured since their last refresh.
 
         Before any of them chooses: every process must have seen the same when the first does.
-        """
-        if not self.out_of_sample:
-            return
-        known = [i for i in indices if self.histories[self._leader(i).name].latest is not None]
-        seen = [i for i in known if self._leader(i).measures_energy]
-        sums = torch.stack([self._later_sums(i) for i in seen]).tolist() if seen else []
-        for index, (inside, total, weight) in zip(seen, sums, strict=True):
-            if weight > OWN_WEIGHT:
-                self.histories[self._leader(index).name].note_later(inside / total)
-        self._exponents = Exponents(self.histories)
 
-    def _later_sums(self, index: int) -> Tensor:
-        """Smoothed squared norms of a group's gradients inside the basis and in all, and the most weight that
-        a member's gradients have in them; (3,) fp32."""
-        squares = torch.stack([m.mean_square_norm for m in self.groups[index]])
-        shares = torch.stack([m.smoothed_energy() for m in self.groups[index]])
-        weights = torch.stack([m.energy_weight for m in self.groups[index]])
-        return torch.stack(((shares * squares).sum(), squares.sum(), weights.max()))
+        Args:
+            column_energies: by group, :func:`hmt_deepspeed.optim.column_energies.column_energies` of all holders.
+        """
+        if self._windows is not None:
+            self._windows.close(column_energies)
 
     def remembered(self, index: int, column_energies: Tensor) -> Tensor:
         """Shares of past gradients' energy along each direction of a group's basis, (r,) fp32, for a new one.
@@ -134,7 +128,7 @@ class RankPolicy:
         so that a basis which the gradients have left is not remembered.
 
         Args:
-            column_energies: :func:`hmt_deepspeed.optim.basis_momentum.column_energies`, of all holders.
+            column_energies: see :meth:`close_windows`.
         """
         shares = column_energies / column_energies.sum().clamp_min(_TINY)
         return shares * self._energy(index) if self._leader(index).measures_energy else shares
@@ -143,7 +137,7 @@ class RankPolicy:
         """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""
         if len(self.groups[index]) == 1:
             return self.groups[index][0].smoothed_energy()
-        inside, total, _ = self._later_sums(index)
+        inside, total, _ = group_energy(self.groups[index])
         return inside / total.clamp_min(_TINY)
 
     def _log_norm(self, index: int) -> float:
@@ -152,10 +146,18 @@ class RankPolicy:
         return 0.5 * float((2 * norms).logsumexp(0))
 
     def first_width(self, index: int) -> int:
-        """Candidate rank at which group ``index`` starts its range finding; the budget needs them all."""
+        """Candidate rank at which group ``index`` starts its range finding.
+
+        Where later energies are known, what it will choose; a budget that does not know them needs all.
+        """
         leader = self._leader(index)
+        curve = self._curve(leader)
         if self.rank_budget is not None:
-            return leader.candidates[-1]
+            if curve is None:
+                return leader.candidates[-1]
+            return self._plan(index, curve, self.rank_budget)[0]
+        if curve is not None:
+            return self._reaching(leader, curve)
         history = self.histories[leader.name]
         if history.latest is None:
             prior = prior_rank(self._types[leader.name], self.histories, leader.candidates)
@@ -173,16 +175,21 @@ class RankPolicy:
         """Captured energy of its own gradient at which group ``index`` can end its range finding."""
         leader = self._leader(index)
         threshold = leader.settings.energy_threshold
-        if not self.out_of_sample:
+        if self._windows is None:
             return threshold
-        return own_energy(threshold, self._exponents.at(leader.name, leader.candidates))
+        known = self._windows.curve(leader) is not None
+        return 0.0 if known else own_energy(threshold, self._windows.exponent(leader))
 
-    def _expected(self, index: int, energies: Sequence[float]) -> Sequence[float]:
-        """Captured energies to choose by, from those of the own gradient."""
-        if not self.out_of_sample:
+    def _curve(self, leader: LowRankMatrix) -> Sequence[float] | None:
+        """Energies of later gradients at the candidates, where windows have shown them."""
+        return None if self._windows is None else self._windows.curve(leader)
+
+    def _expected(self, leader: LowRankMatrix, energies: Sequence[float]) -> Sequence[float]:
+        """Captured energies to choose by, at as many candidates as are known; ``energies``: of the own gradient."""
+        if self._windows is None:
             return energies
-        leader = self._leader(index)
-        return later_energies(energies, self._exponents.at(leader.name, leader.candidates))
+        curve = self._windows.curve(leader)
+        return later_energies(energies, self._windows.exponent(leader)) if curve is None else curve
 
     def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
         """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""
@@ -202,10 +209,7 @@ class RankPolicy:
         """
         leader = self._leader(index)
         rank = self._choose(index, leader, energies)
-        own = dict(zip(leader.candidates, energies, strict=False)).get(rank)
-        self.histories[leader.name].add(
-            step, rank, energies, None if leader.is_full_at(rank) else own
-        )
+        self.histories[leader.name].add(step, rank, energies)
         if leader.energy_weight:
             self.log_norms[leader.name] = self._log_norm(index)
         if self.trigger is not None and index in self._watched:
@@ -217,14 +221,17 @@ class RankPolicy:
             return leader.candidates[0]
         if self.rank_budget is not None:
             return self._within_budget(index, leader, energies, self.rank_budget)
-        energies = self._expected(index, energies)
+        expected = self._expected(leader, energies)
+        complete = len(expected) == len(leader.candidates)
         threshold = leader.settings.energy_threshold
-        complete = len(energies) == len(leader.candidates)
-        missed = complete and misses_threshold(energies[-1], threshold, _is_full(leader))
+        missed = complete and misses_threshold(expected[-1], threshold, _is_full(leader))
         if missed and self._affords_full_rank(index):
             return leader.shape[1]
+        return min(self._reaching(leader, expected), leader.candidates[len(energies) - 1])
+
+    def _reaching(self, leader: LowRankMatrix, energies: Sequence[float]) -> int:
         current = leader.rank if leader.measured and not leader.full_rank else None
-        return select_rank(energies, leader.candidates, threshold, current)
+        return select_rank(energies, leader.candidates, leader.settings.energy_threshold, current)
 
     # -- bytes ----------------------------------------------------------------------------------
 
@@ -243,26 +250,36 @@ class RankPolicy:
     def _within_budget(
         self, index: int, leader: LowRankMatrix, energies: Sequence[float], budget: int
     ) -> int:
-        """This group's part of the plan for all, as far as the others' present ranks leave room.
+        """This group's part of the plan, as far as the others' present ranks and what was sketched leave room."""
+        planned, legal = self._plan(index, energies, budget)
+        others = sum(self.bytes_at(i, self._leader(i).rank) for i in self._budgeted() if i != index)
+        fitting = [
+            rank
+            for rank in legal
+            if rank <= min(planned, leader.candidates[len(energies) - 1])
+            and self.bytes_at(index, rank) + others <= budget
+        ]
+        return fitting[-1] if fitting else legal[0]
+
+    def _plan(
+        self, index: int, energies: Sequence[float], budget: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """The rank that the plan for all has for this group, and those that it may choose from.
 
         The plan knows every group by its last spectrum, one that was not measured yet by that of its type.
         The others reach their part of it at their own refreshes.
+
+        Args:
+            energies: of the gradient that makes the group's new basis, or its curve of later ones.
         """
-        spectra, present, others = [], [], 0
+        spectra, present = [], []
         for i, captured in (self._known(energies) | {index: energies}).items():
             member = self._leader(i)
-            spectra.append(self._spectrum(i, self._expected(i, captured)))
+            spectra.append(self._spectrum(i, self._expected(member, captured)))
             kept = [rank for rank in spectra[-1].candidates if rank <= member.rank]
             present.append(kept[-1] if kept else spectra[-1].candidates[0])
-            others += self.bytes_at(i, member.rank) if i != index else 0
         place = self._budgeted().index(index)
-        planned = _planned(spectra, present, budget)[place]
-        fitting = [
-            rank
-            for rank in spectra[place].candidates
-            if rank <= planned and self.bytes_at(index, rank) + others <= budget
-        ]
-        return fitting[-1] if fitting else spectra[place].candidates[0]
+        return _planned(spectra, present, budget)[place], spectra[place].candidates
 
     def _known(self, energies: Sequence[float]) -> dict[int, Sequence[float]]:
         """Captured energies of each group at its last refresh.

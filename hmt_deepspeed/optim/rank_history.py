@@ -41,15 +41,15 @@ class RankRecord:
     """One refresh, and what came of it.
 
     step: of the refresh. rank: that was chosen. captured: E at the candidates that were sketched, from the
-    first. own: E of the gradient that made the basis, at its rank; None for full rank. later: E of the
-    gradients since, None where nobody has looked.
+    first, of the gradient that made the basis. later: E of the gradients since, at the candidates up to the
+    rank; None where nobody has looked. fading: see :func:`hmt_deepspeed.optim.later_energy.fading_of`.
     """
 
     step: int
     rank: int
     captured: tuple[float, ...]
-    own: float | None = None
-    later: float | None = None
+    later: tuple[float, ...] | None = None
+    fading: float = 0.0
 
 
 class RankHistory:
@@ -63,28 +63,31 @@ class RankHistory:
     def latest(self) -> RankRecord | None:
         return self.records[-1] if self.records else None
 
-    def add(
-        self, step: int, rank: int, captured: Sequence[float], own: float | None = None
-    ) -> None:
+    def add(self, step: int, rank: int, captured: Sequence[float]) -> None:
         """Note a refresh; ``captured[i]`` belongs to the i-th candidate. The oldest record may go."""
-        self.records.append(RankRecord(step, rank, tuple(captured), own))
+        self.records.append(RankRecord(step, rank, tuple(captured)))
         del self.records[: -self.limit]
 
-    def note_later(self, energy: float) -> None:
-        """Note what the latest basis has captured of the gradients since its refresh."""
-        self.records[-1] = replace(self.records[-1], later=energy)
+    def note_later(self, energies: Sequence[float], fading: float) -> None:
+        """Note what the first columns of the latest basis have captured of the gradients since its refresh."""
+        self.records[-1] = replace(self.records[-1], later=tuple(energies), fading=fading)
 
     def to_list(self) -> list[list[Any]]:
-        """``[[step, rank, [E, ...], own, later], ...]``: plain numbers for a checkpoint."""
-        return [[r.step, r.rank, list(r.captured), r.own, r.later] for r in self.records]
+        """``[[step, rank, [E, ...], [later E, ...], fading], ...]``: plain numbers for a checkpoint."""
+        return [
+            [r.step, r.rank, list(r.captured), r.later and list(r.later), r.fading]
+            for r in self.records
+        ]
 
     @classmethod
     def from_list(cls, saved: Iterable[Sequence[Any]], limit: int = 16) -> RankHistory:
         """Undo :meth:`to_list`."""
         history = cls(limit)
-        for step, rank, captured, *seen in saved:  # an older checkpoint has three
-            energies = tuple(float(energy) for energy in captured)
-            history.records.append(RankRecord(int(step), int(rank), energies, *seen))
+        for step, rank, captured, *seen in saved:
+            record = RankRecord(int(step), int(rank), tuple(float(energy) for energy in captured))
+            if seen and isinstance(seen[0], list):  # an older checkpoint has none, or one number
+                record = replace(record, later=tuple(seen[0]), fading=float(seen[1]))
+            history.records.append(record)
         del history.records[:-limit]
         return history
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import Subspace
-from hmt_deepspeed.optim.basis_momentum import column_energies
+from hmt_deepspeed.optim.column_energies import column_energies
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.moments import Recalled
 from hmt_deepspeed.optim.policy import RankPolicy
@@ -52,11 +52,16 @@ class BasisRefresh:
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
             return
-        policy.close_windows([index for index, _ in refreshing])
+        columns = self._column_energies(refreshing, policy)
+        policy.close_windows(columns)
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history
-        past = self._past_shares(refreshing, policy)
+        past = {
+            index: policy.remembered(index, energies)
+            for index, energies in columns.items()
+            if self._matrix(groups[index][0]).settings.basis_momentum
+        }
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         shape = (len(refreshing), most + history.most)
@@ -67,7 +72,7 @@ class BasisRefresh:
                 subspace = None
                 if self._gradient(group[0]).owner == self.collectives.rank:
                     first, sought = policy.first_width(index), policy.sought_energy(index)
-                    subspace = self._find(group, first, sought, past[place], step)
+                    subspace = self._find(group, first, sought, past.get(index), step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
@@ -109,23 +114,23 @@ class BasisRefresh:
     def _gradient(self, index: int) -> Gradient:
         return self.low_rank[index].gradient
 
-    def _past_shares(
+    def _column_energies(
         self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy
-    ) -> list[Tensor | None]:
-        """What each group's new basis remembers, see :meth:`RankPolicy.remembered`; one reduction for all."""
+    ) -> dict[int, Tensor]:
+        """Of the groups whose policy reads them, the sums over all holders; one reduction for all."""
         found: dict[int, Tensor] = {}
         for index, group in refreshing:
-            counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
-            energies = column_energies([self._matrix(i) for i in group], counted)
-            if energies is not None:
-                found[index] = energies
+            if policy.reads_columns(index):
+                counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
+                energies = column_energies([self._matrix(i) for i in group], counted)
+                if energies is not None:
+                    found[index] = energies
         if found and self.sharded:
             sums = torch.cat(list(found.values()))
             self.collectives.all_reduce(sums)
             parts = sums.split([len(energies) for energies in found.values()])
             found = dict(zip(found, parts, strict=True))
-        shares = {i: policy.remembered(i, part) for i, part in found.items()}
-        return [shares.get(index) for index, _ in refreshing]
+        return found
 
     def _find(
         self, group: Sequence[int], first: int, sought: float, past: Tensor | None, step: int

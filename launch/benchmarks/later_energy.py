@@ -12,13 +12,14 @@ from torch import Tensor
 from benchmarks.rank_rules import SHAPE, SPREAD, state_bytes, training_gradients
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import TOY, Setting
-from hmt_deepspeed.optim.later_energy import exponent_of, later_energies
+from hmt_deepspeed.optim.later_energy import fading_of, later_curve
 from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
+from hmt_deepspeed.optim.rank_history import RankRecord
 
 STEPS, TOY_STEPS = (100, 200, 400), (2, 12)
-# A basis is made from the first gradient, its exponent taken from the next two, and tried on the others.
+# A basis is made from the first gradient, seen to hold of the next two, and tried on the others.
 SEEN, TRIED = 2, 4
-# Rank candidates are the hidden size over these; the exponent is that of the middle one.
+# Rank candidates are the hidden size over these; the rank in force is the middle one.
 CANDIDATES = (16, 8, 4, 3, 2)
 MIDDLE = 2
 
@@ -71,7 +72,7 @@ def later_energy(setting: Setting) -> CaseResult:
             mean(own),
             "share",
             spread=(min(own), max(own)),
-            note=f"mean absolute difference over matrices and ranks but the one seen; {SPREAD}",
+            note=f"mean absolute difference over matrices and ranks but the one in force; {SPREAD}",
         ),
         Measurement(
             f"{label}: expected energy less that of later gradients, over the same of the own",
@@ -104,8 +105,12 @@ def _energies(gradients: Sequence[Tensor], candidates: Sequence[int]) -> _Energi
         basis = right[:rank].t()
         return mean(((g @ basis).square().sum() / g.square().sum()).item() for g in of)
 
-    exponent = exponent_of(own[MIDDLE], held(candidates[MIDDLE], after[:SEEN]))
-    expected = later_energies(own, [exponent] * len(own))
+    rank = candidates[MIDDLE]
+    seen = [held(r, after[:SEEN]) for r in (*candidates[: MIDDLE + 1], rank // 2)]
+    fading = fading_of(seen[-1], seen[-2], rank - rank // 2)
+    record = RankRecord(0, rank, tuple(own), tuple(seen[:-1]), fading)
+    expected = later_curve([record], candidates, first.shape[1])
+    assert expected is not None
     later = [held(rank, after[SEEN:]) for rank in candidates]
     return _Energies(own, expected, later, state_bytes(first, candidates))
 

@@ -7,8 +7,8 @@ from test_policy import SHAPE, Source, construct, orthonormal, train
 from test_range_finder import check_orthonormal, generator, held, power_law, turned
 
 from hmt_deepspeed.optim.basis import remembered_rows
-from hmt_deepspeed.optim.basis_momentum import column_energies
 from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.column_energies import column_energies
 from hmt_deepspeed.optim.range_finder import (
     RANGE_FINDERS,
     find_subspace,

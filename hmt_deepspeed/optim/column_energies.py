@@ -1,0 +1,34 @@
+"""Energies of past gradients along the directions of a basis, which Adam's second moments hold.
+
+A mini-batch's gradient has noise of its own; second moments have averaged ``(G q_j)^2`` along every direction q_j
+of a basis, over many batches. By them a new basis remembers what the old one knew
+(:func:`hmt_deepspeed.optim.range_finder.remembered_rows`), and a rank is chosen by what it will hold
+(:mod:`hmt_deepspeed.optim.later_energy`). Nothing is stored for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
+
+__all__ = ["column_energies"]
+
+
+def column_energies(members: Sequence[LowRankMatrix], counted: Sequence[slice]) -> Tensor | None:
+    """Second moments along each direction of a basis, over the matrices that share it: (r,) fp32.
+
+    Of the rows held here: the whole is the sum over all holders. None before the first basis from a gradient and
+    its first Adam step, and at full rank.
+
+    Args:
+        members: of one basis, the first leads. counted: of each, its rows that no other holder counts.
+    """
+    leader = members[0]
+    if not leader.measured or not leader.steps or leader.full_rank:
+        return None
+    parts = [m.moments.column_energies(rows) for m, rows in zip(members, counted, strict=True)]
+    return torch.stack(parts).sum(0)
