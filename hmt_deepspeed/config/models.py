@@ -112,8 +112,8 @@ class OptimizerConfig(StrictModel):
     energy_estimate: EnergyEstimate = Field(
         default="in_sample",
         description="Whose captured energy chooses ranks: that of the gradient a basis is made from, noise "
-        "included (the HMT paper's), or what is expected of the gradients that follow, from what the last basis "
-        "held of them.",
+        "included (the HMT paper's), or what is expected of the gradients that follow, from what the last bases "
+        "held of them along each direction.",
     )
     rank_budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,

@@ -96,9 +96,7 @@ class Windows:
                 last = next(record for record in reversed(records) if record.later)
                 seen = last.later or ()
                 self._curves[leader.name] = curve
-                self._exponents[leader.name] = exponent_of(
-                    last.captured[len(seen) - 1], seen[-1]
-                )
+                self._exponents[leader.name] = exponent_of(last.captured[len(seen) - 1], seen[-1])
 
     # -- what is expected -------------------------------------------------------------------------
 
