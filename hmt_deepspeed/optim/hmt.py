@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
-from hmt_deepspeed.optim.column_energies import column_energies
 from hmt_deepspeed.optim.int8_linear import release
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
     check_group,
@@ -25,8 +23,9 @@ from hmt_deepspeed.optim.options import (
 )
 from hmt_deepspeed.optim.patches import Patches
 from hmt_deepspeed.optim.policy import build_policy
+from hmt_deepspeed.optim.refresh import refresh_bases
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
-from hmt_deepspeed.optim.sharing import regroup, share_bases, stacked_gradient
+from hmt_deepspeed.optim.sharing import regroup, share_bases
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
@@ -269,41 +268,18 @@ class HMT(Optimizer):
                     f"{slot.name} has a {slot.param.grad.layout} gradient; legal: dense. "
                     "Build the embedding with sparse=False."
                 )
-        for number, group in enumerate(self._groups):
-            slots = [self._low_rank[index] for index in group]
-            if not slots[0].due:
-                continue
-            if self._refresh(number, slots):
-                for index in group:
-                    self._schedule.refreshed(index, self._steps)
+        due = {
+            index: [self._low_rank[member] for member in group]
+            for index, group in enumerate(self._groups)
+            if self._low_rank[group[0]].due
+        }
+        refreshed = refresh_bases(due, self._policy, self._steps)
+        for index in due:
+            if index in refreshed:
+                for member in self._groups[index]:
+                    self._schedule.refreshed(member, self._steps)
             else:
-                self._schedule.postpone(group[0], self._steps)
-
-    def _refresh(self, number: int, slots: Sequence[Slot]) -> bool:
-        """Take a new basis from the window's full gradients; False if they gave none."""
-        matrices = [cast(LowRankMatrix, slot.matrix) for slot in slots]
-        leader = matrices[0]
-        gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
-        if gradient is None:
-            return False
-        columns, past = None, None
-        if self._policy.reads_columns(number):
-            columns = column_energies(matrices, [slice(None)] * len(matrices))
-        self._policy.close_windows({} if columns is None else {number: columns})
-        first, sought = self._policy.first_width(number), self._policy.sought_energy(number)
-        if columns is not None and leader.settings.basis_momentum:
-            past = self._policy.remembered(number, columns)
-        found = leader.find_basis(gradient, self._steps, first, sought, past)
-        if found is not None:
-            energies = leader.captured_at_candidates(found)
-            rank = self._policy.choose(number, energies, self._steps)
-            basis = None if leader.is_full_at(rank) else leader.basis_of(found, rank, gradient)
-            sums = [m.overlap_sum(basis, slice(None)) for m in matrices]
-            adopt_together(matrices, basis, sums)
-        for slot, matrix in zip(slots, matrices, strict=True):
-            matrix.prepare(self._steps, found is not None)
-            slot.due = False
-        return found is not None
+                self._schedule.postpone(self._groups[index][0], self._steps)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

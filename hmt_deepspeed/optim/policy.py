@@ -6,7 +6,7 @@ same ranks. Bytes are those of whole matrices, before sharding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -120,6 +120,20 @@ class RankPolicy:
         """
         if self._windows is not None:
             self._windows.close(column_energies)
+
+    def ordered(self, indices: Iterable[int]) -> list[int]:
+        """Groups that refresh in one step: under a budget those first whose rank falls, for they make room."""
+        if self.rank_budget is None:
+            return list(indices)
+        return sorted(indices, key=lambda i: not self._falls(i))
+
+    def _falls(self, index: int) -> bool:
+        """Whether a budget is known to want a lower rank of a group, before its new basis is found."""
+        leader, budget = self._leader(index), self.rank_budget
+        curve = self._curve(leader)
+        if budget is None or curve is None:
+            return False
+        return self._plan(index, curve, budget)[0] < leader.rank
 
     def remembered(self, index: int, column_energies: Tensor) -> Tensor:
         """Shares of past gradients' energy along each direction of a group's basis, (r,) fp32, for a new one.

@@ -54,6 +54,7 @@ class BasisRefresh:
             return
         columns = self._column_energies(refreshing, policy)
         policy.close_windows(columns)
+        refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history

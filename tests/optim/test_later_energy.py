@@ -313,6 +313,27 @@ def test_a_window_shows_what_bases_of_smaller_ranks_hold(options):
     assert all(a < b for a, b in pairwise(truth[-1]))
 
 
+def test_who_gives_bytes_back_refreshes_first():
+    """One refresh of both arrives at the plan, though the one whose rank rises comes first by its place."""
+    rising, falling = matrix_named("a"), matrix_named("b")
+    for matrix in (rising, falling):
+        matrix.adopt(matrix.seeded_basis(8, 1))
+    groups = [[rising], [falling]]
+    budget = rising.moment_bytes_at(20) + rising.basis_bytes_at(20)
+    policy = RankPolicy(groups, budget, 0, early=False, out_of_sample=True)
+    assert policy.ordered([0, 1]) == [0, 1]  # nothing is known yet
+    for index, (later, fading) in enumerate((((0.1, 0.2), 0.05), ((0.8, 0.81), 0.001))):
+        policy.choose(index, [0.8, 0.9, 0.95], step=0)
+        policy.histories["ab"[index]].note_later(later, fading)
+    policy.close_windows({})
+    assert policy.ordered([0, 1]) == [1, 0]
+    for index in policy.ordered([0, 1]):
+        width = policy.first_width(index)
+        rank = policy.choose(index, [0.8, 0.9, 0.95][: (4, 8, 16).index(width) + 1], step=50)
+        groups[index][0].adopt(rising.seeded_basis(rank, 2))
+    assert (rising.rank, falling.rank) == (16, 4)
+
+
 def test_known_energies_save_the_sketching_of_what_is_not_chosen(monkeypatch):
     """A budget must know all candidates' energies: where windows have shown them no wider basis is found."""
     widths = {}
