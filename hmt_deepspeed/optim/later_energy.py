@@ -4,8 +4,8 @@ A gradient of few tokens has noise of its own, of low rank, and its basis holds 
 of the gradient that made them hold 52 to 65 % of later ones, for the queries and keys of a 3M-parameter Llama
 at an eighth of its hidden size. A window of steps shows what later ones have in the basis: its probe columns how
 much in all, Adam's second moments how much along each direction, and so how much in the first of them, which are the
-basis of a smaller rank. Beyond the rank in force the missed energy is taken to fall as in the last wider basis, and
-beyond that exponentially, as it does within the bases of that Llama.
+basis of a smaller rank. Beyond the rank in force the missed energy is taken to fall exponentially, as it does within
+the bases of that Llama.
 
 A matrix without such a curve has a power instead: the share that a basis misses of later gradients is about a fixed
 power of the share that it misses of its own.
@@ -41,25 +41,19 @@ def fading_of(half: float, whole: float, columns: int) -> float:
 def later_curve(
     records: Sequence[RankRecord], candidates: Sequence[int], columns: int | None = None
 ) -> list[float] | None:
-    """E to expect of later gradients at every candidate, from the windows that the records saw; None of none.
+    """E to expect of later gradients at every candidate, from the last window that was seen; None of none.
 
     Args:
         records: of one matrix, oldest first. columns: of it, where a basis of so many misses nothing:
             any directions hold their share, so that the missed energy falls at least linearly to there.
     """
-    windows = [record for record in reversed(records) if record.later]
-    if not windows:
+    last = next((record for record in reversed(records) if record.later), None)
+    if last is None or last.later is None:
         return None
-    widest, curve = windows[0], list(windows[0].later or ())
-    for record in windows[1:]:
-        seen, known = record.later or (), len(curve)
-        if len(seen) > known:
-            ratio = _missed(curve[-1]) / _missed(seen[known - 1])
-            curve += [1.0 - min(ratio, 1.0 / _missed(e)) * _missed(e) for e in seen[known:]]
-            widest = record
-    rank, missed = candidates[len(curve) - 1], _missed(curve[-1])
-    for candidate in candidates[len(curve) :]:
-        left = exp(-widest.fading * (candidate - rank))
+    known = len(last.later)
+    curve, rank, missed = list(last.later), candidates[known - 1], _missed(last.later[-1])
+    for candidate in candidates[known:]:
+        left = exp(-last.fading * (candidate - rank))
         if columns is not None:
             left = min(left, (columns - candidate) / (columns - rank))
         curve.append(1.0 - missed * left)
