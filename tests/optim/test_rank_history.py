@@ -55,7 +55,7 @@ def test_history_is_bounded_and_survives_a_round_trip():
     for step in range(5):
         history.add(10 * step, 8 * (step + 1), torch.tensor([0.5, 0.75]).tolist())
     saved = history.to_list()
-    assert saved == [[10 * s, 8 * (s + 1), [0.5, 0.75], None, None] for s in (2, 3, 4)]
+    assert saved == [[10 * s, 8 * (s + 1), [0.5, 0.75], None, 0.0] for s in (2, 3, 4)]
     again = RankHistory.from_list(saved, limit=3)
     assert again.records == history.records
     assert (again.latest.step, again.latest.rank) == (40, 40)
