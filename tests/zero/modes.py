@@ -13,7 +13,7 @@ LOW_RANK = {**TRAINING, "update_interval": 3}
 APOLLO = {"method": "apollo", "update_interval": 3, "scale": 1.0}
 MINI = {"method": "apollo_mini", "update_interval": 3, "scale": 16.0}
 FIXED = {"rank": 8, "update_interval": 3, "scale": 1.0}
-INT8 = {"rank": 64, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
+INT8 = {"rank": 32, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
 BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_threshold"}
 
 # Fields of hmt.optimizer by name of the mode.
@@ -53,7 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def wide_llama(seed: int = 0) -> nn.Module:
-    """A Llama of one layer whose moments at rank 64 have the 4096 elements that int8 states want."""
+    """A Llama of one layer whose moments at rank 32 have the 4096 elements that int8 states want."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -197,17 +197,22 @@ def small_states(kept: list[tuple[str, bool]], stages: list[int]) -> dict[Any, d
 
 @pytest.mark.parametrize("factored", [False, True])
 def test_small_states_in_shards_train_as_fp32_on_one_rank(ranks: Ranks, factored: bool) -> None:
-    """bf16 rounds a moment to 2^-8 of it, INT8 a block's largest to 1/127: changes are that far off and no farther."""
+    """bf16 rounds a moment by up to 2^-8 of it; INT8 by 1/254 of its block's largest, more of a smaller one, here 3 %.
+
+    At rank 32 each basis vector holds some of the gradient, which comes from 61 embeddings. At 64 the last ones
+    would be rounding, which Adam scales up and every machine makes differently.
+    """
     whole = ranks.run(small_states, 1, [("fp32", factored)], [0])[0]["fp32", factored, 0]
-    kept = {("bf16", factored): 0.02, ("int8", factored): 0.1}
-    found = ranks.run(small_states, 2, list(kept), [1, 2, 3])[0]
-    assert len(found) == 6
-    for (*key, stage), moved in found.items():
+    bounds = {"fp32": (0, 1e-4), "bf16": (1e-4, 2**-8), "int8": (2**-8, 0.05)}
+    found = ranks.run(small_states, 2, [(dtype, factored) for dtype in bounds], [1, 2, 3])[0]
+    assert len(found) == 9
+    for (dtype, _, stage), moved in found.items():
+        least, most = bounds[dtype]
         for name, change in whole.items():
-            # Gradients of q, k and v come from 61 embeddings: their last basis vectors are rounding already.
-            if "mlp" in name or "lm_head" in name:
-                off = (moved[name] - change).norm() / change.norm()
-                assert 0 < off < kept[tuple(key)], (key, stage, name)
+            off = (moved[name] - change).norm() / change.norm()
+            assert off < most, (dtype, stage, name)
+            if "norm" not in name:  # too small for what is not fp32
+                assert off >= least, (dtype, stage, name)
 
 
 def next_refreshes(refresh: str) -> list[int]:
