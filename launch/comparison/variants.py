@@ -195,13 +195,24 @@ VARIANTS: dict[str, Variant] = {
         _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/8"),
         _QUARTER,
     ),
-    # ranks by energy under the same residual, and a fixed rank of more columns
+    # ranks by energy and by budget under the same residual, and a fixed rank of more columns
     "hmt_wide_residual_energy_200": Variant(
         "hmt",
         _hmt(
             **_FINE,
             **_LATER,
             energy_threshold=0.7,
+            update_interval=200,
+            early_refresh=False,
+            probes="d/4",
+        ),
+        _QUARTER,
+    ),
+    "hmt_wide_residual_budget_200": Variant(
+        "hmt",
+        _hmt(
+            **_BYTES_OF_D4,
+            **_LATER,
             update_interval=200,
             early_refresh=False,
             probes="d/4",
