@@ -189,8 +189,10 @@ def _run(
 
 
 def _check_tools(config: dict[str, Any], found: Diagnosis) -> None:
-    """What DeepSpeed's operators need, and where they write."""
+    """What DeepSpeed's operators need, what they would wait for, and where they write."""
     from deepspeed.git_version_info import installed_ops
+
+    from hmt_deepspeed.zero.operator_locks import abandoned_locks
 
     zero = config.get("zero_optimization")
     sections = {
@@ -210,6 +212,7 @@ def _check_tools(config: dict[str, Any], found: Diagnosis) -> None:
         )
     elif missing:
         found.warnings.append(f"{' and '.join(missing)} is missing: DeepSpeed builds no operator.")
+    found.warnings += abandoned_locks()
     for name, section in sections.items():
         folder = section.get("nvme_path")
         if folder and not os.access(_existing(Path(folder)), os.W_OK):

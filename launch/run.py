@@ -26,6 +26,7 @@ from hmt_deepspeed.train import finish, models
 from hmt_deepspeed.train.data import DEFAULT_CACHE, prepare_data
 from hmt_deepspeed.train.loop import LoopOptions, TrainingLoop
 from hmt_deepspeed.train.ranks import rank
+from hmt_deepspeed.zero.operator_locks import telling_waits
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,7 +83,8 @@ def main() -> None:
         read_json_config(args.deepspeed_config), models.bf16_is_fast(accelerator.device_name())
     )
     models.model_config(args.model)
-    deepspeed.init_distributed()
+    with telling_waits():
+        deepspeed.init_distributed()
     default = f"runs/{Path(args.deepspeed_config).stem}-{Path(args.model).name}"
     snapshots = HMTConfig.from_block(config.get("hmt") or {}).snapshot.path
     output_dir = finish.choose_output_dir(args.output_dir, default, args.resume, snapshots)

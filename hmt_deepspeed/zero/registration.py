@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
@@ -13,6 +13,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.compat import check_deepspeed
+from hmt_deepspeed.zero.operator_locks import telling_waits
 
 __all__ = ["initialize", "is_registered", "register", "registered", "unregister"]
 
@@ -26,6 +27,7 @@ _OTHER_ENGINES = {
 _FILL_IN = "deepspeed_config_process"  # recursive over the JSON, ``prefix`` names the section
 
 _stock: dict[str, Any] = {}
+_undo = ExitStack()
 
 
 def is_registered() -> bool:
@@ -38,8 +40,8 @@ def register() -> None:
 
     What changes: the engine classes that ``deepspeed.initialize`` looks up in ``deepspeed`` (the
     pipeline and hybrid engines only learn to refuse the block), ``torch.optim.HMT`` (where DeepSpeed
-    looks optimizer types up), DeepSpeed's list of optimizers that ZeRO accepts, and Accelerate's filling in
-    of ``"auto"``, which leaves the block alone.
+    looks optimizer types up), DeepSpeed's list of optimizers that ZeRO accepts, Accelerate's filling in
+    of ``"auto"``, which leaves the block alone, and that whoever waits for an operator's lock says so.
 
     Raises:
         ImportError: when the installed DeepSpeed lacks what we rely on.
@@ -60,6 +62,7 @@ def register() -> None:
     setattr(DeepSpeedPlugin, _FILL_IN, _leaving_our_block(_stock[_FILL_IN]))
     torch.optim.HMT = HMT  # type: ignore[attr-defined]
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(HMT)
+    _undo.enter_context(telling_waits())
 
 
 def unregister() -> None:
@@ -83,6 +86,7 @@ def _take_out() -> None:
     _stock.clear()
     del torch.optim.HMT  # type: ignore[attr-defined]
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(HMT)
+    _undo.close()
 
 
 def _leaving_our_block(fill_in: Callable[..., None]) -> Callable[..., None]:

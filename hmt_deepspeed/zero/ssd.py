@@ -19,6 +19,7 @@ from hmt_deepspeed.memory.own_folder import OwnFolder
 from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
 from hmt_deepspeed.memory.slots import SlotFolder
 from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.zero.operator_locks import telling_waits
 
 __all__ = ["MIN_BUFFERS", "Ssd", "SsdSettings", "file_io"]
 
@@ -128,7 +129,8 @@ def file_io(aio: dict[str, Any] | None, used_for: str) -> FileIO:
             f"{used_for} would use it: install libaio-dev (Debian, Ubuntu) or "
             "libaio-devel (Fedora), or remove the section."
         )
-    handle = builder.load().aio_handle
+    with telling_waits():  # the first activation may swap long after `initialize`
+        handle = builder.load().aio_handle
     keys = ("block_size", "queue_depth", "single_submit", "overlap_events")
     settings = [aio[key] for key in keys]
     reader, writer = (handle(*settings, aio["intra_op_parallelism"]) for _ in range(2))
