@@ -83,6 +83,10 @@ class Int8Weight:
 
         return decode
 
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for codes and scales: the same elsewhere."""
+        self.codes, self.scales = place(self.codes), place(self.scales)
+
     # -- writing --------------------------------------------------------------------------------
 
     def write_(self, value: Tensor) -> None:

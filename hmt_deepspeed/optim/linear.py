@@ -218,6 +218,15 @@ class SharedInputs:
             made = any(not isinstance(site.projection, Tensor) for site in active)
             group.columns = None if made or not active else group.join(active)
 
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for all that is laid out: the same elsewhere."""
+        for site in self.sites:
+            if isinstance(site.projection, Tensor):
+                site.projection = place(site.projection)
+        for group in {id(site.group): site.group for site in self.sites}.values():
+            if group.columns is not None:
+                group.columns = place(group.columns)
+
     def groups(self) -> list[list[str]]:
         """Names of the sites that share a product, for a checkpoint: a resumed run computes the same."""
         groups = {id(site.group): site.group for site in self.sites}

@@ -11,7 +11,7 @@ works on rows, with bases of the columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import log
 from typing import Any, ClassVar
 
@@ -113,6 +113,11 @@ class MatrixRule(ABC):
     def states(self) -> dict[str, StateTensor]:
         """Stored moments by Adam's names."""
         return self.moments.states()
+
+    def move_states(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for each stored state: the same elsewhere. Bases are none."""
+        for state in self.states().values():
+            state.move(place)
 
     @property
     @abstractmethod

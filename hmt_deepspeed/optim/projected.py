@@ -46,6 +46,17 @@ class Columns:
     parked: Tensor | None = None
     fetch: Callable[[], Tensor] | None = None
 
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for what is on the device: the same elsewhere."""
+        if self.parked is not None:
+            self.parked = self.parked if self.parked.is_meta else place(self.parked)
+        elif self.whole is not None:
+            width = 0 if self.basis is None else self.basis.shape[1]
+            self.whole = place(self.whole)
+            self.basis = self.whole[:, :width]
+        elif self.basis is not None:
+            self.basis = place(self.basis)
+
 
 class ProjectedMatrix(MatrixRule):
     """Gradient rows handed in are ``[A | S] = G [Q | P]``, or ``G`` itself with the full residual and

@@ -7,7 +7,7 @@ to nearest would freeze it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from math import prod
 
@@ -103,11 +103,11 @@ class StateTensor:
         other.scales = scales[0] if scales else None
         return other
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
-        """Move the storage."""
-        self.data = self.data.to(device, non_blocking=non_blocking)
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for what is stored: the same elsewhere."""
+        self.data = place(self.data)
         if self.scales is not None:
-            self.scales = self.scales.to(device, non_blocking=non_blocking)
+            self.scales = place(self.scales)
 
     @property
     def nbytes(self) -> int:

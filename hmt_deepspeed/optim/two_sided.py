@@ -8,7 +8,7 @@ and the probes ``S`` outside it, both without states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class TwoSidedMatrix(LowRankMatrix):
     ROW_STATES = ("left_basis",)
     SHARES = False  # the left basis is a matrix's own
 
+    _held_left_basis: Tensor | None
+
     def _new_moments(self) -> Moments:
         shape, settings = (self.rank, self.rank), self.settings
         return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed, True)
@@ -49,6 +51,12 @@ class TwoSidedMatrix(LowRankMatrix):
 
     def basis_bytes_at(self, rank: int) -> int:
         return 0 if self.redraws else sum(self.shape) * rank * self.dtype.itemsize
+
+    def move_states(self, place: Callable[[Tensor], Tensor]) -> None:
+        """As of every rule; the left basis goes with them, for only a step reads it."""
+        super().move_states(place)
+        if self._held_left_basis is not None:
+            self._held_left_basis = place(self._held_left_basis)
 
     # -- basis ----------------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class EncodedWeight(Weight):
     def master_bytes(self) -> int:
         return 0
 
+    def move_weights(self, place: Callable[[Tensor], Tensor]) -> None:
+        self.encoded.move(place)
+
     def weight_bytes(self) -> int:
         return self.encoded.nbytes
 

@@ -266,12 +266,19 @@ class HMTEngine(DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As in DeepSpeed; a run that plans its activations looks at its batches here."""
+        if self.hmt_enabled:
+            self.optimizer.offloaded.require("forward()", ["lp_params"])
         if self.hmt_planner is None or not (self.module.training and torch.is_grad_enabled()):
             return super().forward(*inputs, **kwargs)
         self.hmt_planner.begin_forward(inputs, kwargs)
         output = super().forward(*inputs, **kwargs)
         self.hmt_planner.end_forward()
         return output
+
+    def _refine_include_states(self, include: Any) -> Any:
+        """All that is asked for: ``offload_optimizer``, by which DeepSpeed takes some away, keeps low-rank states
+        on the device."""
+        return include if self.hmt_enabled else super()._refine_include_states(include)
 
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""
@@ -295,6 +302,8 @@ class HMTEngine(DeepSpeedEngine):
     # -- what a step does, measured -----------------------------------------------------------------
 
     def _backward_prologue(self) -> None:
+        if self.hmt_enabled:
+            self.optimizer.offloaded.require("backward()", ["lp_params", "lp_grads"])
         self.hmt_metrics.phases.start("backward")
         super()._backward_prologue()
 

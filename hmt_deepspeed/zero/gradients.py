@@ -10,7 +10,7 @@ a bucket is one gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -97,6 +97,12 @@ class Gradient:
         """Bytes of gradient alive in this object, on the device."""
         tensors = (self.arrived, self.local, self.reduced, self.full)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for what has accumulated on the device."""
+        for name in ("arrived", "local", "reduced", "full"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, place(held))
 
     def clear(self) -> None:
         """Forget everything accumulated."""
@@ -322,6 +328,10 @@ class GradientReducer:
         answer = torch.tensor(float(own), device=self.gradients[0].param.device)
         self.collectives.all_reduce(answer, ReduceOp.MAX)
         return bool(answer)  # waits for the device
+
+    def free_pool(self) -> None:
+        """Free the buffers that wait for the next reduction, which makes new ones."""
+        self._pool.clear()
 
     def reset(self) -> None:
         """Drop everything accumulated and in flight."""

@@ -100,6 +100,9 @@ class HostWeight(Weight):
     def _master_is_shard(self) -> bool:
         return False
 
+    def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
+        """It is on the host for good."""
+
     # -- updates, each ended by finish() ----------------------------------------------------------
 
     def step_with(self, step: Step, key: int) -> None:

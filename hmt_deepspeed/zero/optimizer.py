@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import is_optimized_parameter
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
@@ -35,6 +35,7 @@ from hmt_deepspeed.zero.gradient_hooks import register_gradient_hooks
 from hmt_deepspeed.zero.gradients import GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.leaves import mark_leaves, shared_inputs
+from hmt_deepspeed.zero.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.refresh import BasisRefresh
 from hmt_deepspeed.zero.residency import release_buffers
@@ -95,6 +96,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.shared = shared_inputs(self.low_rank, self.bases)
         self._patch()
         self._compose(leaves)
+        self.offloaded = OffloadedStates(self)
         state_access.link(self)
         self.form_groups()
         self._begin_window()
@@ -300,6 +302,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
+        self.offloaded.require("step()")
         self.overlap.settle_copies()
         self._step.finish()  # what forward did not ask for
         self._step.commit()
@@ -353,7 +356,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
-        self.overlap.settle()
+        self.settle()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
 
     @property
@@ -371,7 +374,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def refresh_fp32_params(self) -> None:
         """Take masters anew from the model's weights."""
-        self.overlap.settle()
+        self.settle()
         for entry in self.entries:
             entry.weight.refresh_master()
 
@@ -379,7 +382,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
 
     def checkpoint_event_prologue(self) -> None:
         """Before saving or loading: updates finished, parameters of stage 3 partitioned."""
-        self.overlap.settle()
+        self.offloaded.require("a checkpoint", ["lp_params"])
+        self.settle()
         self._partition_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -403,34 +407,48 @@ class HMTZeroOptimizer(ZeROOptimizer):
     def offload_states(
         self,
         include: Any = None,
-        device: Any = "cpu",
+        device: Any = OffloadDeviceEnum.cpu,
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move moments and masters to host memory between steps; :meth:`reload_states` brings them back.
+        """Move states to host memory, those of :class:`OffloadedStates`; :meth:`reload_states` brings them back.
+
+        Args:
+            include: names of DeepSpeed's ``OffloadStateTypeEnum``; None for all.
+            non_blocking: returns while copies are under way; who reads a state here waits for them.
 
         Raises:
-            ValueError: for a selection of states; HMT moves moments and masters together.
+            ValueError: another name, or another device than the host.
         """
-        if include is not None and set(include) != set(OffloadStateTypeEnum):
-            raise ValueError(
-                f"offload_states(include={include!r}): HMT moves moments and masters together; pass None"
-            )
-        self.overlap.settle()
-        state_access.move_states(self, "cpu", non_blocking)
+        self.settle()
+        self.offloaded.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo :meth:`offload_states`."""
-        state_access.move_states(self, self.entries[0].weight.device, non_blocking)
+        self.offloaded.reload(non_blocking)
+
+    def get_hp_param_device(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> torch.device | None:
+        """Where this rank's master of a trained parameter is, or a state of it."""
+        if not param.requires_grad:
+            return None
+        return self.state_access.get_local_fp32_param(param, optim_state_key).device
+
+    def settle(self) -> None:
+        """No update is under way, and no copy to the host."""
+        self.overlap.settle()
+        self.offloaded.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; see :mod:`hmt_deepspeed.zero.checkpoint`."""
-        self.overlap.settle()
+        self.settle()
         return checkpoint_state.optimizer_state(self)
 
     def load_saved(self, saved: SavedState) -> None:
         """Restore states from a checkpoint of any world size and stage, then open the next window."""
-        self.overlap.settle()
+        self.offloaded.require("loading a checkpoint")
+        self.settle()
         checkpoint_state.restore_optimizer(self, saved)
         self.reducer.reset()
         self._begin_window()

@@ -1,4 +1,4 @@
-"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` tools on HMT's states, and moving states off the device.
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` tools on HMT's states.
 
 Keys are DeepSpeed's: ``None`` is the fp32 weight, ``exp_avg`` and ``exp_avg_sq`` the moments. Moments
 of a low-rank matrix live in its projected space and come back as m x r; a factored second moment as
@@ -11,19 +11,17 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
-from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.entries import Entry
     from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
-__all__ = ["StateAccess", "link", "local_state", "move_states"]
+__all__ = ["StateAccess", "link", "local_state"]
 
 
 def local_state(entry: Entry) -> dict[str, Tensor]:
@@ -44,7 +42,7 @@ class StateAccess:
 
     def _settled(self, param: nn.Parameter) -> Entry:
         """The entry of a parameter, when no update of it is under way."""
-        self.optimizer.overlap.settle()
+        self.optimizer.settle()
         return self._entries[param]
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
@@ -210,27 +208,6 @@ def unlink(optimizer: HMTZeroOptimizer) -> None:
             vars(entry.gradient.param).pop(name, None)
         for name in ("get_full_hp_grad", "set_full_hp_grad"):
             vars(entry.gradient.param).pop(name, None)
-
-
-def move_states(
-    optimizer: HMTZeroOptimizer, device: torch.device | str, non_blocking: bool
-) -> None:
-    """Move moments and masters (not the weights themselves) to a device."""
-    for entry in optimizer.entries:
-        on_host = isinstance(entry.weight, HostWeight)  # with its dense states, for good
-        if entry.weight.master_bytes() and not on_host:
-            assert entry.weight.master is not None
-            entry.weight.master = entry.weight.master.to(device, non_blocking=non_blocking)
-        if entry.matrix is not None:
-            for state in entry.matrix.states().values():
-                state.to(device, non_blocking=non_blocking)
-        elif entry.dense_state is not None and not on_host:
-            first, second, step = entry.dense_state
-            first.to(device, non_blocking=non_blocking)
-            second.to(device, non_blocking=non_blocking)
-            entry.dense_state = (first, second, step.to(device, non_blocking=non_blocking))
-    if non_blocking and torch.device(device).type == "cpu":
-        get_accelerator().synchronize()  # the host, which may read them now, waits for no stream
 
 
 def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.residency import on_ssd, resident
 from hmt_deepspeed.zero.shards import RowShards, padded
 
-__all__ = ["GatherPipeline", "Weight"]
+__all__ = ["GatherPipeline", "Weight", "move_parameter"]
 
 
 class Weight:
@@ -76,10 +76,23 @@ class Weight:
             yield self.param.detach().view(-1)[begin:end]
 
     def _master_is_shard(self) -> bool:
-        if self.master is None or self._offloaded or self.param.dtype != torch.float32:
+        if self.master is None or self.param.dtype != torch.float32 or on_ssd(self.param):
             return False
         with self.shard() as shard:
-            return self.master.data_ptr() == shard.data_ptr()
+            return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
+
+    def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for a master that is not the weights themselves."""
+        if self.master is not None and not self._master_is_shard():
+            self.master = place(self.master)
+
+    def move_weights(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for the weights held here, and for a master that is a part of them."""
+        was_shard = self._master_is_shard()
+        move_parameter(self.param, place)
+        if was_shard:
+            with self.shard() as shard:
+                self.master = shard
 
     def master_bytes(self) -> int:
         """Bytes of a master that is not the weights themselves."""
@@ -194,6 +207,12 @@ class Weight:
                 shard.copy_(rounded)
             else:
                 stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
+
+
+def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
+    """Give a parameter what ``place`` gives for its values; of stage 3 for this rank's partition of them."""
+    held = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    held.data = place(held.data)
 
 
 class GatherPipeline:

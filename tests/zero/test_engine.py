@@ -8,7 +8,6 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -35,7 +34,6 @@ from training import (
     stock_config,
     tiny_llama,
     train,
-    weights,
 )
 
 import hmt_deepspeed
@@ -169,34 +167,6 @@ def test_offload_param_changes_nothing(ranks: Ranks, variant: str) -> None:
     assert plain["losses"] == offloaded["losses"]
     for name, weight in plain["weights"].items():
         assert torch.equal(weight, offloaded["weights"][name]), name
-
-
-def moves_states(stage: int, move: bool) -> dict[str, Any]:
-    engine = make_engine(ds_config(stage, bf16={"enabled": True}))
-    losses = train(engine, 3)
-    fences: list[str] = []
-    if move:
-        accelerator = get_accelerator()
-        accelerator.synchronize = lambda *_: fences.append("waits")
-        engine.optimizer.offload_states(non_blocking=True)
-        fences.append("offloaded")
-        del accelerator.synchronize
-        engine.reload_states()
-    losses += train(engine, 3, first=3)
-    error = ""
-    try:
-        engine.optimizer.offload_states(include=["lp_params"])
-    except ValueError as refusal:
-        error = str(refusal)
-    return {"losses": losses, "weights": weights(engine), "error": error, "fences": fences}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_offload_and_reload_states(ranks: Ranks, stage: int) -> None:
-    plain, moved = (ranks.run(moves_states, 2, stage, move)[0] for move in (False, True))
-    assert plain["losses"] == moved["losses"]
-    assert "include" in moved["error"]
-    assert moved["fences"] == ["waits", "offloaded"]
 
 
 def partitioned_from_the_start(how: str) -> dict[str, Any]:

@@ -92,23 +92,6 @@ def ordinary_gradient(name: str) -> torch.Tensor:
     return dict(model.named_parameters())[NAME].grad
 
 
-def moved(stage: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Losses with states on the host between steps, and without."""
-    found = {}
-    for name in TOOLS:
-        both = []
-        for move in (False, True):
-            engine = mode_engine(TOOLS[name], stage, model=model_of(name))
-            losses = train(engine, 1)
-            if move:
-                engine.offload_states()
-                engine.reload_states()
-            both.append(losses + train(engine, 2, first=1))
-            engine.destroy()
-        found[name] = (both[0], both[1])
-    return found
-
-
 def tables() -> dict[str, tuple[str, dict[str, Any]]]:
     """Start table and metrics of every mode."""
     found = {}
@@ -276,11 +259,6 @@ def test_full_gradient_is_the_mean_or_its_part_inside_the_basis(
             missing = mean - found
             assert abs(float((missing * found).sum())) < 1e-3 * float(mean.square().sum())
             assert float(missing.norm()) < float(mean.norm())
-
-
-def test_states_move_to_the_host_and_back(ranks: Ranks) -> None:
-    for name, (plain, back) in ranks.run(moved, 2, 3)[0].items():
-        assert plain == back, name
 
 
 @pytest.fixture(scope="module")
