@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,34 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "zero"))  # harness and training
+
+
+_operators_are_there = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    """DeepSpeed's operators, once for all workers and before the first test.
+
+    Compiling takes minutes, which no test's time limit allows for. The controller does it while its other
+    workers collect; with ``-n0`` the first test that needs an operator compiles it.
+    """
+    global _operators_are_there
+    if _operators_are_there:
+        return
+    _operators_are_there = True
+    terminal = node.config.pluginmanager.get_plugin("terminalreporter")
+    terminal.write_line("DeepSpeed's operators: loading; compiling takes minutes, the first time")
+    begin = time.monotonic()
+    tests = Path(__file__).resolve().parent
+    path = f"{tests.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, str(tests / "zero" / "operators.py")],
+        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
+    )
+    if done.returncode:
+        pytest.exit("DeepSpeed's operators do not build here, see above", returncode=1)
+    terminal.write_line(f"DeepSpeed's operators: there after {time.monotonic() - begin:.0f} s")
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# Seconds a case may take. The slowest needs ten, on a machine that swaps far more; the first that needs one of
-# DeepSpeed's operators compiles it, for some minutes. Below pytest's own limit.
+# Seconds a case may take. The slowest needs ten, on a loaded machine far more. Below pytest's own limit.
 TIMEOUT = 540.0
+# Seconds that the others have once a rank died, to notice and to say so; they need one, on a loaded machine more. Where
+# a rank is killed on purpose nobody reads what the others say, and some of DeepSpeed's collectives never notice.
+GRACE, GRACE_ON_PURPOSE = 30.0, 1.0
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -66,7 +68,7 @@ class Ranks:
         Raises:
             CaseFailed: with the case's name and the end of every failed rank's output.
         """
-        codes, results, logs = self.attempt(case, world, *args, **kwargs)
+        codes, results, logs = self._attempt(GRACE, case, world, args, kwargs)
         if any(codes):
             tails = "\n".join(
                 f"--- rank {r}, exit {c}\n{logs[r][-4000:]}" for r, c in enumerate(codes)
@@ -78,6 +80,16 @@ class Ranks:
         self, case: Callable[..., Any], world: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[Any], list[str]]:
         """Like :meth:`run`, for cases that are meant to die: exit codes, results, outputs by rank."""
+        return self._attempt(GRACE_ON_PURPOSE, case, world, args, kwargs)
+
+    def _attempt(
+        self,
+        grace: float,
+        case: Callable[..., Any],
+        world: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[list[int], list[Any], list[str]]:
         import torch
 
         with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +101,7 @@ class Ranks:
                 "module": case.__module__,
                 "case": case.__qualname__,
                 "timeout": TIMEOUT,
+                "grace": grace,
             }
             codes = self._ask(job)
             results, logs = [], []
@@ -103,7 +116,7 @@ class Ranks:
     def close(self) -> None:
         assert self._zygote.stdin is not None
         self._zygote.stdin.close()
-        self._zygote.wait(timeout=30)
+        self._zygote.wait(timeout=TIMEOUT)
 
 
 # -- inside the zygote and its children --------------------------------------------------------------
@@ -125,16 +138,11 @@ def _serve() -> None:
     import torch
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
-    from deepspeed.comm.torch import build_shm_op
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-    from torch.utils import cpp_extension
+    from operators import load
 
     import hmt_deepspeed.zero.engine  # noqa: F401
 
-    build_shm_op()  # what init_distributed looks up and loads, half a second each time
-    built = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cpp_extension.get_default_build_root()}/*"
-    if glob.glob(f"{built}/cpu_adam/cpu_adam.so"):
-        CPUAdamBuilder().load()  # the same for offloaded states; starts no thread before a step
+    load()  # half a second each, in every case; they start no thread before a step
     assert torch.get_num_threads() == 1  # a pool of threads would not survive the fork
     for line in sys.stdin:
         print(json.dumps(_run_job(json.loads(line))), file=answers, flush=True)
@@ -153,15 +161,15 @@ def _run_job(job: dict[str, Any]) -> list[int]:
             if pid == 0:
                 _child(job, rank, port)
             pids.append(pid)
-        codes = _wait(pids, job["timeout"])
+        codes = _wait(pids, job["timeout"], job["grace"])
     # DeepSpeed's shared-memory collectives leave 69 MB per rank and port behind.
     for leftover in glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"):
         os.remove(leftover)
     return codes
 
 
-def _wait(pids: list[int], timeout: float) -> list[int]:
-    """Exit codes; a rank alive after the timeout, or long after another died, is killed."""
+def _wait(pids: list[int], timeout: float, grace: float) -> list[int]:
+    """Exit codes; a rank alive after the timeout, or so many seconds after another died, is killed."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < len(pids):
@@ -171,7 +179,7 @@ def _wait(pids: list[int], timeout: float) -> list[int]:
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
                     if codes[pid]:
-                        deadline = min(deadline, time.monotonic() + 5)
+                        deadline = min(deadline, time.monotonic() + grace)
         if time.monotonic() > deadline:
             for pid in pids:
                 if pid not in codes:

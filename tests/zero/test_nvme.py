@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 from training import (
     LOW_RANK,
     VOCAB,
@@ -46,22 +43,10 @@ OPTIONS = {
 }
 
 
-def _why_no_async_io() -> str:
-    """Empty when DeepSpeed's async_io can be used at once; compiling it takes minutes."""
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        return "DeepSpeed's async_io does not build here: libaio's headers are missing"
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = root or os.path.join(cpp_extension.get_default_build_root(), "*")
-    if all(glob.glob(f"{folder}/{op}/{op}.so") for op in ("async_io", "pin_memory")):
-        return ""
-    return (
-        "DeepSpeed's async_io is not compiled yet, which takes minutes; compile it with "
-        "python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder as b; b().load()'"
-    )
-
-
-WITHOUT_ASYNC_IO = _why_no_async_io()
-needs_async_io = pytest.mark.skipif(bool(WITHOUT_ASYNC_IO), reason=WITHOUT_ASYNC_IO)
+needs_async_io = pytest.mark.skipif(
+    not AsyncIOBuilder().is_compatible(verbose=False),
+    reason="DeepSpeed's async_io does not build here: libaio's headers are missing",
+)
 
 
 # -- cases --------------------------------------------------------------------------------------------
