@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import psutil
 import torch
 from torch import nn
 
+from hmt_deepspeed.architectures import meta_model
 from hmt_deepspeed.config import read_json_config
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.train import models
@@ -140,17 +142,10 @@ def _without_autos(config: dict[str, Any], bf16: bool, found: Diagnosis) -> dict
 
 
 def _builder(name: str, vocab_size: int) -> Callable[[torch.dtype], nn.Module]:
-    from transformers import AutoModelForCausalLM
-
     config = models.model_config(name)
     if config is None:
         config = models.preset_config(models.PRESETS[name], vocab_size, 0)
-
-    def build(dtype: torch.dtype) -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return model
-
-    return build
+    return partial(meta_model, config)
 
 
 def _run(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.activations.attribution import Attribution
 from hmt_deepspeed.activations.caching import RecordMode, ReplayMode, active_mode
 from hmt_deepspeed.activations.checkpoint import (
     HeldInputs,
@@ -25,6 +24,7 @@ from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.recording import Recording, Site
+from hmt_deepspeed.attribution import Attribution
 from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.sites import Choice, Component
 
@@ -39,7 +39,7 @@ class ActivationBackend:
 
     Args:
         model: what ``attribution`` is of.
-        attribution: see :func:`hmt_deepspeed.activations.attribution.attribute`.
+        attribution: see :func:`hmt_deepspeed.attribution.attribute`.
         policy, overrides, codecs, of_inputs: see :class:`Policy`.
         around: runs each checkpointed call; it is given what does that, the function and its arguments.
         seed: of the noise of stochastic rounding.

@@ -6,14 +6,15 @@ activations), then the global batch (accumulation), then the fastest of what fit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
-from hmt_deepspeed.planner.fpdt import longest_fpdt_sequence
+from hmt_deepspeed.planner.fpdt import IN_CHUNKS, longest_fpdt_sequence
 from hmt_deepspeed.planner.host import usual_memory
+from hmt_deepspeed.planner.listed import ListedShape, workload_of
 from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
@@ -27,7 +28,6 @@ from hmt_deepspeed.planner.setups import (
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import Simulation
 from hmt_deepspeed.planner.solve import fits
-from hmt_deepspeed.planner.workload import build_workload
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 __all__ = [
@@ -71,16 +71,23 @@ class Answer:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
         place, overlap = setup.offload_optimizer, f"overlap {setup.overlap}"
         if place != "none" and mode.method == "adamw":
-            on_ssd = ["states on nvme"] if place == "nvme" else []
-            return ", ".join([*parts, "CPU Adam", *on_ssd, overlap])
+            parts += ["CPU Adam"] + ["states on nvme"] * (place == "nvme") + [overlap]
+            return ", ".join(parts + ["no masters"] * (mode.master_weights == "none"))
         if place != "none":
-            parts += [f"masters on {place}", overlap]
+            what = "masters" if mode.master_weights == "fp32" else "AdamW's states"
+            parts += [f"{what} on {place}", overlap]
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
         parts += ["factored second moments"] * (mode.second_moment == "factored")
         parts += ["int8 weights"] * (mode.weight_dtype == "int8")
         return ", ".join(parts)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether something is rounded that need not be: states, weights without a master, activations."""
+        choices = () if self.plan is None else self.plan.counts().values()
+        return self.mode.is_lossy or any(not {"int8", "fp8"}.isdisjoint(each) for each in choices)
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,9 +110,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Advice:
-    """``answers`` in the order of speed, those that do not fit last; ``best`` is the first of them.
+    """``answers`` in the order of speed, those that do not fit last.
 
     Attributes:
+        best: what is recommended: the fastest exact answer that fits, where the request allows what is lossy or
+            nothing exact fits the fastest of all, and where nothing fits the one that overflows least.
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
         longest_in_chunks: sequence with FPDT beside the same weights and states, shared by all ranks, every
             layer's input on the device.
@@ -113,14 +122,15 @@ class Advice:
 
     request: Request
     answers: tuple[Answer, ...]
+    best: Answer
     longest_sequence: int
     largest_batch: int
     longest_in_chunks: int
 
     @property
-    def best(self) -> Answer:
-        """The fastest that fits, else what overflows least."""
-        return self.answers[0]
+    def faster(self) -> tuple[Answer, ...]:
+        """Lossy answers ahead of the recommended one."""
+        return self.answers[: self.answers.index(self.best)]
 
     @property
     def fits(self) -> bool:
@@ -136,8 +146,13 @@ def advise(request: Request) -> Advice:
     """
     for mode in request.modes:
         mode.check(request.shape)
+    lossy = list(filter(partial(_runs, request.shape), request.lossy_modes))
+    request = replace(request, lossy_modes=tuple(lossy))
     answers = [
-        evaluate(request, setup, mode) for mode in request.modes for setup in setups(request)
+        evaluate(request, setup, mode)
+        for mode in (*request.modes, *lossy)
+        for setup in setups(request)
+        if not (mode.weight_dtype == "int8" and setup.zero_stage == 3)
     ]
     if request.cpu_adam:
         answers += [
@@ -146,24 +161,23 @@ def advise(request: Request) -> Advice:
             for setup in host_setups(request)
         ]
         answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
-    for mode in filter(partial(_runs, request.shape), request.fallbacks):
-        if any(answer.plan is not None for answer in answers):
-            break
-        answers += [
-            evaluate(request, setup, mode)
-            for setup in setups(request)
-            if not (mode.weight_dtype == "int8" and setup.zero_stage == 3)
-        ]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
-    best = answers[0]
+    best = _recommended(answers, may_be_lossy=request.lossy is not None)
     limited = _as_run(request, best)
     return Advice(
         request,
         tuple(answers),
+        best,
         longest_sequence(limited, best.problem.setup, best.mode),
         largest_batch(limited, best.problem.setup, best.mode),
         longest_in_chunks(best),
     )
+
+
+def _recommended(answers: Sequence[Answer], may_be_lossy: bool) -> Answer:
+    """See :attr:`Advice.best`; ``answers`` are in order."""
+    exact = (a for a in answers if a.plan is not None and not a.is_lossy)
+    return answers[0] if may_be_lossy else next(exact, answers[0])
 
 
 def _runs(shape: ModelShape, mode: OptimizerMode) -> bool:
@@ -212,7 +226,7 @@ def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
 
 
 def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
-    workload = build_workload(
+    workload = workload_of(
         request.shape,
         micro_batch=request.micro_batch,
         seq_length=request.seq_length,
@@ -278,6 +292,8 @@ def longest_in_chunks(answer: Answer) -> int:
     """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
     problem, held = answer.problem, answer.estimate.memory
     shape, setup = answer.problem.workload.shape, answer.problem.setup
+    if isinstance(shape, ListedShape) or shape.family not in IN_CHUNKS:
+        return 0
     # FPDT has its own in their place
     passing = ("activations", "working", "outside the layers", "staging")
     gpu, host = (

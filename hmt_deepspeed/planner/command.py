@@ -27,6 +27,7 @@ __all__ = ["main"]
 
 GIB = 2**30
 _RANK = 128
+_LENGTH = 2048
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--num_ssds", type=int, help="SSDs striped over; 0: plan without")
     add("--gpu_memory", type=float, help="GiB of each GPU to use; all but 2 GiB")
     add("--price_per_hour", type=float, help="of the machine, for the cost of a million tokens")
-    add("--seq_length", type=int, default=2048, help="tokens of a sequence")
+    add(
+        "--seq_length", type=int, help="tokens of a sequence; 2048, or what learned positions reach"
+    )
     add("--micro_batch", type=int, default=1, help="sequences of a GPU's micro-step")
     add("--global_batch", type=int, help="sequences of an optimizer step; one micro-step")
     add(
@@ -55,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rank", type=int, help="of low-rank methods; 128, or as much as every matrix can have")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
     add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
-    add("--lossy", action="store_true", help="allow int8 where the HMT paper's policy has it")
+    add(
+        "--lossy",
+        action="store_true",
+        help="recommend the fastest setup also where it rounds: no masters, INT8 states or weights, and INT8 "
+        "activations where the HMT paper's policy has them",
+    )
     add("--policy", choices=("plan", "paper"), default="plan", help="paper: the HMT paper's table")
     add("--nvme_path", help="folder on the SSDs, for the JSON")
     add("--write", metavar="FILE", help="write the DeepSpeed JSON of the recommendation")
@@ -117,11 +125,11 @@ def _request(args: argparse.Namespace) -> Request:
     return Request(
         shape=shape,
         machine=_machine(args),
-        seq_length=args.seq_length,
+        seq_length=_usual_length(shape) if args.seq_length is None else args.seq_length,
         micro_batch=args.micro_batch,
         global_batch=args.global_batch,
         modes=_modes(args, rank),
-        fallbacks=_fallbacks(args, rank),
+        lossy_modes=_lossy_modes(args, rank),
         cpu_adam=args.method in ("auto", "adamw"),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
@@ -130,6 +138,10 @@ def _request(args: argparse.Namespace) -> Request:
         gpu_memory=None if args.gpu_memory is None else int(args.gpu_memory * GIB),
         nvme=args.num_ssds != 0,
     )
+
+
+def _usual_length(shape: ModelShape) -> int:
+    return min(_LENGTH, shape.max_length) if shape.positions else _LENGTH
 
 
 def _usual_rank(shape: ModelShape) -> int:
@@ -143,13 +155,16 @@ def _modes(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
     return tuple(OptimizerMode(method=method, rank=rank) for method in methods)
 
 
-def _fallbacks(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
-    """Smaller and less exact, from one to the next."""
-    if args.method not in ("auto", "lowrank_adamw"):
-        return ()
-    no_masters = OptimizerMode(rank=rank, master_weights="none")
-    small_states = replace(no_masters, state_dtype="int8")
-    return (no_masters, small_states, replace(small_states, weight_dtype="int8"))
+def _lossy_modes(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
+    """Of each method without masters, with INT8 states, and both; low rank with INT8 weights besides."""
+    found = []
+    for mode in _modes(args, rank):
+        no_masters = replace(mode, master_weights="none")
+        both = replace(no_masters, state_dtype="int8")
+        found += [no_masters, replace(mode, state_dtype="int8"), both]
+        if mode.method == "lowrank_adamw":
+            found.append(replace(both, weight_dtype="int8"))
+    return tuple(found)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

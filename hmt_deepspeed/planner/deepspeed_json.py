@@ -6,6 +6,7 @@ from typing import Any
 
 from hmt_deepspeed.planner.advise import BUCKET_ELEMENTS, Answer
 from hmt_deepspeed.planner.host import WEIGHT_BUFFERS, largest_part
+from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.plan import Plan
 from hmt_deepspeed.planner.problem import RunSetup
@@ -33,7 +34,7 @@ def deepspeed_json(
             f"{answer.name} uses SSDs; legal: with --nvme_path, a folder on them. Give it, or --num_ssds 0 to "
             "plan without SSDs."
         )
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": request.micro_batch,
         "gradient_accumulation_steps": setup.accumulation,
         "gradient_clipping": 1.0,
@@ -46,8 +47,11 @@ def deepspeed_json(
         "zero_optimization": _zero_block(request, setup, nvme_path, answer.is_stock),
     }
     if not answer.is_stock:
-        activations = _activations_block(request, answer, plan, nvme_path if uses_ssd else None)
-        config["hmt"] = {"optimizer": _optimizer_block(answer.mode), "activations": activations}
+        config["hmt"] = {"optimizer": _optimizer_block(answer.mode)}
+        if not isinstance(request.shape, ListedShape) or request.shape.is_managed:
+            config["hmt"]["activations"] = _activations_block(
+                request, answer, plan, nvme_path if uses_ssd else None
+            )
     return config
 
 

@@ -6,34 +6,41 @@ from collections.abc import Iterable, Sequence
 
 from hmt_deepspeed.planner.advise import Advice, Answer
 from hmt_deepspeed.planner.cost import RESOURCES, Estimate
+from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.loads import MEMORIES
 from hmt_deepspeed.planner.plan import Plan
-from hmt_deepspeed.planner.shapes import num_parameters
+from hmt_deepspeed.planner.shapes import ModelShape, num_parameters
 
 __all__ = ["describe", "describe_plan"]
 
 _GIB = 2**30
+_CLOSEST = 8  # setups that do not fit and are listed all the same
 
 
 def describe(advice: Advice) -> str:
     """The whole answer: whether it fits, what it takes, how fast it is, what else was tried."""
     request, best = advice.request, advice.best
     lines = [
-        f"{request.shape.family}, {num_parameters(request.shape):,} parameters, on {request.machine.name} "
+        f"{request.shape.family}, {num_parameters(request.shape):,} parameters{_active(request.shape)}, on {request.machine.name} "
         f"with {request.machine.num_gpus} GPU(s): micro-batch {request.micro_batch} x {request.seq_length} tokens, "
         f"accumulation {request.accumulation}",
+        *_coarse(request.shape),
         "",
-        "setups, fastest first:",
-        _table(
-            ("setup", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", ""),
-            map(_row, advice.answers),
-        ),
+        "setups, fastest first; exact: masters, states and saved activations as the method has them, lossy: some "
+        "of them with fewer bits:",
+        _setups(advice.answers),
         "",
     ]
     if best.plan is None:
         return "\n".join([*lines, *_what_to_change(advice)])
-    lines.append(f"fits. Recommended: {best.name}")
-    lines.append(describe_plan(best.plan, best.estimate))
+    lines.append(f"fits. Recommended: {best.name}{_why(advice)}")
+    if advice.faster:
+        first = advice.faster[0]
+        lines.append(
+            f"Faster, but lossy: {first.name}, {first.tokens_per_second:,.0f} tokens/s. It is recommended, and "
+            "written by --write, with --lossy."
+        )
+    lines.append(describe_plan(best.plan, best.estimate, _has_choices(request.shape)))
     lines.append(_speed(best))
     lines.append(
         f"longest sequence at this micro-batch: {advice.longest_sequence}; largest micro-batch at this sequence: "
@@ -41,12 +48,13 @@ def describe(advice: Advice) -> str:
     )
     ranks = best.problem.setup.ranks
     shared = "" if ranks == 1 else f", shared by {ranks} ranks"
-    lines.append(f"longest sequence in chunks (hmt.fpdt){shared}: {advice.longest_in_chunks:,}")
+    if advice.longest_in_chunks:
+        lines.append(f"longest sequence in chunks (hmt.fpdt){shared}: {advice.longest_in_chunks:,}")
     return "\n".join(lines)
 
 
-def describe_plan(plan: Plan, found: Estimate) -> str:
-    """Choices, memory by kind, seconds by resource."""
+def describe_plan(plan: Plan, found: Estimate, has_choices: bool = True) -> str:
+    """Choices where there are any, memory by kind, seconds by resource."""
     choices: list[tuple[str, str]] = [
         (component, ", ".join(f"{choice} x {number}" for choice, number in counts.items()))
         for component, counts in plan.counts().items()
@@ -78,11 +86,30 @@ def describe_plan(plan: Plan, found: Estimate) -> str:
     head = ("phase", "s", "bottleneck", *busy, "fill")
     return "\n\n".join(
         (
-            _table(("component", "choice x layers"), choices),
+            *([_table(("component", "choice x layers"), choices)] if has_choices else []),
             _table(("memory", "kind", "GiB"), sorted(memory)),
             _table(head, times),
         )
     )
+
+
+def _has_choices(shape: ModelShape) -> bool:
+    return not isinstance(shape, ListedShape) or shape.is_managed
+
+
+def _active(shape: ModelShape) -> str:
+    """Of a mixture of experts, what one token meets."""
+    if not isinstance(shape, ListedShape) or shape.active == num_parameters(shape):
+        return ""
+    return f" ({shape.active:,} of them for each token)"
+
+
+def _coarse(shape: ModelShape) -> list[str]:
+    """What is estimated roughly, and how."""
+    if not isinstance(shape, ListedShape):
+        return []
+    head = "no row for this architecture: read from the model itself. Parameters and states are exact; rough are"
+    return [head, *(f"  {text}" for text in shape.coarse)]
 
 
 def _speed(answer: Answer) -> str:
@@ -117,14 +144,35 @@ def _wear(answer: Answer) -> str:
     return f", worn out after {days:,.0f} days"
 
 
+def _setups(answers: Sequence[Answer]) -> str:
+    """All that fit, and of the others those that are closest."""
+    fitting = [answer for answer in answers if answer.plan is not None]
+    others = answers[len(fitting) :]
+    head = ("setup", "", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", "")
+    table = _table(head, map(_row, [*fitting, *others[:_CLOSEST]]))
+    left_out = len(others) - _CLOSEST
+    return table if left_out <= 0 else f"{table}\n... and {left_out} more that do not fit"
+
+
+def _why(advice: Advice) -> str:
+    """The rule by which one was chosen."""
+    if advice.request.lossy is not None:
+        return " (the fastest of all: --lossy)"
+    if advice.best.is_lossy:
+        return " (lossy: no exact setup fits)"
+    return " (the fastest exact one)"
+
+
 def _row(answer: Answer) -> Sequence[str]:
     found, plan = answer.estimate, answer.plan
     memory = [f"{found.peak(name) / _GIB:.1f}" for name in MEMORIES]
+    kind = "lossy" if answer.is_lossy else "exact"
     if plan is None:
-        return (answer.name, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
+        return (answer.name, kind, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
     mfu = found.mfu * found.seconds / plan.seconds
     return (
         answer.name,
+        kind,
         f"{answer.tokens_per_second:,.0f}",
         f"{plan.seconds:.3g}",
         f"{mfu:.1%}",

@@ -31,8 +31,28 @@ from dataclasses import dataclass
 from hmt_deepspeed.planner.shapes import Linear, ModelShape, layer_linears, parameters
 from hmt_deepspeed.sites import Choice, held_bytes
 
-__all__ = ["FpdtBytes", "HeldInChunks", "fpdt_bytes", "fpdt_chunk_size", "longest_fpdt_sequence"]
+__all__ = [
+    "IN_CHUNKS",
+    "FpdtBytes",
+    "HeldInChunks",
+    "fpdt_bytes",
+    "fpdt_chunk_size",
+    "longest_fpdt_sequence",
+]
 
+# Families whose layers FPDT replaces, and sizes given by numbers alone, which are like one of them.
+IN_CHUNKS = (
+    "plain",
+    "plain, gated",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+)
 FP32 = 4
 PIECES = 4  # of a chunk, for projections, MLP and loss
 LOGITS = 2**27  # of one piece at most

@@ -219,7 +219,9 @@ def machine_from_json(text: str) -> Machine:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the machine is no JSON: {error}. Write one with --profile.") from error
+        raise ValueError(
+            f"the machine is no JSON: {error}. Give the profile.json of a run whose hmt.activations.policy is plan."
+        ) from error
     given = dict(_checked_keys(found, Machine, "the machine"))
     rates = _checked_keys(given["matmul"], MatmulRates, "the machine's matmul")
     factors = _checked_keys(given.get("overheads", {}), Overheads, "the machine's overheads")
@@ -343,7 +345,7 @@ def named_machine(
     """
     if name not in MACHINES:
         raise ValueError(
-            f"machine is {name!r}; legal: {', '.join(MACHINES)}, or a file that --profile wrote. Choose "
+            f"machine is {name!r}; legal: {', '.join(MACHINES)}, or the profile.json of a run. Choose "
             "one of them."
         )
     machine = MACHINES[name]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.shapes import ModelShape, plain_shape
+from hmt_deepspeed.architectures import meta_model, read_config
+from hmt_deepspeed.planner.families import FAMILIES, shape_of_config
+from hmt_deepspeed.planner.shapes import ModelShape, parameters, plain_shape
 
-__all__ = ["SIZES", "model_shape"]
+__all__ = ["SIZES", "model_shape", "shape_of_architecture"]
 
 
 def _llama(
@@ -55,7 +58,7 @@ def model_shape(name: str, vocab_size: int = 32000) -> ModelShape:
         vocab_size: of a named size; a folder's config has its own.
 
     Raises:
-        ValueError: neither, or a family that is not known.
+        ValueError: neither, or a model that transformers cannot build.
     """
     if name in SIZES:
         return SIZES[name](vocab_size)
@@ -64,6 +67,31 @@ def model_shape(name: str, vocab_size: int = 32000) -> ModelShape:
             f"--model is {name!r}; legal: {', '.join(SIZES)}, or a folder with a Hugging Face config.json. "
             "Choose one of them."
         )
-    from transformers import AutoConfig
+    return shape_of_architecture(read_config(name))
 
-    return shape_of_config(AutoConfig.from_pretrained(name))
+
+def shape_of_architecture(config: Any) -> ModelShape:
+    """The shape of the model that a config names: its family's row where that has the same parameters, else as read
+    module by module from the model, built without weights.
+
+    Raises:
+        ValueError: a model that transformers cannot build.
+    """
+    from hmt_deepspeed.planner.structure import listed_shape
+
+    model = meta_model(config)
+    if config.model_type in FAMILIES:
+        with suppress(ValueError):  # an activation that the row does not know
+            shape = shape_of_config(config)
+            if _sizes(shape) == {name: tuple(p.shape) for name, p in model.named_parameters()}:
+                return shape
+    return listed_shape(model)
+
+
+def _sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by their names in the model."""
+    return {
+        parameter.name.replace("*", str(number)): parameter.shape
+        for parameter in parameters(shape)
+        for number in range(parameter.count)
+    }

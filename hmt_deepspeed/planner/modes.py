@@ -101,6 +101,8 @@ class OptimizerMode:
 
     def is_low_rank(self, parameter: Parameter) -> bool:
         """Whether a parameter has a matrix rule."""
+        if not parameter.trained:
+            return False
         if self.method == "adamw" or parameter.kind in ("vector", "embedding"):
             return False
         return is_selected(parameter.name, self.target_modules, self.exclude_modules)
@@ -117,6 +119,12 @@ class OptimizerMode:
         if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
             return m < n
         return self.projection == "left"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether weights or states are held with fewer bits than the method's own fp32."""
+        given = (self.master_weights, self.state_dtype, self.second_moment, self.weight_dtype)
+        return given != ("fp32", "fp32", "full", "auto")
 
     @property
     def is_factored(self) -> bool:

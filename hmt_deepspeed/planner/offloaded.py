@@ -117,7 +117,7 @@ def offloaded_states(
             if parameter.name.startswith(shape.names.layer):
                 layer[rule] += part.times(parameter.count / shape.layers)
             else:
-                outside[rule] += part
+                outside[rule] += part.times(parameter.count)
         for kind, nbytes in held.items():
             resident[kind] += 0 if kind in leaving else parameter.count * nbytes
     return Offloaded(shape.layers, layer, outside, ModelStates(**resident))
@@ -127,6 +127,8 @@ def _leaving(
     parameter: Parameter, held: dict[str, int], mode: OptimizerMode, rule: Rule
 ) -> tuple[str, ...]:
     """Kinds of a parameter's states that are not on the device; none of low-rank matrices without a master."""
+    if not parameter.trained:
+        return ()
     if rule == "adamw":
         return ("gradients", "masters", "moments")
     return ("masters",) if held["masters"] else ()

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, Role, layer_linears, parameters
 from hmt_deepspeed.planner.states import gradient_columns
@@ -75,6 +76,8 @@ def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Grou
     """In the model's order; alone unless bases are shared."""
     if mode.method != "lowrank_adamw" or mode.redrawn:
         return []
+    if isinstance(shape, ListedShape):
+        return _listed_groups(shape, mode, itemsize)
     path = f"{shape.names.layer}."
     roles = {f"{path}{linear.name}.weight": linear.role for linear in layer_linears(shape)}
     low_rank = [p for p in parameters(shape) if mode.is_low_rank(p)]
@@ -89,6 +92,26 @@ def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Grou
         found += [g._replace(layer=n) for n in islice(numbers, count) for g in of_a_layer]
     outside = [_group([p], mode, roles, itemsize) for p in low_rank if p.name not in roles]
     return found + outside
+
+
+def _listed_groups(shape: ListedShape, mode: OptimizerMode, itemsize: int) -> list[_Group]:
+    """Likewise, of layers that need not be equal."""
+    roles: dict[str, Role] = {
+        f"{shape.names.layer}.{product.name}.weight": product.role
+        for group in shape.groups
+        for product in group.tokens.products
+        if product.linear is not None and product.role is not None
+    }
+    found = [
+        _group([parameter], mode, roles, itemsize)._replace(layer=number)
+        for group in shape.groups
+        for number in group.numbers
+        for parameter in group.parameters
+        if mode.is_low_rank(parameter)
+    ]
+    found.sort(key=lambda group: group.layer)
+    outside = filter(mode.is_low_rank, shape.outside)
+    return found + [_group([p], mode, roles, itemsize) for p in outside]
 
 
 def _group(

@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.problem import Place, RunSetup
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.solve import Allowed, allowed_choices
-from hmt_deepspeed.sites import Choice, Component
+from hmt_deepspeed.sites import COMPONENTS, Choice, Component
+
+# What becomes of activations that hmt.activations has no components for.
+_ALL_KEPT: Mapping[Component, Choice] = {
+    **dict.fromkeys(COMPONENTS, "keep"),
+    "projected_inputs": "project",
+}
 
 __all__ = ["Request", "host_modes", "host_setups", "setups", "stock_setups"]
 
@@ -23,10 +30,12 @@ class Request:
     Attributes:
         micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
             ranks, None for one micro-step.
-        modes: optimizers to choose from. fallbacks: less exact ones, tried in turn while nothing fits.
+        modes: optimizers to choose from. lossy_modes: those with states or weights that are rounded
+            (:attr:`OptimizerMode.is_lossy`), which are tried beside them.
         cpu_adam: whether states in host memory or on SSD may be recommended.
         zero_stage, offload_param: None to choose.
-        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`.
+        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.allowed_choices`. With ``lossy`` a lossy mode may be
+            recommended where an exact one fits too.
         gpu_memory: bytes of a GPU to use, None for all but the context's.
         nvme: whether SSDs may be used.
     """
@@ -37,7 +46,7 @@ class Request:
     micro_batch: int = 1
     global_batch: int | None = None
     modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method="adamw"))
-    fallbacks: tuple[OptimizerMode, ...] = ()
+    lossy_modes: tuple[OptimizerMode, ...] = ()
     cpu_adam: bool = True
     zero_stage: int | None = None
     offload_param: Place | None = None
@@ -65,6 +74,8 @@ class Request:
     def allowed(self) -> Allowed:
         """Choices that the machine and the request leave."""
         machine = self.machine if self.nvme else replace(self.machine, num_ssds=0)
+        if isinstance(self.shape, ListedShape) and not self.shape.is_managed:
+            return allowed_choices(machine, None, _ALL_KEPT)
         return allowed_choices(machine, self.lossy, self.fixed)
 
 
@@ -106,10 +117,14 @@ def _has_ssds(request: Request) -> bool:
 
 
 def host_modes(request: Request) -> Iterator[OptimizerMode]:
-    """AdamW, and those asked for of which something is off the device then: fp32 masters."""
+    """AdamW, and those asked for whose states are in fp32, which the CPU Adam kernel takes.
+
+    Of low-rank matrices masters leave the device, of all others everything: also without masters something does.
+    """
     yield OptimizerMode(method="adamw")
-    for mode in request.modes:
-        if mode.method != "adamw" and (mode.master_weights, mode.state_dtype) == ("fp32", "fp32"):
+    for mode in (*request.modes, *request.lossy_modes):
+        in_fp32 = (mode.state_dtype, mode.weight_dtype) == ("fp32", "auto")
+        if in_fp32 and (mode.method != "adamw" or mode.is_lossy):
             yield mode
 
 

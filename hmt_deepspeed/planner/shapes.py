@@ -160,6 +160,11 @@ class ModelShape:
             )
 
     @property
+    def listed(self) -> tuple[Parameter, ...] | None:
+        """Every parameter, where they do not follow from the sizes (``listed.py``)."""
+        return None
+
+    @property
     def query_width(self) -> int:
         """Channels of all query heads, which is what attention puts out."""
         return self.heads * self.head_dim
@@ -198,12 +203,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or ``count`` equal ones of as many layers (``*`` in the name is the layer's number)."""
+    """A parameter, or ``count`` equal ones of as many layers (``*`` in the name is the layer's number).
+
+    trained: false for one that is held and computed with, and never updated.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: ParameterKind
     count: int = 1
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -235,6 +244,8 @@ def layer_linears(shape: ModelShape) -> tuple[Linear, ...]:
 
 def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Every parameter of the model, tied ones once, those of equal layers as one entry with a count."""
+    if shape.listed is not None:
+        return shape.listed
     names, hidden = shape.names, shape.hidden
     width = shape.embedding_size or hidden
     found = [Parameter(f"{names.embedding}.weight", (shape.vocab, width), "embedding")]

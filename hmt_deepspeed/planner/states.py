@@ -109,9 +109,9 @@ def parameters_by_mode(
     shape: ModelShape, mode: OptimizerMode
 ) -> Iterator[tuple[Parameter, OptimizerMode]]:
     """Every parameter with the mode of its layers: more than once where layers have ranks of their own."""
-    layers = mode.by_layers(shape)
+    layers = mode.by_layers(shape) if mode.ranks else []
     for parameter in parameters(shape):
-        if not parameter.name.startswith(shape.names.layer):
+        if not layers or not parameter.name.startswith(shape.names.layer):
             yield parameter, mode
             continue
         for own, count in layers:
@@ -137,6 +137,8 @@ def _states_of(
     encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
     keeps = mode.host_is_ours if itemsize == FP32 else mode.master_weights == "fp32"
     masters = keeps and not encoded
+    if not parameter.trained:
+        return {"weights": _part(parameter.numel, sharding.ranks(3)) * itemsize}
     sizes = {
         "weights": _part(parameter.numel, sharding.ranks(3)) * itemsize,
         "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,

@@ -19,6 +19,7 @@ __all__ = [
     "Layer",
     "Workload",
     "build_workload",
+    "check_sizes",
     "made_again",
     "recompute_flops",
 ]
@@ -179,7 +180,7 @@ def made_again(layer: Layer, choices: Mapping[str, Choice]) -> tuple[Site, ...]:
             )
         if choice == "recompute":
             again.add(site.name)
-    qkv = choices["attention_qkv"]
+    qkv = choices.get("attention_qkv")  # layers without attention have none
     if (choices["layer_input"] if qkv == "recompute" else qkv) in _LOSSY:
         again.add("attention_output")
     return tuple(site for site in layer.sites if site.name in again)
@@ -213,7 +214,8 @@ def build_workload(
         ValueError: a size below 1, a sequence longer than the learned positions, or fused attention asked of
             a model that has none.
     """
-    _check(shape, micro_batch, seq_length, itemsize, attention)
+    check_sizes(shape, micro_batch, seq_length)
+    _check(shape, itemsize, attention)
     if shape.conv1d:
         projected = None
     windows = shape.windows or (0,) * shape.layers
@@ -293,20 +295,26 @@ def _head(shape: ModelShape, tokens: int, itemsize: int) -> Head:
     )
 
 
-def _check(
-    shape: ModelShape, micro_batch: int, seq_length: int, itemsize: int, attention: Attention
-) -> None:
+def check_sizes(shape: ModelShape, micro_batch: int, seq_length: int) -> None:
+    """Refuse a batch or a sequence that a model cannot have.
+
+    Raises:
+        ValueError: a size below 1, or a sequence longer than the learned positions.
+    """
     for field, value in (("micro_batch", micro_batch), ("seq_length", seq_length)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{field} is {value!r}; legal: an integer >= 1. Give that.")
-    if itemsize not in (2, 4):
-        raise ValueError(
-            f"itemsize is {itemsize!r}; legal: 2 (bf16, fp16) or 4 (fp32). Give one of them."
-        )
     if shape.positions and seq_length > shape.max_length:
         raise ValueError(
             f"seq_length is {seq_length}; legal for {shape.family}: at most {shape.max_length}, its learned "
             "positions. Shorten the sequences or take a model with more positions."
+        )
+
+
+def _check(shape: ModelShape, itemsize: int, attention: Attention) -> None:
+    if itemsize not in (2, 4):
+        raise ValueError(
+            f"itemsize is {itemsize!r}; legal: 2 (bf16, fp16) or 4 (fp32). Give one of them."
         )
     if attention not in ("fused", "eager"):
         raise ValueError(

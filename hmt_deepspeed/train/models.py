@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmt_deepspeed.architectures import read_config
 from hmt_deepspeed.report.metrics import model_flops_per_token
 from hmt_deepspeed.train.hub import existing_path, hub_error
 
@@ -92,14 +93,12 @@ def model_path(name: str) -> Path | None:
 def model_config(name: str) -> Any:
     """The Hugging Face config of a local folder or hub id, None for a preset.
 
-    Raises ValueError for a model that is not there; asking costs one small file.
+    Raises ValueError for a model that is not there or whose code is not in transformers; asking costs one small file.
     """
     if name in PRESETS:
         return None
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(str(model_path(name) or name))
+        return read_config(str(model_path(name) or name))
     except OSError as error:
         raise hub_error("--model", name, LEGAL_MODELS, error) from error
 

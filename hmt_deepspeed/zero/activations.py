@@ -13,10 +13,10 @@ from deepspeed.utils import logger
 from pydantic import BaseModel
 from torch import nn
 
-from hmt_deepspeed.activations.attribution import attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, build_codec
 from hmt_deepspeed.activations.policy import check_overrides
+from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store

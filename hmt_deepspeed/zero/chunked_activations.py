@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hmt_deepspeed.activations.attribution import attribute
 from hmt_deepspeed.activations.codecs import Codec, Held, Keep
 from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
+from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.planner.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
@@ -81,7 +81,7 @@ def dry_run(
     """Check a DeepSpeed JSON as a run would, for a model and a number of ranks.
 
     Args:
-        config: without "auto" outside the block. build: the model in a dtype; called with fake tensors.
+        config: without "auto" outside the block. build: the model in a dtype, on the meta device.
 
     Raises:
         ValueError, AssertionError: what a run would be refused with.
@@ -156,11 +156,28 @@ class _Engine(HMTEngine):
         self.pipeline_parallelism = self.has_moe_layers = False
         self.mp_world_size = self.sequence_parallel_size = 1
         self.seq_dp_world_size, self.gradient_average = ranks, True
-        self.module = build(self.get_data_types()[0])
+        with unset_fake_temporarily():
+            model = build(self.get_data_types()[0])
+        self.module = _fake(model)
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def destroy(self) -> None:
         """Also asked for when it goes: there is nothing to undo."""
+
+
+def _fake(model: nn.Module) -> nn.Module:
+    """Parameters and buffers as fake tensors in host memory, in place; what is shared stays so."""
+    made: dict[Tensor, Any] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in made:
+                empty = torch.empty(param.shape, dtype=param.dtype)
+                made[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            module._parameters[name] = None if param is None else made[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
 
 
 class _Files:

@@ -249,7 +249,7 @@ class RunPlanner:
             return read_profile(path).to_json() if path.exists() else None
         if given in MACHINES and not Path(given).exists():
             return named_machine(given, num_gpus=self._accelerator.device_count()).to_json()
-        return read_profile(given, "hmt.planner.profile").to_json()
+        return read_profile(given).to_json()
 
     def _profile_key(self) -> str:
         """All that a profile depends on but the machine; host memory beside the plan is no part of that."""

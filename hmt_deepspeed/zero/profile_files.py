@@ -1,4 +1,4 @@
-"""Measured machines on disk: the file of ``--profile`` and a cache by machine and model."""
+"""Measured machines on disk: the file of ``hmt.planner.profile`` and a cache by machine and model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_profile(machine: Machine, path: str | os.PathLike[str]) -> None:
     os.replace(temporary, path)
 
 
-def read_profile(path: str | os.PathLike[str], key: str = "--profile") -> Machine:
+def read_profile(path: str | os.PathLike[str], key: str = "hmt.planner.profile") -> Machine:
     """The machine that :func:`write_profile` wrote.
 
     Args:

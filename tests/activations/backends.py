@@ -9,9 +9,9 @@ import torch
 from families import tokens
 from torch import nn
 
-from hmt_deepspeed.activations.attribution import Attribution, Layer, attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import build_codec
+from hmt_deepspeed.attribution import Attribution, Layer, attribute
 from hmt_deepspeed.memory.host import HostStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmt_deepspeed.activations.attribution import Attribution, attribute
+from hmt_deepspeed.attribution import Attribution, attribute
 
 HEAVY = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from families import tiny
 
-from hmt_deepspeed.activations.attribution import Attribution, attribute
 from hmt_deepspeed.activations.policy import check_overrides
+from hmt_deepspeed.attribution import Attribution, attribute
 
 
 @pytest.fixture(scope="module")

@@ -101,18 +101,49 @@ def test_what_chunks_may_use_is_what_states_leave() -> None:
     assert fpdt_bytes(request.shape, longest + 256, 256, **sizes).device > room
 
 
-def test_smaller_states_only_where_nothing_exact_fits() -> None:
+def test_lossy_setups_are_listed_and_recommended_where_nothing_exact_fits_or_they_may_be() -> None:
     small = OptimizerMode(rank=32, master_weights="none", state_dtype="int8")
-    asked = {"modes": (MODE,), "fallbacks": (small,), "cpu_adam": False, "offload_param": "none"}
+    asked = {"modes": (MODE,), "lossy_modes": (small,), "cpu_adam": False, "offload_param": "none"}
     roomy, tight = advise(request_for(**asked)), advise(request_for(gpu_gib=1.6, **asked))
-    assert all(answer.mode == MODE for answer in roomy.answers)
+    either = advise(request_for(lossy={}, **asked))
+    for advice in (roomy, tight, either):
+        assert {(a.mode == small, a.is_lossy) for a in advice.answers} == {
+            (True,) * 2,
+            (False,) * 2,
+        }
+        assert advice.fits
+    assert roomy.best.mode == MODE
+    assert either.best == either.answers[0]
+    assert roomy.faster == ((either.best,) if either.best.is_lossy else ())
     assert tight.best.mode == small
-    assert tight.fits
+
+
+def test_70b_on_one_gpu_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    """What keeps no masters needs no SSD, and is faster than all that is exact."""
+    size = [
+        "--model",
+        "70b",
+        "--machine",
+        "rtx4090",
+        "--host_memory",
+        "192",
+        "--seq_length",
+        "1024",
+    ]
+    told = run([*size, "--global_batch", "64", "--method", "lowrank_adamw"], capsys).splitlines()
+    rows = [re.split(" {2,}", line) for line in told if line.startswith("ZeRO-")]
+    table = {row[0]: row[1:3] for row in rows}
+    no_masters = "ZeRO-3, weights on cpu, lowrank_adamw r=128, no masters"
+    assert table[no_masters][0] == table[f"{no_masters}, int8 states"][0] == "lossy"
+    assert float(table[f"{no_masters}, int8 states"][1]) > 50
+    speeds = [float(row[2]) for row in rows if row[2] != "-"]
+    assert speeds == sorted(speeds, reverse=True)
+    assert any(line.endswith("(lossy: no exact setup fits)") for line in told)
 
 
 def test_what_the_engine_refuses_is_not_proposed() -> None:
     tiny = OptimizerMode(rank=4, master_weights="none", state_dtype="int8")
-    asked = {"modes": (MODE,), "fallbacks": (tiny,), "cpu_adam": False, "offload_param": "none"}
+    asked = {"modes": (MODE,), "lossy_modes": (tiny,), "cpu_adam": False, "offload_param": "none"}
     advice = advise(request_for(gpu_gib=1.6, **asked))
     assert not advice.fits
     assert all(answer.mode == MODE for answer in advice.answers)

@@ -32,9 +32,9 @@ NAMES = ("llama", "gemma3", "phi", "gpt2", "gpt_neox", "opt")
 
 @contextmanager
 def installed(network, policy):
-    from hmt_deepspeed.activations.attribution import attribute
     from hmt_deepspeed.activations.backend import ActivationBackend
     from hmt_deepspeed.activations.codecs import build_codec
+    from hmt_deepspeed.attribution import attribute
 
     codecs = {c: build_codec(c, block_size=BLOCK_SIZE) for c in ("keep", "int8", "fp8")}
     backend = ActivationBackend(network, attribute(network), policy, codecs)

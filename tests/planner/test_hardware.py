@@ -80,7 +80,7 @@ def test_bad_json(text, message):
 
 
 def test_an_unknown_name_lists_the_legal_ones():
-    with pytest.raises(ValueError, match=r"'rtx5090'; legal: rtx4090.*h200.*--profile"):
+    with pytest.raises(ValueError, match=r"'rtx5090'; legal: rtx4090.*h200.*profile.json"):
         named_machine("rtx5090")
 
 

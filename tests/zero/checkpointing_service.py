@@ -10,9 +10,9 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
-from hmt_deepspeed.activations.attribution import Attribution, attribute
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import Codec, Int8, Keep, SwapHost
+from hmt_deepspeed.attribution import Attribution, attribute
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.host import HostStore
 from hmt_deepspeed.memory.transfer import TransferEngine

@@ -157,6 +157,13 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         found += [(answer.name + swaps, advice.request, answer) for answer in advice.answers]
     on_ssd = answers(shape, fixed={"mlp_intermediate": "swap_ssd"}, cpu_adam=False).best
     found.append(("activations on nvme", answers(shape).request, on_ssd))
+    no_masters = tuple(replace(mode, master_weights="none") for mode in advice.request.modes)
+    beside = answers(shape, lossy_modes=no_masters, offload_param="none")
+    found += [
+        (answer.name, beside.request, answer)
+        for answer in beside.answers
+        if answer.is_lossy and answer.problem.setup.offload_optimizer != "none"
+    ]
     less = OptimizerMode(rank=8, master_weights="none", state_dtype="bf16")
     for mode in (less, replace(less, weight_dtype="int8"), OptimizerMode(method="apollo", rank=8)):
         advice = answers(shape, modes=(mode,), cpu_adam=False, zero_stage=2)
