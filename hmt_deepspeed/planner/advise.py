@@ -258,7 +258,15 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:
     """Of each component the allowed choice that holds least on the GPU."""
-    least: tuple[Choice, ...] = ("recompute", "swap_host", "swap_ssd", "int8", "fp8", "keep")
+    least: tuple[Choice, ...] = (
+        "recompute",
+        "swap_host",
+        "swap_ssd",
+        "int8",
+        "fp8",
+        "project",
+        "keep",
+    )
     return {
         component: next(choice for choice in least if choice in given)
         for component, given in request.allowed.items()
