@@ -293,11 +293,30 @@ class HMTEngine(DeepSpeedEngine):
             if not self.hmt_enabled:
                 yield
                 return
-            self.optimizer.reduction_enabled = False
+            self.optimizer._coalesce_grad_reduction = True
             try:
                 yield
             finally:
-                self.optimizer.reduction_enabled = True
+                self.optimizer._coalesce_grad_reduction = False
+
+    # The end of DeepSpeed's coalesce_grad_reduction, which reads the buckets of its own stages.
+
+    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
+        if self.hmt_enabled:
+            self._reduce_own()
+        else:
+            super()._flush_coalesced_reduction_zero12(optimizer)
+
+    def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
+        if self.hmt_enabled:
+            self._reduce_own()
+        else:
+            super()._flush_coalesced_reduction_zero3(optimizer)
+
+    def _reduce_own(self) -> None:
+        self.hmt_metrics.phases.start("reduce")
+        self.optimizer.reducer.flush_own()
+        self.hmt_metrics.phases.stop("reduce")
 
     # -- what a step does, measured -----------------------------------------------------------------
 

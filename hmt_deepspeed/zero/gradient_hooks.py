@@ -24,7 +24,8 @@ def register_gradient_hooks(
     """Hand every gradient to the reducer as backward leaves it.
 
     Args:
-        optimizer: keeps DeepSpeed's count; its ``partition_gradients`` and ``reduction_enabled`` say when to reduce.
+        optimizer: keeps DeepSpeed's count; its ``partition_gradients`` and ``_coalesce_grad_reduction`` say when
+            to reduce.
         leaves: of ZeRO-3 whose gradients leave with the leaf.
         partitioned: parameters are at stage 3.
 
@@ -42,7 +43,7 @@ def register_gradient_hooks(
             optimizer.reenter_backward_if_needed()
             reducer.last = optimizer.is_gradient_accumulation_boundary()
             reduce_now = optimizer.partition_gradients or reducer.last
-            reduce_now = reduce_now and optimizer.reduction_enabled
+            reduce_now = reduce_now and not optimizer._coalesce_grad_reduction
             if isinstance(arrived, Gradient):
                 reducer.arrive(arrived, reduce_now)
             else:

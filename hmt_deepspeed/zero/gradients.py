@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import takewhile
 
 import torch
@@ -24,7 +25,7 @@ from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.host_worker import HostGradient
 from hmt_deepspeed.zero.shards import RowShards
 
-__all__ = ["Gradient", "GradientReducer", "ReductionScale"]
+__all__ = ["Gradient", "GradientReducer", "Held", "ReductionScale"]
 
 
 @dataclass(eq=False)
@@ -121,6 +122,16 @@ class ReductionScale:
     after: float
 
 
+class Held(Enum):
+    """What of the accumulation window is held now; the same on every rank whose backwards were the same."""
+
+    NOTHING = "no backward has run since the last step"
+    PART = "a backward is under way, or was broken off"
+    OWN = "sums of this rank's backwards, which no other rank has"
+    MEAN = "means over ranks"
+    BOTH = "means over ranks, and sums of this rank's later backwards"
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Members reduced by one collective; ``offsets`` count elements of one rank's chunk.
@@ -204,6 +215,7 @@ class GradientReducer:
             self._buckets = self._build()
             self._home = {g.index: b for b in self._buckets for g in b.members}
             self._size_pool()
+        self._is_open = self._has_own = self._has_means = False
         self._begin_round()
 
     def _build(self) -> list[_Bucket]:
@@ -248,6 +260,15 @@ class GradientReducer:
             bucket.left = False
         self._count(self.gradients)  # the step between two rounds has taken some
 
+    @property
+    def held(self) -> Held:
+        """What the window has accumulated until now."""
+        if self._is_open:
+            return Held.PART
+        if self._has_own:
+            return Held.BOTH if self._has_means else Held.OWN
+        return Held.MEAN if self._has_means else Held.NOTHING
+
     # -- during backward ------------------------------------------------------------------------
 
     def arrive(self, gradient: Gradient, reduce_now: bool) -> None:
@@ -258,6 +279,10 @@ class GradientReducer:
         if self.events is not None:
             self.events.append(("arrive", gradient.name))
         bucket = self._home[gradient.index]
+        if reduce_now:
+            self._is_open = True
+        else:
+            self._has_own = True
         self._repeated |= reduce_now and (bucket.left or gradient.arrived is not None)
         if not reduce_now or bucket.left:
             # A parameter that fires again after its bucket left waits for the end of the backward.
@@ -281,6 +306,7 @@ class GradientReducer:
         """
         if not reduce_now:
             return
+        self._is_open = True
         waiting = [bucket for bucket in self._buckets if leaf in bucket.waiting]
         # Called more than once: its gradients come at the end of the first call, the last in backward.
         self._repeated |= not waiting
@@ -298,17 +324,20 @@ class GradientReducer:
 
         Members that no backward reached count as zero. A second round carries what arrived late, on any rank.
         """
-        self._end_round()
+        self.flush_own()
         if self._any_late():
-            self._end_round()
+            self.flush_own()
 
-    def _end_round(self) -> None:
+    def flush_own(self) -> None:
+        """Reduce what every backward until now has left on this rank: one round, in which nothing comes late."""
         for bucket in self._buckets:
             if not bucket.left:
                 self._launch(bucket)
         while self._in_flight:
             self._land()
         self._begin_round()
+        self._is_open = self._has_own = False
+        self._has_means = True
 
     def _any_late(self) -> bool:
         """Whether some rank holds what came after its bucket had left.
@@ -340,6 +369,7 @@ class GradientReducer:
         self._in_flight.clear()
         for gradient in self.gradients:
             gradient.clear()
+        self._is_open = self._has_own = self._has_means = False
         self._begin_round()
 
     def _launch(self, bucket: _Bucket) -> None:

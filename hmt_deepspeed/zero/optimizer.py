@@ -83,7 +83,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.parameter_offload = parameter_offload
         self._set_engine_attributes(loss_scaler)
         self.step_count = 0
-        self.reduction_enabled = True  # the engine turns it off inside no_sync
+        # set by the engine, inside no_sync too: what backward leaves stays on this rank
+        self._coalesce_grad_reduction = False
         self.communication_bytes = 0
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
@@ -106,7 +107,7 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.loss_scaler = loss_scaler
         self.dynamic_loss_scale = loss_scaler.dynamic
         self.custom_loss_scaler = False
-        self.external_loss_scale = None
+        self.external_loss_scale = 1.0
         self.torch_autocast_gradscaler = None
         self.overflow = False
         self.clip_grad = self.settings.clip
@@ -277,7 +278,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
         matrix.draw = number  # only now: the old number gives the basis that moments come from
         self.schedule.refreshed(index, self.step_count)
 
-    # -- reduction, called by the engine ----------------------------------------------------------
+    # -- backward, called by the engine -----------------------------------------------------------
+
+    def backward_epilogue(self, **_: Any) -> None:
+        """Release what ZeRO-3 gathered for modules whose backward has no end to be seen at: those whose inputs
+        want no gradient."""
+        if self.parameter_offload is not None:
+            self.parameter_offload.release_backward_leftovers()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """End of every micro-batch's backward at stages 2 and 3."""
@@ -359,13 +366,31 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self.settle()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
 
-    @property
-    def loss_scale(self) -> float:
-        return float(self.loss_scaler.loss_scale)
+    def set_lr(self, lr: float) -> None:
+        """The same learning rate for every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
 
     @property
-    def cur_scale(self) -> float:
+    def loss_scale(self) -> float:
+        """What losses are multiplied by: DeepSpeed's scaler's, or that of :meth:`override_loss_scale`."""
+        if self.custom_loss_scaler:
+            return float(self.external_loss_scale)
         return float(self.loss_scaler.cur_scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    cur_scale = loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Multiply losses by ``loss_scale`` from now on, which the caller adapts."""
+        self.custom_loss_scaler, self.external_loss_scale = True, loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
@@ -431,9 +456,8 @@ class HMTZeroOptimizer(ZeROOptimizer):
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> torch.device | None:
         """Where this rank's master of a trained parameter is, or a state of it."""
-        if not param.requires_grad:
-            return None
-        return self.state_access.get_local_fp32_param(param, optim_state_key).device
+        held = self.state_access.get_local_fp32_param(param, optim_state_key)
+        return None if held is None else held.device
 
     def settle(self) -> None:
         """No update is under way, and no copy to the host."""

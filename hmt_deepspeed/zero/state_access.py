@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
+from hmt_deepspeed.zero.gradient_access import GradientAccess, unpadded, whole_rows
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:
@@ -33,21 +34,21 @@ def local_state(entry: Entry) -> dict[str, Tensor]:
     return {"exp_avg": first.read(), "exp_avg_sq": second.read(), "step": step}
 
 
-class StateAccess:
-    """The methods that DeepSpeed's tools call, for one optimizer."""
+class StateAccess(GradientAccess):
+    """The methods that DeepSpeed's tools call, for one optimizer; frozen parameters have nothing to read or set."""
 
-    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
-        self.optimizer = optimizer
-        self._entries = {e.gradient.param: e for e in optimizer.entries}
-
-    def _settled(self, param: nn.Parameter) -> Entry:
-        """The entry of a parameter, when no update of it is under way."""
+    def _settled(self, param: nn.Parameter) -> Entry | None:
+        """The entry of a parameter, when no update of it is under way; None of a frozen one."""
         self.optimizer.settle()
-        return self._entries[param]
+        return self._entries.get(param)
 
-    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+    def get_full_hp_param(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> Tensor | None:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
         entry = self._settled(param)
+        if entry is None:
+            return None
         if optim_state_key is None:
             if isinstance(entry.weight, EncodedWeight):
                 return entry.weight.whole_values()
@@ -57,13 +58,15 @@ class StateAccess:
             return self._whole_flat(entry, state).view(whole_shape(param))
         if optim_state_key not in entry.matrix.ROW_STATES:  # a core is whole on every rank
             return state.clone()
-        return self._whole_rows(entry, state)
+        return whole_rows(entry, state, self.optimizer)
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite a whole weight or state; every rank passes the same value."""
         entry, rank = self._settled(param), self.optimizer.shard_rank
+        if entry is None:
+            return
         if optim_state_key is None:
             entry.weight.set_whole(value.reshape(-1).float())
             self.optimizer.order_gathers()
@@ -76,70 +79,38 @@ class StateAccess:
         else:
             self._set_state(entry, optim_state_key, value)
 
-    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """Whole mean gradient; of a projected matrix the part that was kept, ``A Q^T``, m x n."""
-        entry = self._entries[param]
-        matrix, reduced = entry.matrix, self.get_local_fp32_grad_for_param(param)
-        if matrix is None:
-            if reduced is None:
-                return None
-            return self._whole_flat(entry, reduced.reshape(-1).float()).view(whole_shape(param))
-        if entry.gradient.full is not None and self.optimizer.collectives.world == 1:
-            whole = entry.gradient.full.float()
-        elif reduced is None:
-            return None
-        elif matrix.takes_whole:
-            whole = self._whole_rows(entry, reduced.float())
-        else:
-            rows = self._whole_rows(entry, reduced[:, : matrix.rank].float())
-            with self.optimizer.bases.whole(entry):
-                assert matrix.projection is not None
-                whole = rows @ matrix.projection[:, : matrix.rank].float().t()
-        return whole.t() if matrix.transposed else whole
-
     def get_local_fp32_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
-    ) -> Tensor:
-        """This rank's flat part of the weight, or its rows of a state."""
+    ) -> Tensor | None:
+        """This rank's flat part of a weight or of a dense parameter's state, as long as the parameter's
+        partition; of a low-rank matrix's state its rows."""
         entry = self._settled(param)
+        if entry is None:
+            return None
         if optim_state_key is None:
-            return entry.weight.master_values()
-        return self._state(entry, optim_state_key)
+            return padded(entry.weight.master_values(), entry.weight.shards.partition)
+        state = self._state(entry, optim_state_key)
+        is_flat = entry.matrix is None and state.dim() > 0
+        return padded(state, entry.weight.shards.partition) if is_flat else state
 
     def set_local_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        """Overwrite this rank's part."""
-        entry = self._settled(param)
-        if optim_state_key is None:
-            entry.weight.set_values(value.reshape(-1).float())
-            self.optimizer.order_gathers()
-        else:
-            self._set_state(entry, optim_state_key, value)
-
-    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's rows of the reduced gradient (projected for a low-rank matrix)."""
-        gradient = self._entries[param].gradient
-        return gradient.reduced if gradient.host is None else gradient.host.read()
-
-    def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
-        """Overwrite the reduced gradient of a dense parameter.
+        """Overwrite what :meth:`get_local_fp32_param` reads.
 
         Raises:
-            ValueError: for a low-rank matrix, whose full gradient is never kept.
+            ValueError: a flat part has another number of elements.
         """
         entry = self._settled(param)
-        if entry.matrix is not None:
-            raise ValueError(
-                f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
-                "set. Add the module to hmt.optimizer.exclude_modules to keep it dense."
-            )
-        flat = entry.gradient.shards.shard_of(value.reshape(-1), self.optimizer.shard_rank)
-        if entry.gradient.host is not None:
-            entry.gradient.host.replace(flat.to(entry.weight.device, copy=True))
+        if entry is None:
             return
-        dtype = self.optimizer.settings.accumulate_dtype
-        entry.gradient.reduced = flat.to(dtype, copy=True).view(-1, 1)
+        if optim_state_key is None:
+            entry.weight.set_values(unpadded(entry, value).float())
+            self.optimizer.order_gathers()
+        elif entry.matrix is None and value.dim() > 0:
+            self._set_state(entry, optim_state_key, unpadded(entry, value))
+        else:
+            self._set_state(entry, optim_state_key, value)
 
     def _state(self, entry: Entry, key: str) -> Tensor:
         states = local_state(entry)
@@ -171,26 +142,12 @@ class StateAccess:
         shards.unpack_flat(packed, whole)
         return whole
 
-    def _whole_rows(self, entry: Entry, rows: Tensor) -> Tensor:
-        shards, collectives = entry.gradient.shards, self.optimizer.collectives
-        rows = rows.to(entry.weight.device)  # from the host, if it lives there
-        if shards.world == 1:
-            return rows.clone()
-        width = rows.shape[1]
-        part = padded(rows.reshape(-1), shards.max_rows * width)
-        packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
-        collectives.all_gather(packed, part).wait()
-        whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
-        shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
-        return whole
-
 
 def link(optimizer: HMTZeroOptimizer) -> None:
     """Attach to every parameter what ``deepspeed.utils.safe_*`` look for."""
     access = StateAccess(optimizer)
     optimizer.state_access = access
-    for entry in optimizer.entries:
-        param: Any = entry.gradient.param
+    for param in _linked(optimizer):
         if optimizer.parameter_offload is not None:
             param._z3_optimizer = access
             continue
@@ -203,14 +160,21 @@ def link(optimizer: HMTZeroOptimizer) -> None:
 
 def unlink(optimizer: HMTZeroOptimizer) -> None:
     """Undo :func:`link`."""
-    for entry in optimizer.entries:
+    for param in _linked(optimizer):
         for name in ("_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
-            vars(entry.gradient.param).pop(name, None)
+            vars(param).pop(name, None)
         for name in ("get_full_hp_grad", "set_full_hp_grad"):
-            vars(entry.gradient.param).pop(name, None)
+            vars(param).pop(name, None)
 
 
-def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor:
+def _linked(optimizer: HMTZeroOptimizer) -> list[Any]:
+    """At stage 3 DeepSpeed's tools ask frozen parameters too."""
+    if optimizer.parameter_offload is not None:
+        return list(optimizer.module.parameters())
+    return [entry.gradient.param for entry in optimizer.entries]
+
+
+def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor | None:
     return self._hp_mapping.get_full_hp_param(self, optim_state_key)
 
 

@@ -284,11 +284,6 @@ def refused_otherwise() -> dict[str, str]:
     sparse = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     found["sparse"] = _error(lambda: make_engine(ds_config(2, {}), sparse))
     found["closure"] = _error(lambda: closure.optimizer.step(lambda: 0))
-    try:
-        with closure.coalesce_grad_reduction():
-            found["coalesce"] = "accepted"
-    except NotImplementedError as error:
-        found["coalesce"] = str(error)
     return found
 
 
@@ -345,7 +340,6 @@ def test_what_the_json_cannot_tell_is_refused(ranks: Ranks) -> None:
     assert "sparse=True" in found["sparse"]
     assert "sparse=False" in found["sparse"]
     assert "closure" in found["closure"]
-    assert "HMTZeroOptimizer" in found["coalesce"]
 
 
 def test_ranks_on_gpus_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
