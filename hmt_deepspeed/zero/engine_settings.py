@@ -13,7 +13,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.entries import CacheSettings, HostSettings, ZeroSettings
-from hmt_deepspeed.zero.gradients import ReductionScale
+from hmt_deepspeed.zero.gradient import ReductionScale
 from hmt_deepspeed.zero.residency import prepare_for_ssd
 from hmt_deepspeed.zero.ssd import SsdSettings
 from hmt_deepspeed.zero.support import checks_overflow, resolved_overlap

@@ -18,7 +18,7 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
 from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
 from hmt_deepspeed.zero.encoded import EncodedWeight
-from hmt_deepspeed.zero.gradients import Gradient, ReductionScale
+from hmt_deepspeed.zero.gradient import Gradient, ReductionScale
 from hmt_deepspeed.zero.host_adamw import HostAdamW
 from hmt_deepspeed.zero.host_states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
 from hmt_deepspeed.zero.host_weight import HostWeight

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.entries import whole_shape
-from hmt_deepspeed.zero.gradients import Held
+from hmt_deepspeed.zero.gradient import Held
 from hmt_deepspeed.zero.shards import padded
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
-from hmt_deepspeed.zero.gradients import Gradient, GradientReducer
+from hmt_deepspeed.zero.gradient import Gradient
+from hmt_deepspeed.zero.gradients import GradientReducer
 
 __all__ = ["register_gradient_hooks"]
 
@@ -45,7 +46,9 @@ def register_gradient_hooks(
             reduce_now = optimizer.partition_gradients or reducer.last
             reduce_now = reduce_now and not optimizer._coalesce_grad_reduction
             if isinstance(arrived, Gradient):
-                reducer.arrive(arrived, reduce_now)
+                # False between the slices of DeepSpeed's TiledMLP and its kin, which are one use of the weight
+                is_ready = getattr(arrived.param, "ds_grad_is_ready", True)
+                reducer.arrive(arrived, reduce_now and is_ready)
             else:
                 reducer.arrive_leaf(arrived, reduce_now)
             expected = optimizer._max_expected_hooks_seen

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import logger
@@ -36,6 +35,7 @@ from hmt_deepspeed.zero.gradients import GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.leaves import mark_leaves, shared_inputs
 from hmt_deepspeed.zero.offloaded_states import OffloadedStates
+from hmt_deepspeed.zero.optimizer_interface import OptimizerInterface
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.refresh import BasisRefresh
 from hmt_deepspeed.zero.residency import release_buffers
@@ -45,7 +45,7 @@ from hmt_deepspeed.zero.step import ZeroStep
 __all__ = ["HMTZeroOptimizer"]
 
 
-class HMTZeroOptimizer(ZeROOptimizer):
+class HMTZeroOptimizer(OptimizerInterface):
     """ZeRO stages 0-3 for HMT, on DeepSpeed's optimizer interface.
 
     Args:
@@ -75,16 +75,13 @@ class HMTZeroOptimizer(ZeROOptimizer):
         parameter_offload: Any | None,
         uneven_leaves: bool = True,
     ) -> None:
-        super().__init__()
-        self.optimizer, self.options, self.settings = optimizer, dict(options), settings
+        super().__init__(optimizer, settings, loss_scaler)
+        self.options = dict(options)
         self.module, self.param_names = model, param_names
         self.dp_process_group = group
         self.collectives = Collectives(group, settings.overlap)
         self.parameter_offload = parameter_offload
-        self._set_engine_attributes(loss_scaler)
         self.step_count = 0
-        # set by the engine, inside no_sync too: what backward leaves stays on this rank
-        self._coalesce_grad_reduction = False
         self.communication_bytes = 0
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
@@ -101,20 +98,6 @@ class HMTZeroOptimizer(ZeROOptimizer):
         state_access.link(self)
         self.form_groups()
         self._begin_window()
-
-    def _set_engine_attributes(self, loss_scaler: Any) -> None:
-        """What the engine, HF's Trainer and DeepSpeed's tools read of a ZeRO optimizer."""
-        self.loss_scaler = loss_scaler
-        self.dynamic_loss_scale = loss_scaler.dynamic
-        self.custom_loss_scaler = False
-        self.external_loss_scale = 1.0
-        self.torch_autocast_gradscaler = None
-        self.overflow = False
-        self.clip_grad = self.settings.clip
-        self.partition_gradients = self.settings.stage >= 2
-        self._global_grad_norm: Tensor | float = 0.0
-        self.mpu = None
-        self.swap_optimizer = False
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -357,40 +340,10 @@ class HMTZeroOptimizer(ZeROOptimizer):
     # -- what else the engine asks for --------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
         self.settle()
         return {e.gradient.param: state_access.local_state(e) for e in self.entries}
-
-    def set_lr(self, lr: float) -> None:
-        """The same learning rate for every group."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
-    def get_lr(self) -> float:
-        """Learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by: DeepSpeed's scaler's, or that of :meth:`override_loss_scale`."""
-        if self.custom_loss_scaler:
-            return float(self.external_loss_scale)
-        return float(self.loss_scaler.cur_scale)
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = value
-
-    cur_scale = loss_scale
-
-    def override_loss_scale(self, loss_scale: float) -> None:
-        """Multiply losses by ``loss_scale`` from now on, which the caller adapts."""
-        self.custom_loss_scaler, self.external_loss_scale = True, loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""

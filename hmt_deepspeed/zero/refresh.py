@@ -18,7 +18,7 @@ from hmt_deepspeed.optim.sharing import stacked_gradient
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry
-from hmt_deepspeed.zero.gradients import Gradient
+from hmt_deepspeed.zero.gradient import Gradient
 
 __all__ = ["BasisRefresh"]
 

@@ -155,35 +155,33 @@ def test_dense_gradients_are_stocks_at_every_moment(ranks: Ranks) -> None:
             )
 
 
-def low_rank_moments(stage: int, options: dict[str, Any]) -> dict[str, tuple[Any, list[Tensor]]]:
-    """As :func:`moments`, of the two matrices, over a step that refreshes and one that does not."""
+def low_rank_moments(stage: int, options: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """As :func:`moments`, of the two matrices, after which of them refresh in that step."""
     engine = small_engine(stage, options, gas=2)
-    names = [entry.name for entry in engine.optimizer.low_rank]
     rank, found = dist.get_rank(), {}
 
-    def expected(grads: list[Tensor], refreshing: bool) -> list[Tensor]:
+    def expected(grads: list[Tensor]) -> list[Tensor]:
         matrices, whole = grads[::2], []
-        for name, grad in zip(names, matrices, strict=True):
-            basis = projections[name] @ projections[name].t()
+        for entry, grad in zip(engine.optimizer.low_rank, matrices, strict=True):
+            basis = projections[entry.name] @ projections[entry.name].t()
             projected = basis @ grad if options.get("projection") == "left" else grad @ basis
-            whole.append(grad if refreshing else projected)
+            whole.append(grad if entry.gradient.refreshing else projected)
         return whole
 
-    for step, kind in enumerate(("refresh", "projected", "refresh again")):
+    for step in range(3):
         weights, projections = model_weights(engine), bases(engine)
         due = [entry.gradient.refreshing for entry in engine.optimizer.low_rank]
-        assert due == [step != 1] * 2
         own, mean = ([gradients(weights, number, of) for number in range(2)] for of in (rank, None))
         backward(engine, 0)
         first = own[0] if stage < 2 else mean[0]
-        found[f"{kind}, first"] = read(engine)[::2], expected(summed(first, gas=2), step != 1)
+        found[f"first of {step}"] = due, read(engine)[::2], expected(summed(first, gas=2))
         engine.step()
         backward(engine, 1)
-        both = expected(summed(*mean, gas=2), step != 1)
-        found[f"{kind}, second"] = read(engine)[::2], both
+        both = expected(summed(*mean, gas=2))
+        found[f"second of {step}"] = due, read(engine)[::2], both
         if stage == 3:
             local = read(engine, safe_get_local_grad)[::2]
-            found[f"{kind}, local"] = local, [part_of(grad) for grad in both]
+            found[f"local, {step}"] = due, local, [part_of(grad) for grad in both]
         engine.step()
     engine.destroy()
     return found
@@ -207,7 +205,8 @@ def test_low_rank_gradients_are_whole_in_a_refresh_and_else_inside_the_basis(ran
     for found in ranks.run(low_rank_moments_of_all, 2):
         assert len(found) == 5
         for case, by_moment in found.items():
-            for moment, (read_now, expected) in by_moment.items():
+            assert {is_due for due, *_ in by_moment.values() for is_due in due} == {True, False}
+            for moment, (_, read_now, expected) in by_moment.items():
                 for one, other in zip(read_now, expected, strict=True):
                     message = f"{case}, {moment}"
                     assert one.shape == other.shape, message
@@ -320,7 +319,7 @@ def set_at_all_moments(stage: int) -> dict[str, tuple[Tensor, Tensor]]:
     if stage == 3:
         safe_set_local_grad(param, 2 * safe_get_local_grad(param))
         found["local"] = safe_get_full_grad(param), 2 * mean
-        weight = safe_get_local_fp32_param(param)
+        weight = safe_get_local_fp32_param(param).clone()
         safe_set_local_fp32_param(param, weight + 1)
         found["local weight"] = safe_get_local_fp32_param(param), part_of(part_to_whole(weight) + 1)
     safe_set_full_grad(param, torch.zeros(7, 9))
@@ -383,6 +382,53 @@ def test_coalescing_reduces_once_to_the_same_gradients(
         assert each["norm"] == pytest.approx(once["norm"], rel=1e-5)
         for name, weight in each["weights"].items():
             torch.testing.assert_close(weight, once["weights"][name], rtol=1e-4, atol=1e-5)
+
+
+class Tiled(nn.Module):
+    """A linear in slices of the rows, each with a backward of its own; then a whole one."""
+
+    def __init__(self, shards: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.sliced, self.last = nn.Linear(6, 9), nn.Linear(9, 7), nn.Linear(7, 5)
+        self.shards = shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        weights = list(self.sliced.parameters())
+        hidden = self.first(x)
+        if self.shards > 1:
+            hidden = TiledMLP.apply(
+                lambda self, part: self.sliced(part), self, hidden, self.shards, weights
+            )
+        else:
+            hidden = self.sliced(hidden)
+        return self.last(torch.tanh(hidden))
+
+
+def tiled() -> dict[str, Any]:
+    found = {}
+    for stage, options in ((2, ADAMW), (3, LOW)):
+        for shards in (1, 4):
+            engine = make_engine(ds_config(stage, options), Tiled(shards))
+            for number in range(2):
+                engine.optimizer.reducer.events = []
+                backward(engine, number)
+                events = [event for event, _ in engine.optimizer.reducer.events]
+                found[f"{stage}, {number}, {shards}"] = events.count("launch"), read(engine)
+                engine.step()
+    return found
+
+
+def test_a_linear_in_slices_is_reduced_once(ranks: Ranks) -> None:
+    for found in ranks.run(tiled, 2):
+        for case in ("2, 0", "2, 1", "3, 0", "3, 1"):
+            launches, whole = found[f"{case}, 1"]
+            sliced_launches, sliced = found[f"{case}, 4"]
+            assert sliced_launches == launches, case
+            for one, other in zip(whole, sliced, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 # -- what else stock's stages have ------------------------------------------------------------------------------

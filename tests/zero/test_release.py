@@ -4,7 +4,6 @@ fire."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -57,14 +56,14 @@ class Watch:
         options = {"method": "adamw"} if kind == "adamw" else {"rank": 4, "update_interval": 2}
         zero = {"stage3_param_persistence_threshold": threshold, "stage3_max_reuse_distance": 0}
         changes = {"zero_optimization": zero, "gas": 2}
-        stock = kind == "stock"
-        config = stock_config(3, **changes) if stock else ds_config(3, options, **changes)
+        self.is_stock = kind == "stock"
+        config = stock_config(3, **changes) if self.is_stock else ds_config(3, options, **changes)
         torch.manual_seed(0)
         self.engine = make_engine(config, Net(reentrant))
         self.seen: list[list[str]] = []
 
     def note(self) -> None:
-        named = self.engine.module.named_parameters()
+        named = list(self.engine.module.named_parameters())
         self.seen.append([n for n, p in named if p.ds_status.name != "NOT_AVAILABLE"])
         # what a module that is done still claims would keep its parameters from being released
         self.seen.append([n for n, p in named if p.ds_active_sub_modules])
@@ -105,42 +104,49 @@ def evaluating(watch: Watch) -> None:
 
 
 def interrupted(watch: Watch) -> None:
-    """A backward dies in the recomputation of the first block; the next one is whole."""
+    """A backward dies in the recomputation of the first block."""
     block = watch.engine.module.blocks[0]
-    for dies in (True, False):
-        block.dies = dies
-        loss = watch.forward()
-        if dies and watch.engine.module.reentrant is not None:
-            with pytest.raises(RuntimeError, match="in recomputation"):
-                watch.backward(loss)
-            watch.engine.zero_grad()
-            watch.note()
-        else:
-            watch.backward(loss)
-            watch.step()
+    block.dies = True
+    loss = watch.forward()
+    with pytest.raises(RuntimeError, match="in recomputation"):
+        watch.backward(loss)
+    watch.engine.zero_grad()
+    watch.note()
+    block.dies = False
+    loss = watch.forward()
+    if not watch.is_stock:  # whose buckets still hold what the broken backward left, an assertion
+        watch.backward(loss)
+        watch.step()
 
 
-DRIVES: dict[str, Callable[[Watch], None]] = {
-    drive.__name__: drive for drive in (plain, evaluating, interrupted)
-}
+# drive, whether and how blocks are checkpointed, persistence threshold: biases stay gathered at the higher one
+CASES: list[tuple[Callable[[Watch], None], bool | None, int]] = [
+    (plain, None, 0),
+    (plain, False, 0),
+    (plain, False, WIDTH),
+    (plain, True, WIDTH),
+    (evaluating, False, 0),
+    (evaluating, True, 0),
+    (interrupted, False, 0),
+    (interrupted, True, 0),
+]
 
 
-def gathered(kind: str) -> dict[Any, list[list[str]]]:
+def gathered(kind: str) -> dict[str, list[list[str]]]:
     found = {}
-    for name, drive in DRIVES.items():
-        for reentrant in (None, False, True):
-            for threshold in (0, WIDTH):  # biases stay gathered
-                watch = Watch(kind, reentrant, threshold)
-                drive(watch)
-                found[name, reentrant, threshold] = watch.seen
-                watch.engine.destroy()
+    for drive, reentrant, threshold in CASES:
+        watch = Watch(kind, reentrant, threshold)
+        drive(watch)
+        found[f"{drive.__name__}, {reentrant}, {threshold}"] = watch.seen
+        watch.engine.destroy()
     return found
 
 
 def test_what_stays_gathered_is_what_stays_in_stock(ranks: Ranks) -> None:
     stock, adamw, low_rank = (ranks.run(gathered, 1, kind)[0] for kind in KINDS)
+    assert len(stock) == len(CASES)
     for case, seen in stock.items():
-        assert adamw[case] == seen, case
-        assert low_rank[case] == seen, case
-    for reentrant in (None, False, True):
-        assert not any(stock["plain", reentrant, 0][2::3]), "no backward leaves anything"
+        for ours in (adamw, low_rank):
+            assert ours[case][: len(seen)] == seen, case
+        if not case.startswith("evaluating") and case.endswith(" 0"):
+            assert not any(low_rank[case][-4:]), case  # after the last backward, and the step
