@@ -107,13 +107,13 @@ def interrupted(watch: Watch) -> None:
     """A backward dies in the recomputation of the first block."""
     block = watch.engine.module.blocks[0]
     block.dies = True
-    loss = watch.forward()
+    loss = watch.forward(wants_gradient=True)
     with pytest.raises(RuntimeError, match="in recomputation"):
         watch.backward(loss)
     watch.engine.zero_grad()
     watch.note()
     block.dies = False
-    loss = watch.forward()
+    loss = watch.forward(wants_gradient=True)
     if not watch.is_stock:  # whose buckets still hold what the broken backward left, an assertion
         watch.backward(loss)
         watch.step()
