@@ -41,6 +41,7 @@ from hmt_deepspeed.zero.entries import (
 from hmt_deepspeed.zero.fpdt import check_ranks
 from hmt_deepspeed.zero.host_weight import HostWeight
 from hmt_deepspeed.zero.host_worker import HostWorker
+from hmt_deepspeed.zero.inference import IGNORED, check_inference_stage, is_for_inference
 from hmt_deepspeed.zero.registration import registered
 from hmt_deepspeed.zero.selection import hmt_options
 from hmt_deepspeed.zero.support import (
@@ -90,6 +91,11 @@ def dry_run(
     hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
     parsed = _Config(config, ranks)
     options = hmt_options(config, None)
+    notes: list[str] = []
+    if is_for_inference(config, None):
+        check_inference_stage(parsed.zero_optimization_stage)
+        hmt = HMTConfig()
+        notes.append(IGNORED)
     resolved = None
     if options is not None:
         check_supported(config, parsed, options, hmt.offload.model_dump(exclude_unset=True))
@@ -102,7 +108,6 @@ def dry_run(
         engine._do_sanity_check()
         check_engine(engine)
         tables: list[str] = []
-        notes: list[str] = []
         held: dict[str, int] = {}
         if resolved is not None:
             planned = _optimizer(engine, resolved, ranks)

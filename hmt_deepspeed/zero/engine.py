@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -35,6 +35,12 @@ from hmt_deepspeed.zero.engine_settings import (
 from hmt_deepspeed.zero.entries import linears_to_encode
 from hmt_deepspeed.zero.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.fpdt_chunk import with_chunk_size
+from hmt_deepspeed.zero.inference import (
+    IGNORED,
+    InferenceEngine,
+    check_inference_stage,
+    is_for_inference,
+)
 from hmt_deepspeed.zero.metrics import StepMetrics, busy_resources
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 from hmt_deepspeed.zero.plan_inputs import RunFacts, refreshing_columns, run_facts
@@ -55,7 +61,7 @@ from hmt_deepspeed.zero.support import (
 __all__ = ["HMTEngine"]
 
 
-class HMTEngine(DeepSpeedEngine):
+class HMTEngine(InferenceEngine):
     """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered.
 
     Attributes:
@@ -72,6 +78,10 @@ class HMTEngine(DeepSpeedEngine):
         self.hmt_planner: RunPlanner | None = None
         self.hmt_snapshots: Snapshots | None = None
         self.snapshot_client_state: Callable[[], Mapping[str, Any]] = dict
+        self._for_inference = is_for_inference(config, keyword.get("optimizer"))
+        if self._for_inference:
+            check_inference_stage(config_class.zero_optimization_stage)
+            hmt = HMTConfig()
         options = None
         if isinstance(config, dict) and config_class is not None:
             options = hmt_options(config, keyword.get("optimizer"))
@@ -129,6 +139,8 @@ class HMTEngine(DeepSpeedEngine):
         self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, *holders)
         self.hmt_metrics = StepMetrics(self)
         if self.global_rank == 0:
+            if self._for_inference:
+                print(IGNORED, flush=True)
             parts = [self.optimizer] if self.hmt_enabled else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
             parts += [self.hmt_snapshots] if self.hmt_snapshots is not None else []

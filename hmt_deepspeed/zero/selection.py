@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.hmt import HMT, MARK
+from hmt_deepspeed.zero.inference import is_for_inference
 
 __all__ = ["hmt_options", "listed", "refusing", "trained_parameters"]
 
@@ -20,7 +21,7 @@ OPTIMIZER_NAME = "HMT"
 def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any] | None:
     """Validated fields of ``hmt.optimizer``, or None when neither the JSON nor the client asks for HMT.
 
-    A block that holds only ``activations`` goes with any optimizer.
+    A block that holds only ``activations`` goes with any optimizer, and any block without one, see ``inference.py``.
 
     Raises:
         ValueError: another block beside another optimizer, the HMT optimizer without a block, fields
@@ -40,6 +41,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return None
     hmt = HMTConfig.from_block(block)
+    if is_for_inference(config, client_optimizer):
+        return None
     fields = hmt.optimizer
     if client_is_hmt:
         if fields.model_fields_set:
