@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.zero.checkpoint_state import FORMAT
-from hmt_deepspeed.zero.client_objects import original
+from hmt_deepspeed.zero.client_objects import plain_numbers, storable
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.entries import whole_shape
 from hmt_deepspeed.zero.files import (
@@ -34,23 +36,48 @@ from hmt_deepspeed.zero.files import (
 from hmt_deepspeed.zero.residency import resident
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.ssd_checkpoint import save_files
+from hmt_deepspeed.zero.universal import REFUSALS
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
 
 __all__ = [
     "atomic_engine",
+    "check_folder",
     "commit",
+    "common_state",
     "load",
     "prepare",
     "saving_tag",
 ]
 
-_MODULE_KEYS = {"module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps"}
-_MODULE_KEYS |= {"dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
-
 
 # -- saving ---------------------------------------------------------------------------------------
+
+
+def check_folder(name: str, value: Any) -> None:
+    """Before any rank waits for another: what is wrong with a folder's name is wrong on every rank.
+
+    Raises:
+        ValueError: None or an empty name of the folder that ``save_checkpoint`` or ``load_checkpoint`` was given.
+    """
+    if not value:
+        raise ValueError(f"{name} is {value!r}: legal is the path of a folder. Give one.")
+
+
+def common_state(engine: HMTEngine, module: dict[str, Any], save_frozen: bool) -> dict[str, Any]:
+    """What DeepSpeed saves beside the optimizer's states, in plain types; what is None left out.
+
+    Args:
+        module: weights and buffers by name. save_frozen: whether frozen weights go in too.
+    """
+    state = DeepSpeedEngine._common_checkpoint_state(engine, module, True, save_frozen)
+    weights = ("module", FROZEN_PARAM_FRAGMENTS)
+    return {
+        key: value if key in weights else storable(plain_numbers(value))
+        for key, value in state.items()
+        if value is not None  # the loader asks whether it is there
+    }
 
 
 def atomic_engine(stock: Any, config: Any) -> AtomicCheckpointEngine:
@@ -185,21 +212,41 @@ def load(
             )
         return _load_stock_weights(engine, load_dir, chosen, strict)
     saved = SavedState(folder)
-    state = {key: original(value) for key, value in saved.model_state.items()}
     engine.optimizer.checkpoint_event_prologue()
     _restore_weights(engine, saved, strict)
     if optimizer_states:
         engine.optimizer.load_saved(saved)
     engine.optimizer.checkpoint_event_epilogue()
-    if not module_only:
-        engine.global_steps, engine.skipped_steps = state["global_steps"], state["skipped_steps"]
-        engine.global_samples = state["global_samples"]
-        engine.loaded_checkpoint_dp_world_size = state["dp_world_size"]
-        engine.loaded_checkpoint_mp_world_size = state["mp_world_size"]
-    if lr_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    client_state = _load_the_rest(engine, load_dir, chosen, saved, lr_scheduler, module_only)
     dist.barrier()
-    return folder, {k: v for k, v in state.items() if k not in _MODULE_KEYS}
+    return folder, client_state
+
+
+def _load_the_rest(
+    engine: HMTEngine,
+    load_dir: str,
+    tag: str,
+    saved: SavedState,
+    lr_scheduler: bool,
+    module_only: bool,
+) -> dict[str, Any]:
+    """Schedulers, samplers and counters, by DeepSpeed's own loader, so that it restores here what it restores there.
+
+    Returns:
+        what DeepSpeed returns as client state: everything that is not its own.
+    """
+    if module_only:  # stock would make the masters anew, from weights of 16 bits
+        state = engine.checkpoint_engine.load(*engine._get_all_ckpt_names(load_dir, tag))
+        client_state = {key: value for key, value in state.items() if key != "module"}
+    else:
+        _, client_state = DeepSpeedEngine._load_checkpoint(
+            engine,
+            load_dir,
+            tag,
+            load_lr_scheduler_states=lr_scheduler and "lr_scheduler" in saved.model_state,
+            custom_load_fn=lambda src, dst: None,  # the weights are there
+        )
+    return {key: value for key, value in client_state.items() if key not in REFUSALS}
 
 
 def _choose(engine: HMTEngine, load_dir: str, tag: str | None) -> str | None:
@@ -208,7 +255,7 @@ def _choose(engine: HMTEngine, load_dir: str, tag: str | None) -> str | None:
     if engine.global_rank == 0:
         try:
             verdict[0] = _newest_whole(load_dir, tag)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             verdict[1] = str(error)
     dist.broadcast_object_list(verdict, src=0)
     if verdict[1] is not None:

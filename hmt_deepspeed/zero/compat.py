@@ -10,6 +10,15 @@ __all__ = ["SYMBOLS", "check_deepspeed", "symbol"]
 SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("DeepSpeedEngine", "initialize"),
     "deepspeed.accelerator": ("get_accelerator",),
+    "deepspeed.checkpoint.autoep_zero3_metadata": ("AUTOEP_METADATA_REQUIRED_FIELDS",),
+    "deepspeed.checkpoint.constants": (
+        "AUTOEP_EXPERT_PLACEMENT",
+        "AUTOEP_LAYERS_KEY",
+        "AUTOEP_PLACEMENT_VERSION_KEY",
+        "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS",
+        "FROZEN_PARAM_FRAGMENTS",
+        "UNIVERSAL_CHECKPOINT_INFO",
+    ),
     "deepspeed.comm": (
         "ReduceOp",
         "all_gather_into_tensor",

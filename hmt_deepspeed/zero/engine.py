@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
-from hmt_deepspeed.zero.client_objects import plain_numbers, storable
+from hmt_deepspeed.zero.client_objects import storable
 from hmt_deepspeed.zero.encoded import encode_placed, left_out_of_broadcast
 from hmt_deepspeed.zero.engine_settings import (
     Resolved,
@@ -48,6 +49,7 @@ from hmt_deepspeed.zero.plan_memory import counted_bytes
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 from hmt_deepspeed.zero.planning import RunPlanner
 from hmt_deepspeed.zero.residency import resident
+from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.selection import hmt_options, listed, trained_parameters
 from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.support import (
@@ -57,6 +59,7 @@ from hmt_deepspeed.zero.support import (
     check_stock_dtypes,
     check_supported,
 )
+from hmt_deepspeed.zero.universal import refusal_fields
 
 __all__ = ["HMTEngine"]
 
@@ -394,6 +397,7 @@ class HMTEngine(InferenceEngine):
             return super().save_checkpoint(
                 save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
+        checkpoint.check_folder("save_dir", save_dir)
         client_state = {key: storable(value) for key, value in client_state.items()}
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._exclude_frozen = exclude_frozen_parameters
@@ -415,16 +419,20 @@ class HMTEngine(InferenceEngine):
     def _common_checkpoint_state(
         self, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: bool
     ) -> dict[str, Any]:
-        if self.hmt_enabled:
-            # Stock leaves them out at stages 0 and 1, and zero_to_fp32.py then loses them.
-            save_frozen_param = not self._exclude_frozen
-        state: dict[str, Any] = super()._common_checkpoint_state(
-            module_state_dict, zero_optimizer_state, save_frozen_param
-        )
-        if self.hmt_enabled:
-            for key in ("lr_scheduler", "ds_config"):
-                state[key] = storable(plain_numbers(state[key]))
-        return state
+        if not self.hmt_enabled:
+            found: dict[str, Any] = super()._common_checkpoint_state(
+                module_state_dict, zero_optimizer_state, save_frozen_param
+            )
+            return found
+        # Stock leaves frozen weights out at stages 0 and 1, and zero_to_fp32.py then loses them.
+        state = checkpoint.common_state(self, module_state_dict, not self._exclude_frozen)
+        return state | refusal_fields(int(self.zero_optimization_stage()))
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        if not self.hmt_enabled:
+            return list(super()._get_all_ckpt_names(checkpoints_path, tag))
+        # whatever world size and stage have written it; one is enough, for only the weights differ
+        return SavedState.model_paths(os.path.join(checkpoints_path, tag))[:1]
 
     def _get_param_fragment_func(self, param: Any) -> Any:
         if not self.hmt_enabled or not hasattr(param, "ds_tensor"):
@@ -459,6 +467,7 @@ class HMTEngine(InferenceEngine):
                 "custom_load_fn is not supported with HMT: weights are loaded from the fp32 masters, "
                 "shard by shard. Load them into the model before deepspeed.initialize."
             )
+        checkpoint.check_folder("load_dir", load_dir)
         return checkpoint.load(
             self,
             load_dir,

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from hmt_deepspeed.memory.alternate import Record, read_kept
 from hmt_deepspeed.memory.errors import StoreError
+from hmt_deepspeed.zero.client_objects import original
+from hmt_deepspeed.zero.raw_tensors import read_state
 
 __all__ = [
     "MANIFEST",
@@ -60,6 +63,15 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
                 os.fsync(file.fileno())
             self.checksums[os.path.basename(path)] = fingerprint(temporary)
             os.replace(temporary, path)
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """A model file of ours as DeepSpeed's loader wants it: memory-mapped, with the objects that callers gave.
+
+        Without the frozen weights, which that loader would take as this world size and stage cut them.
+        """
+        state = {key: original(value) for key, value in read_state(path).items()}
+        state.pop(FROZEN_PARAM_FRAGMENTS, None)
+        return state
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``."""

@@ -68,7 +68,7 @@ class SavedState:
         self.folder = folder
         files = map(read_state, _by_rank(folder, "optim"))
         self._optimizer = [file["optimizer_state_dict"] for file in files]
-        self._models = [read_state(path) for path in _by_rank(folder, "model")]
+        self._models = [read_state(path) for path in self.model_paths(folder)]
         self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
         self.model_state = self._models[0]
         if len(self._optimizer) != self.hmt["world"]:
@@ -76,6 +76,11 @@ class SavedState:
                 f"{folder} was written by {self.hmt['world']} ranks, but holds "
                 f"{len(self._optimizer)} optimizer files. Copy the missing ones."
             )
+
+    @staticmethod
+    def model_paths(folder: str) -> list[str]:
+        """DeepSpeed's model-state files, in order of rank."""
+        return _by_rank(folder, "model")
 
     @staticmethod
     def is_ours(folder: str) -> bool:

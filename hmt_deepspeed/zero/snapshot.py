@@ -32,8 +32,9 @@ from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.checkpoint import common_state
 from hmt_deepspeed.zero.checkpoint_state import hmt_state
-from hmt_deepspeed.zero.client_objects import plain_numbers, storable
+from hmt_deepspeed.zero.client_objects import storable
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.files import newest_steps
 from hmt_deepspeed.zero.raw_tensors import map_tensors
@@ -315,25 +316,17 @@ class Snapshots:
         """What DeepSpeed's model file holds of it, the weights that are trained aside."""
         engine = self._engine
         frozen = engine._get_zero_frozen_param_attributes
-        scheduler = engine.lr_scheduler
         fragments = frozen(_fragment)
         shapes = frozen(engine._get_param_shape_func)
+        # clones: the next forward may change them before the copies are done
+        buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
         state = {
             **{key: storable(value) for key, value in engine.snapshot_client_state().items()},
-            # clones: the next forward may change them before the copies are done
-            "module": {name: b.detach().clone() for name, b in engine.module.named_buffers()},
+            **common_state(engine, buffers, save_frozen=False),
             "frozen_param_fragments": {
                 n: self._stage(t, f"frozen {n}") for n, t in fragments.items()
             },
             "frozen_param_shapes": {n: list(shape) for n, shape in shapes.items()},
-            "lr_scheduler": None
-            if scheduler is None
-            else storable(plain_numbers(scheduler.state_dict())),
-            "skipped_steps": engine.skipped_steps,
-            "global_steps": engine.global_steps,
-            "global_samples": engine.global_samples,
-            "dp_world_size": engine.seq_dp_world_size,
-            "mp_world_size": engine.mp_world_size,
         }
         return dict(map_tensors(state, self._stage))
 
