@@ -72,7 +72,8 @@ def zero_settings(engine: DeepSpeedEngine, resolved: Resolved) -> ZeroSettings:
         check_overflow=checks_overflow(engine._config),
         overlap=bool(engine.zero_overlap_comm()),
         reduce_elements=int(engine.zero_reduce_bucket_size()),
-        gather_elements=int(engine.zero_allgather_bucket_size()),
+        gather_elements=_gather_elements(engine, resolved.stage),
+        ignore_unused=bool(engine.zero_ignore_unused_parameters()),
         scale=_reduction_scale(engine),
         host=host_settings(engine, resolved),
         cache=resolved.cache,
@@ -128,7 +129,9 @@ def parameter_offload(engine: DeepSpeedEngine) -> Any:
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
         ds_config=engine.config,
         overlap_comm=engine.zero_overlap_comm(),
-        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+        prefetch_bucket_size=1
+        if engine.zero_allgather_sequential()
+        else engine.zero_prefetch_bucket_size(),
         max_reuse_distance=reuse_distance,
         max_live_parameters=engine.zero_max_live_parameters(),
         param_persistence_threshold=engine.zero_param_persistence_threshold(),
@@ -151,6 +154,12 @@ def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:
     if values["max_bytes"] == "auto":
         values["max_bytes"] = host_memory_share()
     return CacheSettings(**values)
+
+
+def _gather_elements(engine: DeepSpeedEngine, stage: int) -> int:
+    """Of a bucket; at stage 3 ``sub_group_size`` bounds it too, where the JSON gives one."""
+    bucket, group = int(engine.zero_allgather_bucket_size()), int(engine.zero_sub_group_size())
+    return min(bucket, group) if stage == 3 and group else bucket
 
 
 def _reduction_scale(engine: DeepSpeedEngine) -> ReductionScale:

@@ -74,6 +74,7 @@ class ZeroSettings:
     clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
     check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
     reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
+    ignore_unused: a step goes on though a parameter has got no gradient on this rank.
     scale: factors that make a sum a mean.
     host: where masters and dense states live in host memory, else None.
     cache: how bases wait in host memory, else None.
@@ -89,6 +90,7 @@ class ZeroSettings:
     overlap: bool
     reduce_elements: int
     gather_elements: int
+    ignore_unused: bool
     scale: ReductionScale
     host: HostSettings | None = None
     cache: CacheSettings | None = None

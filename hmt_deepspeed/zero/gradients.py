@@ -65,6 +65,7 @@ class GradientReducer:
         events: ("arrive", name), ("launch", index), ("wait", index) in order, when recorded.
         peak_bytes: most bytes of gradient alive at once so far, buckets included.
         last: whether what arrives is of the window's last micro-batch.
+        reached: places of the gradients that this rank's backwards of the window gave.
     """
 
     MAX_IN_FLIGHT = 2
@@ -90,6 +91,7 @@ class GradientReducer:
         self._counted = {gradient.index: 0 for gradient in self.gradients}  # bytes alive
         self._alive = 0
         self.last = False
+        self.reached: set[int] = set()
         self._pool: list[Tensor] = []
         self._pooled = 0  # elements of each buffer in it
         self._in_flight: list[_InFlight] = []
@@ -108,6 +110,7 @@ class GradientReducer:
             self._home = {g.index: b for b in self._buckets for g in b.members}
             self._size_pool()
         self._is_open = self._has_own = self._has_means = False
+        self.reached.clear()
         self._begin_round()
 
     def _build(self) -> list[_Bucket]:
@@ -168,6 +171,7 @@ class GradientReducer:
         contribution = gradient.collect()
         if contribution is None:
             return
+        self.reached.add(gradient.index)
         if self.events is not None:
             self.events.append(("arrive", gradient.name))
         bucket = self._home[gradient.index]
@@ -262,6 +266,7 @@ class GradientReducer:
         for gradient in self.gradients:
             gradient.clear()
         self._is_open = self._has_own = self._has_means = False
+        self.reached.clear()
         self._begin_round()
 
     def _launch(self, bucket: _Bucket) -> None:

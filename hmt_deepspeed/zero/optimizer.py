@@ -289,10 +289,12 @@ class HMTZeroOptimizer(OptimizerInterface):
 
         Raises:
             ValueError: when given a closure, which no ZeRO optimizer can evaluate.
+            RuntimeError: states are away, or a parameter has got no gradient where none may be unused.
         """
         if closure is not None:
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
         self.offloaded.require("step()")
+        self._check_used()
         self.overlap.settle_copies()
         self._step.finish()  # what forward did not ask for
         self._step.commit()
@@ -317,6 +319,17 @@ class HMTZeroOptimizer(OptimizerInterface):
             self._begin_window()
         self._gather_persistent_parameters()
         self.communication_bytes = self.collectives.reset_counter()
+
+    def _check_used(self) -> None:
+        """``ignore_unused_parameters``: whether a parameter without a gradient ends the training."""
+        if self.settings.ignore_unused:
+            return
+        unused = [e.name for e in self.entries if e.gradient.index not in self.reducer.reached]
+        if unused:
+            raise RuntimeError(
+                f"{', '.join(unused)} got no gradient, and zero_optimization.ignore_unused_parameters is false. Let "
+                "every trained parameter take part in the loss, freeze these, or set the key to true, its default."
+            )
 
     def _say_skipped(self, scale: float) -> None:
         scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""

@@ -1,4 +1,7 @@
-"""What HMT's engine cannot honour is refused here, before anything is built."""
+"""What HMT's engine cannot honour is refused here, before anything is built.
+
+Values that are refused whatever stands beside them are in :mod:`hmt_deepspeed.zero.deepspeed_keys`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch import nn
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
 from hmt_deepspeed.config.activations import Policy, PolicyOverride
 from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
+from hmt_deepspeed.zero.deepspeed_keys import Refusal, refused_keys
 from hmt_deepspeed.zero.ssd import MIN_BUFFERS
 
 __all__ = [
@@ -27,8 +31,6 @@ __all__ = [
     "checks_overflow",
     "resolved_overlap",
 ]
-
-Refusal = tuple[str, object, str, str]  # key, value, what is legal, what to do
 
 
 def check_supported(
@@ -43,8 +45,8 @@ def check_supported(
     Raises:
         ValueError: naming every key, its value, what is legal and what to do.
     """
-    refusals = [*_precision(config, parsed, options), *_zero(parsed, options, offload)]
-    refusals += _parallelism(config, parsed)
+    refusals = [*refused_keys(config), *_precision(parsed, options)]
+    refusals += _zero(parsed, options, offload)
     refusals += _int8_weights(parsed, options)
     refusals += _optimizer_params(config)
     refusals += _clipping(parsed, options)
@@ -188,7 +190,8 @@ def check_engine(engine: Any) -> None:
     ):
         if size > 1:
             raise ValueError(
-                f"the {name} size is {size}, legal with HMT is 1. Use data parallelism with ZeRO."
+                f"the {name} size is {size}, legal with HMT is 1. Use data parallelism with ZeRO, and for long "
+                "sequences hmt.fpdt.sequence_parallel_size."
             )
     offload = engine.zero_offload_param()
     if offload is not None and offload.device == OffloadDeviceEnum.nvme:
@@ -228,7 +231,7 @@ def _swapper_dtype(module: nn.Module) -> torch.dtype:
     return params[0].dtype if get_accelerator().is_fp16_supported() else torch.bfloat16
 
 
-def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
+def _precision(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     bf16 = bool(parsed.bfloat16_config.enabled)
     if options["master_weights"] == "none" and not bf16:
         yield (
@@ -240,24 +243,6 @@ def _precision(config: dict[str, Any], parsed: Any, options: dict[str, Any]) -> 
     if parsed.float16_config.enabled and not get_accelerator().is_fp16_supported():
         device = get_accelerator().device_name()
         yield "fp16.enabled", True, f"false on this device ({device})", "Use bf16, or fp32."
-    if (config.get("torch_autocast") or {}).get("enabled"):
-        yield (
-            "torch_autocast.enabled",
-            True,
-            "false",
-            'Use "bf16": {"enabled": true} or "fp16": {"enabled": true} instead.',
-        )
-    for section in ("fp16", "bf16"):
-        for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads"):
-            if (config.get(section) or {}).get(key):
-                remedy = (
-                    'Remove it; "hmt": {"optimizer": {"master_weights": "none"}} drops masters.'
-                )
-                yield f"{section}.{key}", True, "false", remedy
-    if (config.get("bf16") or {}).get("bf16_optimizer_states"):
-        yield "bf16.bf16_optimizer_states", True, "false", "Remove it; moments are fp32."
-    if config.get("amp", {}).get("enabled"):
-        yield "amp.enabled", True, "false", "Use bf16 or fp16."
 
 
 def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
@@ -343,21 +328,6 @@ def _zero(parsed: Any, options: dict[str, Any], given: dict[str, str]) -> Iterat
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
         yield from _nvme(zero.stage, param)
-    switches = {
-        "zenflow": getattr(zero, "zenflow", None),
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    for key, value in switches.items():
-        if value:
-            yield f"zero_optimization.{key}", True, "false", "Remove the key."
-    if zero.zero_hpz_partition_size != 1:
-        size, remedy = zero.zero_hpz_partition_size, "Partition over all ranks: remove the key."
-        yield "zero_optimization.zero_hpz_partition_size", size, "1", remedy
-    if not getattr(zero, "compute_grad_norm", True):
-        remedy = "Remove it: the norm falls out of the probe columns."
-        yield "zero_optimization.compute_grad_norm", False, "true", remedy
 
 
 def _offload_optimizer(
@@ -372,11 +342,6 @@ def _offload_optimizer(
     if stage == 0:
         remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
         yield f"{key}.device", device, '"none" at stage 0', remedy
-    if offload.super_offload:
-        yield f"{key}.super_offload", True, "false", "Remove the key."
-    if offload.ratio != 1.0:
-        remedy = "What is offloaded is offloaded whole: remove the key."
-        yield f"{key}.ratio", offload.ratio, "1.0", remedy
     if options["state_dtype"] != "fp32":
         yield (
             "hmt.optimizer.state_dtype",
@@ -433,28 +398,4 @@ def _nvme(stage: int, param: Any) -> Iterator[Refusal]:
             '"none" or "cpu" where DeepSpeed\'s async_io does not build',
             "It needs libaio's headers: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or "
             'use "cpu".',
-        )
-
-
-def _parallelism(config: dict[str, Any], parsed: Any) -> Iterator[Refusal]:
-    autotp = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if autotp and autotp > 1:
-        remedy = "Use ZeRO-3 to split weights over ranks."
-        yield "tensor_parallel.autotp_size", autotp, "0 or 1", remedy
-    sequence = config.get("sequence_parallel_size", 1)
-    if sequence and sequence > 1:
-        yield "sequence_parallel_size", sequence, "1", "Use data parallelism over all ranks."
-    if getattr(getattr(parsed, "hybrid_engine", None), "enabled", False):
-        yield "hybrid_engine.enabled", True, "false", "Train without the hybrid engine."
-    if (config.get("checkpoint") or {}).get("load_universal"):
-        remedy = (
-            "HMT checkpoints load under any world size and stage without conversion: remove it."
-        )
-        yield "checkpoint.load_universal", True, "false", remedy
-    if (config.get("compile") or {}).get("deepcompile"):
-        yield (
-            "compile.deepcompile",
-            True,
-            "false",
-            "Remove it: compiled graphs bypass gradient hooks.",
         )

@@ -165,7 +165,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "zero_optimization.zenflow": {"topk_ratio": 0.1},
             "zero_optimization.offload_optimizer": {"device": "cpu"},
         },
-        ["zero_optimization.zenflow", "legal is false", "Remove"],
+        ["zero_optimization.zenflow", "legal is unset", "remove"],
     ),
     "quantized weights": (
         {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True},
