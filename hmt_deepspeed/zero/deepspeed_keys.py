@@ -113,10 +113,9 @@ KEYS: Mapping[str, Honoured | DeepSpeeds | Refused] = {
     "bf16.bf16_optimizer_states": Refused(
         _OFF, 'Remove it; "hmt": {"optimizer": {"state_dtype": "bf16"}} makes moments bf16.'
     ),
-    "torch_autocast.enabled": Refused(
-        _OFF, 'Use "bf16": {"enabled": true} or "fp16": {"enabled": true} instead.'
-    ),
-    "torch_autocast": _OF_REFUSED,
+    "torch_autocast.enabled": DeepSpeeds("the engine, around forward"),
+    "torch_autocast.dtype": Honoured("bf16"),
+    "torch_autocast.lower_precision_safe_modules": DeepSpeeds("gathers of stage 3"),
     "data_types.grad_accum_dtype": Honoured("dtype of the accumulators"),
     "data_types": DeepSpeeds("the engine, when it casts the model"),
     # ZeRO

@@ -243,6 +243,9 @@ def _precision(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
     if parsed.float16_config.enabled and not get_accelerator().is_fp16_supported():
         device = get_accelerator().device_name()
         yield "fp16.enabled", True, f"false on this device ({device})", "Use bf16, or fp32."
+    if parsed.torch_autocast_enabled and parsed.torch_autocast_dtype != torch.bfloat16:
+        remedy = 'Its float16 needs a loss scaler of torch\'s: use bfloat16, or "fp16": {"enabled": true}.'
+        yield "torch_autocast.dtype", parsed.torch_autocast_dtype, '"bfloat16"', remedy
 
 
 def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:

@@ -242,6 +242,7 @@ ELSEWHERE = {
     "zero_optimization.parameter_alignment": "always",
     "zero_optimization.elastic_checkpoint": "always",
     "zero_optimization.offload_optimizer.fast_init": "always",
+    "torch_autocast.dtype": "test_autocast.py::torch_autocast",
     "hmt": "always",
 }
 

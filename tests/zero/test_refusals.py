@@ -176,8 +176,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["zero_optimization.zero_quantized_gradients is True", "legal is false"],
     ),
     "torch_autocast": (
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        ["torch_autocast.enabled is True", "legal is false", '"bf16"'],
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ["torch_autocast.dtype is torch.float16", 'legal is "bfloat16"', '"fp16"'],
     ),
     "load_universal": (
         {"checkpoint": {"load_universal": True}},
@@ -322,6 +322,7 @@ def test_sequence_parallelism_is_refused(ranks: Ranks) -> None:
     for (said,) in ranks.run(refused_by_json, 2, [changes]):
         assert "sequence_parallel_size is 2" in said
         assert "legal is 1" in said
+        assert '"fpdt": {"enabled": true, "sequence_parallel_size": N}' in said
 
 
 def test_what_the_json_cannot_tell_is_refused(ranks: Ranks) -> None:
