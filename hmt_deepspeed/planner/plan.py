@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from hmt_deepspeed.planner.hardware import Machine
@@ -140,6 +141,7 @@ class Plan:
             )
 
 
+@lru_cache(maxsize=16)
 def fingerprint(described: ModelShape | Machine) -> str:
     """16 hexadecimal digits of everything that a plan for a model or a machine follows from."""
     given = {
