@@ -166,7 +166,8 @@ def _run(
         f"{train} sequences a step ({micro} a rank, {accumulation} micro-batches), gradients {clip}"
     )
     if not run.is_hmt:
-        found.lines.append("optimizer: DeepSpeed's own, without HMT")
+        own = "DeepSpeed's own, without HMT"
+        found.lines.append(f"optimizer: {'none' if run.infers else own}")
     found.lines += [*run.tables, *run.notes]
     if run.held:
         rows = [[place, format_bytes(nbytes)] for place, nbytes in run.held.items()]

@@ -58,7 +58,8 @@ class DryRun:
     """What a run would be.
 
     Attributes:
-        is_hmt: HMT's optimizer, not DeepSpeed's own. stage: of ZeRO. dtype: of the weights.
+        is_hmt: HMT's optimizer, not DeepSpeed's own. infers: there is none, beside a block. stage: of ZeRO.
+        dtype: of the weights.
         batches: sequences of a step over all ranks, of a rank's micro-batch, and micro-batches of a step.
         clip: ``gradient_clipping``, 0 for none.
         tables: of the start, as a run prints them. notes: what it does besides.
@@ -67,6 +68,7 @@ class DryRun:
     """
 
     is_hmt: bool
+    infers: bool
     stage: int
     dtype: torch.dtype
     batches: tuple[int, int, int]
@@ -92,7 +94,8 @@ def dry_run(
     parsed = _Config(config, ranks)
     options = hmt_options(config, None)
     notes: list[str] = []
-    if is_for_inference(config, None):
+    infers = is_for_inference(config, None)
+    if infers:
         check_inference_stage(parsed.zero_optimization_stage)
         hmt = HMTConfig()
         notes.append(IGNORED)
@@ -119,6 +122,7 @@ def dry_run(
             notes.append(_fpdt(hmt, engine.module, ranks))
     return DryRun(
         options is not None,
+        infers,
         int(parsed.zero_optimization_stage),
         engine.get_data_types()[0],
         (

@@ -69,13 +69,13 @@ def infers(folder: str) -> dict[Any, Any]:
         },
     }
     found: dict[Any, Any] = {}
-    for stage in (0, 3):
-        for name, block in blocks.items():
+    for stage, names in ((0, ("empty", "others")), (3, tuple(blocks))):
+        for name in names:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 8))
             inputs = torch.ones(2, 8)
             expected = model(inputs).detach()
-            engine, said = built(config_of(stage, block), model)
+            engine, said = built(config_of(stage, blocks[name]), model)
             with torch.no_grad():
                 same = torch.equal(engine(inputs), expected)
             parts = (engine.hmt_activations, engine.hmt_planner, engine.hmt_snapshots)
@@ -127,7 +127,7 @@ def a_training_engine_after(bf16: bool) -> list[Any]:
 def test_the_block_is_ignored_and_training_refused(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(infers, 2, str(tmp_path))
     for stage in (0, 3):
-        for name in ("empty", "activations", "plan", "others"):
+        for name in ("empty", "activations", "plan", "others") if stage else ("empty", "others"):
             same, said, parts = first[stage, name]
             assert same, (stage, name)
             assert parts == (None,) * 4
@@ -165,7 +165,7 @@ def test_the_dry_run_says_so() -> None:
         "hmt": {"activations": {"policy": "plan"}},
     }
     found = dry_run(config, lambda dtype: nn.Linear(8, 8, dtype=dtype), 1)
-    assert not found.is_hmt
+    assert (found.is_hmt, found.infers) == (False, True)
     assert any('the "hmt" block is ignored' in note for note in found.notes)
     assert found.tables == ()
 
