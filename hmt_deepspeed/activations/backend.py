@@ -25,6 +25,7 @@ from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label,
 from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.recording import Recording, Site
 from hmt_deepspeed.attribution import Attribution
+from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.sites import Choice, Component
 
@@ -103,8 +104,9 @@ class ActivationBackend:
 
         In place of ``torch.utils.checkpoint.checkpoint`` and ``deepspeed.checkpointing.checkpoint``. Of
         layers that are attributed the policy's components are held, whether ``fn`` is a layer's forward or
-        calls several; any other function is computed again whole. Within a checkpointed call, and
-        without grad mode, ``fn`` is just called. ``torch.compile`` leaves a checkpointed call as it is.
+        calls several; any other function is computed again whole. Within a checkpointed call, without
+        grad mode, under ``torch.func`` and forward-mode AD, ``fn`` is just called. ``torch.compile``
+        leaves a checkpointed call as it is.
 
         Args:
             use_reentrant: for the callers' sake: both mean the same here, none is ever reentrant.
@@ -137,7 +139,7 @@ class ActivationBackend:
         options: dict[str, Any],
         redraws: bool = True,
     ) -> Any:
-        if not torch.is_grad_enabled() or active_mode() is not None:
+        if not torch.is_grad_enabled() or active_mode() is not None or is_transformed():
             return fn(*args, **kwargs)
         fn, args, kwargs = with_positional_activations(fn, args, kwargs)
         base = None if sites is None else sites.base

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hmt_deepspeed.activations.codecs import Codec, Fp8, Held, Int8, Keep
 from hmt_deepspeed.activations.linear import EncodedInputs, patch_linear, unpatch_linear
+from hmt_deepspeed.kernels.backward import is_transformed
 
 __all__ = ["Count", "hold_head_input"]
 
@@ -75,6 +76,7 @@ class _Around:
         if module is not self._module():
             return
         is_needed = torch.is_grad_enabled() and args and isinstance(args[0], Tensor)
+        is_needed = is_needed and not is_transformed()
         if not is_needed or (isinstance(self._codec, Keep) and _others_hold()):
             self._entered.append(None)
             return

@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hmt_deepspeed.activations.codecs import Fp8, HeldBlocks, Int8
+from hmt_deepspeed.kernels.backward import asked_of, is_transformed
 from hmt_deepspeed.kernels.dequant_matmul import dequant_matmul
 
 __all__ = ["EncodedInputs", "SavingCodes", "patch_linear", "unpatch_linear"]
@@ -87,6 +88,13 @@ class EncodedInputs:
         return held.codes, held.scales
 
 
+_REFUSAL = (
+    "create_graph=True asks for a weight's gradient that can be differentiated again, but hmt.activations holds the "
+    'input of its linear in 8 bits. Hold it as it is: "keep" for lm_head or attention_output. For gradients of '
+    "inputs alone call torch.autograd.grad(loss, inputs, create_graph=True)."
+)
+
+
 class _EncodedInputLinear(torch.autograd.Function):
     """``Y = X W^T + b`` that saves the codes of ``X``."""
 
@@ -106,16 +114,18 @@ class _EncodedInputLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, codes, scales = ctx.saved_tensors  # type: ignore[attr-defined]
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         flat = grad.reshape(-1, grad.shape[-1])
+        asked = asked_of(ctx.next_functions[1][0])  # type: ignore[attr-defined]  # of the weight
+        if asked is not None and torch.is_grad_enabled():
+            raise ValueError(_REFUSAL)
         dx = dw = db = None
         with torch.autocast(grad.device.type, enabled=False):  # every cast is written here
             if needs[0]:
                 dx = (grad @ weight.to(grad.dtype)).to(ctx.input_dtype)  # type: ignore[attr-defined]
-            if needs[1]:
+            if asked is not None:
                 block_size = ctx.block_size  # type: ignore[attr-defined]
                 dw = dequant_matmul(flat, codes, scales, block_size, weight.dtype)
             if needs[2]:
@@ -186,7 +196,8 @@ def unpatch_linear(module: nn.Linear) -> None:
 
 def _encoded_forward(self: nn.Linear, x: Tensor) -> Tensor:
     patched = _PATCHED.get(self)
-    if patched is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+    wants_grad = torch.is_grad_enabled() and self.weight.requires_grad
+    if patched is None or not wants_grad or is_transformed():
         return F.linear(x, self.weight, self.bias)
     inputs, name = patched
     codes, scales = inputs.encode(x, f"input of {name}")

@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from hmt_deepspeed.fpdt.chunks import Chunks, DeviceStore
+from hmt_deepspeed.fpdt.gradients import only_first_order, refuse_transforms
 from hmt_deepspeed.fpdt.merge import merge_
 from hmt_deepspeed.fpdt.ops import AttentionOps, attention_ops
 from hmt_deepspeed.fpdt.schedule import Step, Unit, backward_steps, forward_steps, seen_by
@@ -236,7 +237,7 @@ class _ChunkedAttention(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @only_first_order
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum_exp = ctx.saved_tensors  # type: ignore[attr-defined]
         inputs = (query, key, value)
@@ -276,4 +277,5 @@ def chunked_attention(
     Returns:
         [B, Hq, S, D] in the queries' dtype.
     """
+    refuse_transforms()
     return _ChunkedAttention.apply(query, key, value, visibility, chunk_size, scale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from hmt_deepspeed.fpdt import families
 from hmt_deepspeed.fpdt.attention import OnlineAttention
@@ -23,6 +23,8 @@ from hmt_deepspeed.fpdt.gradients import (
     Around,
     ParameterGradients,
     autocast_of,
+    only_first_order,
+    refuse_transforms,
     trained_parameters,
 )
 from hmt_deepspeed.fpdt.inputs import (
@@ -76,6 +78,7 @@ class ChunkedLayer:
             visibility: of the whole sequence.
             rotary: cos and sin, [1 or B, T, D], where the family rotates.
         """
+        refuse_transforms()
         cos, sin = rotary or (None, None)
         parameters = trained_parameters(self.layer)
         follows, held, outputs = backward_follows(x, parameters), None, None
@@ -200,7 +203,7 @@ class ChunkedLayer:
                 piece.detach().requires_grad_(dx is not None),
                 tokens(attended, part, span[0]).detach().requires_grad_(),
             ]
-            with torch.enable_grad():
+            with sums.computing():
                 out = families.finish(self.layer, self.family, *inputs)
             d_x, d_part = sums.differentiate([out], [tokens(grad, part)], inputs)
             assert d_part is not None
@@ -228,7 +231,7 @@ class ChunkedLayer:
         )
         for part, piece in pieces:
             x_part = piece.detach().requires_grad_(dx is not None)
-            with torch.enable_grad():
+            with sums.computing():
                 outs = families.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
             begin, end = part[0] - span[0], part[1] - span[0]
             d_outs = [d[:, :, begin:end].to(out.dtype) for d, out in zip(grads, outs, strict=True)]
@@ -329,7 +332,7 @@ class _Layer(torch.autograd.Function):
             return layer.forward(x, visibility, rotary, held, outputs)
 
     @staticmethod
-    @once_differentiable
+    @only_first_order
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, *_, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         passage: Passage = ctx.passage  # type: ignore[attr-defined]

@@ -7,17 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from hmt_deepspeed.kernels.backward import goes_on_to
+from hmt_deepspeed.kernels.backward import asked_of, computing_again, is_transformed
 
-__all__ = ["Around", "ParameterGradients", "autocast_of", "trained_parameters"]
+__all__ = [
+    "Around",
+    "ParameterGradients",
+    "autocast_of",
+    "only_first_order",
+    "refuse_transforms",
+    "trained_parameters",
+]
 
 
 Around = Callable[[], AbstractContextManager[object]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+_REFUSAL = (
+    "FPDT computes a part in chunks, whose backward runs autograd itself: it gives first gradients, but was called "
+    "{}. Legal: loss.backward(), and torch.autograd.grad without create_graph. For the other, set hmt.fpdt.enabled to "
+    "false (or choose another attn_implementation)."
+)
+
+
+def only_first_order(backward: Backward) -> Backward:
+    """Marks the backward of a function that cannot be differentiated again.
+
+    Raises:
+        ValueError: within a backward with ``create_graph=True``.
+    """
+
+    @wraps(backward)
+    def checked(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ValueError(_REFUSAL.format("with create_graph=True"))
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def refuse_transforms() -> None:
+    """Raises ValueError within a transform of ``torch.func`` and under forward-mode AD."""
+    if is_transformed():
+        raise ValueError(_REFUSAL.format("by a transform of torch.func, or under forward-mode AD"))
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -36,8 +73,16 @@ class ParameterGradients:
         self.parameters: Sequence[Tensor] = ctx.parameters  # type: ignore[attr-defined]
         edges = ctx.next_functions  # type: ignore[attr-defined]  # of the inputs that are tensors
         edges = edges[len(edges) - len(self.parameters) :]
-        self._wanted = [index for index, (node, _) in enumerate(edges) if goes_on_to(node)]
+        asked = [asked_of(node) for node, _ in edges]
+        self._wanted = [index for index, answer in enumerate(asked) if answer is not None]
+        self._returned = [
+            p for p, answer in zip(self.parameters, asked, strict=True) if answer == "returned"
+        ]
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """To compute a part again, with grad, that :meth:`differentiate` is then called for."""
+        return computing_again(self._returned)
 
     def differentiate(
         self,

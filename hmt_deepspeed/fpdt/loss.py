@@ -11,13 +11,15 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from hmt_deepspeed.fpdt.gradients import (
     Around,
     ParameterGradients,
     autocast_of,
+    only_first_order,
+    refuse_transforms,
     trained_parameters,
 )
 from hmt_deepspeed.fpdt.inputs import (
@@ -76,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
+    @only_first_order
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
@@ -89,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             spans = spans_of(hidden.shape[0], ctx.chunk_size)  # type: ignore[attr-defined]
             for (begin, end), piece in in_turn(hidden, spans):
                 part = piece.detach().requires_grad_(wants_hidden)
-                with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
+                with sums.computing(), ctx.autocast:  # type: ignore[attr-defined]
                     logits = ctx.project(part)  # type: ignore[attr-defined]
                     loss = _sum_of_losses(logits, targets[begin:end])
                 del logits
@@ -136,6 +138,7 @@ def chunked_cross_entropy(
     Returns:
         A scalar.
     """
+    refuse_transforms()
     flat, parameters = hidden.reshape(-1, hidden.shape[-1]), trained_parameters(head)
     held = None
     if holder is not None and backward_follows(flat, parameters):

@@ -9,9 +9,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
-from hmt_deepspeed.fpdt.gradients import ParameterGradients, autocast_of, trained_parameters
+from hmt_deepspeed.fpdt.gradients import (
+    ParameterGradients,
+    autocast_of,
+    only_first_order,
+    refuse_transforms,
+    trained_parameters,
+)
 from hmt_deepspeed.fpdt.visibility import spans_of
 
 __all__ = ["chunked_tokenwise"]
@@ -42,7 +48,7 @@ class _ChunkedTokenwise(torch.autograd.Function):
         return whole.view(*x.shape[:-1], whole.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @only_first_order
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_x = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
@@ -52,7 +58,7 @@ class _ChunkedTokenwise(torch.autograd.Function):
         dx = torch.empty_like(tokens) if wants_x else None
         for begin, end in spans_of(tokens.shape[0], ctx.chunk_size):  # type: ignore[attr-defined]
             part = tokens[begin:end].detach().requires_grad_(wants_x)
-            with torch.enable_grad(), ctx.autocast:  # type: ignore[attr-defined]
+            with sums.computing(), ctx.autocast:  # type: ignore[attr-defined]
                 out = ctx.function(part)  # type: ignore[attr-defined]
             (d_part,) = sums.differentiate([out], [grads[begin:end]], [part])
             if dx is not None and d_part is not None:
@@ -73,4 +79,5 @@ def chunked_tokenwise(
     Returns:
         [..., m].
     """
+    refuse_transforms()
     return _ChunkedTokenwise.apply(x, function, chunk_size, *trained_parameters(module))

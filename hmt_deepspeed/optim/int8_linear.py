@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
 from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
@@ -28,11 +29,13 @@ from hmt_deepspeed.optim.assign import tied_weights
 __all__ = [
     "Int8Weight",
     "check_encodable",
+    "decoded",
     "dequantize",
     "encoded_linear",
     "encoded_weight",
     "quantize",
     "release",
+    "stands_for",
 ]
 
 _ATTRIBUTE = "_hmt_int8_weight"
@@ -255,6 +258,37 @@ def _encode_loaded(module: nn.Module, _: object) -> None:
 # -- forward and backward ---------------------------------------------------------------------------
 
 
+class _Decoded(torch.autograd.Function):
+    """The values of an INT8 weight, whose gradient goes to its Parameter."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, read: Callable[[], Tensor]) -> Tensor:
+        return read()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: FunctionCtx, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()  # a view of an input must be one in forward too
+
+
+def decoded(weight: Tensor, read: Callable[[], Tensor]) -> Tensor:
+    """What ``read`` gives, as a function of the Parameter ``weight`` that can be differentiated by it any number of
+    times. Whoever saves it for backward holds the decoded weight."""
+    if not (torch.is_grad_enabled() or is_transformed()):
+        return read()
+    value: Tensor = _Decoded.apply(weight, read)
+    return value
+
+
 class _EncodedLinear(torch.autograd.Function):
     """``Y = X W^T + b`` of an INT8 weight with the whole gradient for its Parameter."""
 
@@ -262,30 +296,39 @@ class _EncodedLinear(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, encoded: Int8Weight
     ) -> Tensor:
-        ctx.save_for_backward(*((x,) if weight.requires_grad else ()))
+        ctx.save_for_backward(weight, *((x,) if weight.requires_grad else ()))
         ctx.reader, ctx.input_dtype = encoded.reader(), x.dtype  # type: ignore[attr-defined]
-        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
         return F.linear(x, encoded.decode(), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        weight, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
         flat = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if needs[0]:
-            weight = ctx.reader().to(grad.dtype)  # type: ignore[attr-defined]
-            dx = (grad @ weight).to(ctx.input_dtype)  # type: ignore[attr-defined]
+            value = decoded(weight, ctx.reader).to(grad.dtype)  # type: ignore[attr-defined]
+            dx = (grad @ value).to(ctx.input_dtype)  # type: ignore[attr-defined]
         if needs[1]:
-            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            (x,) = saved
             dw = flat.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
-            dw = dw.to(ctx.weight_dtype)  # type: ignore[attr-defined]
+            dw = dw.to(weight.dtype)
         return dx, dw, flat.sum(0) if needs[2] else None, None
 
 
 def encoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, encoded: Int8Weight) -> Tensor:
     """``F.linear`` with the decoded weight; ``weight`` is the Parameter that gets the gradient."""
+    if is_transformed():
+        return F.linear(x, decoded(weight, encoded.decode), bias)
     if not torch.is_grad_enabled():
         return F.linear(x, encoded.decode(), bias)
     y: Tensor = _EncodedLinear.apply(x, weight, bias, encoded)
     return y
+
+
+def stands_for(given: Tensor, weight: Tensor | None) -> bool:
+    """Whether ``given`` is what ``functional_call`` was handed for the Parameter of an INT8 weight: the same
+    stand-in, detached or wrapped by a transform of ``torch.func``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(given):
+        given = torch._C._functorch.get_unwrapped(given)
+    return weight is not None and given.untyped_storage()._cdata == weight.untyped_storage()._cdata

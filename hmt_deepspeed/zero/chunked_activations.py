@@ -22,6 +22,7 @@ from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.planner.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
@@ -152,7 +153,7 @@ class ChunkedActivations:
     ) -> None:
         """The input counts for as long as it exists."""
         x = args[0] if args else kwargs["hidden_states"]
-        if torch.is_grad_enabled() and x not in self._kept:
+        if torch.is_grad_enabled() and not is_transformed() and x not in self._kept:
             self._kept[x] = self._charge(name, component, x.untyped_storage().nbytes())
 
     def _charge(self, name: str, component: Component, nbytes: int) -> _Charge:

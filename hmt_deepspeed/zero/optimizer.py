@@ -38,7 +38,7 @@ from hmt_deepspeed.zero.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer_interface import OptimizerInterface
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.refresh import BasisRefresh
-from hmt_deepspeed.zero.residency import release_buffers
+from hmt_deepspeed.zero.residency import refuse_transforms, release_buffers
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.step import ZeroStep
 
@@ -155,7 +155,8 @@ class HMTZeroOptimizer(OptimizerInterface):
         if partitioned:
             # for writes that are not ours: GatheredParameters
             before = self.module.register_forward_pre_hook(self.order_gathers, prepend=True)
-            self._hooks.append(before)
+            check = self.module.register_forward_pre_hook(refuse_transforms, prepend=True)
+            self._hooks += [before, check]
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
             self.entries,

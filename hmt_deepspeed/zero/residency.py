@@ -21,7 +21,9 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import Tensor, nn
 
-__all__ = ["on_ssd", "prepare_for_ssd", "release_buffers", "resident"]
+from hmt_deepspeed.kernels.backward import is_transformed
+
+__all__ = ["on_ssd", "prepare_for_ssd", "refuse_transforms", "release_buffers", "resident"]
 
 
 def on_ssd(param: Any) -> bool:
@@ -71,6 +73,20 @@ def release_buffers(module: nn.Module) -> None:
             param.nvme_swapper.synchronize_reads()
         if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+
+def refuse_transforms(*_: object) -> None:
+    """Before a forward at stage 3: the hooks by which DeepSpeed gathers weights take part in none of torch's
+    transforms, and end in torch's internals.
+
+    Raises:
+        ValueError: within a transform of ``torch.func``, and under forward-mode AD.
+    """
+    if is_transformed():
+        raise ValueError(
+            "the model is called by a transform of torch.func or under forward-mode AD, but zero_optimization.stage "
+            "is 3, whose hooks on modules have a backward alone. Legal for transforms: stages 0, 1 and 2."
+        )
 
 
 def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -> None:

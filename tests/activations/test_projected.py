@@ -44,7 +44,7 @@ def train(policy=None, accumulation=1, **changes):
 def _assert_nothing_is_left(model):
     for module in model.modules():
         if module in _PATCHED:
-            group = _PATCHED[module][0].group
+            group = _PATCHED[module].site.group
             assert group._product is None
             assert group._input is None
 
@@ -105,7 +105,7 @@ def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy
         model(input_ids=tokens(), labels=tokens()).loss.backward()
         report = backend.report()
     assert len(computed) == 2 * 4  # in forward; a replay does not even gather the columns
-    active = [site for _, (site, _) in sorted_sites(model) if site.active]
+    active = [site for _, (site, *_) in sorted_sites(model) if site.active]
     assert len(active) > 10  # of 14
     assert report.bytes_by_label["projected_inputs"] == 16 * (4 + 2) * 4 * len(active)
     # q, k, v share one product, gate and up one; o and down have their own
@@ -127,7 +127,7 @@ def test_products_may_be_computed_again():
             model(input_ids=tokens(), labels=tokens()).loss.backward()
             report = backend.report()
         _assert_nothing_is_left(model)
-        return [site.take() for _, (site, _) in sorted_sites(model)], report
+        return [site.take() for _, (site, *_) in sorted_sites(model)], report
 
     held, _ = products(PROJECT)
     found, report = products({})
@@ -168,17 +168,17 @@ def test_an_exception_in_the_middle_leaves_the_groups_in_step():
     optimizer.zero_grad()
     with installed(model, PAPER_KEPT):
         step()
-        expected = [site.take() for _, (site, _) in sorted_sites(model)]
+        expected = [site.take() for _, (site, *_) in sorted_sites(model)]
         norm = model.model.layers[0].post_attention_layernorm
         handle = norm.register_forward_hook(_fail_in_backward)
         with pytest.raises(ArithmeticError):
             step()
         handle.remove()
-        for _, (site, _) in sorted_sites(model):
+        for _, (site, *_) in sorted_sites(model):
             site.take()
         model.zero_grad()
         step()
-        found = [site.take() for _, (site, _) in sorted_sites(model)]
+        found = [site.take() for _, (site, *_) in sorted_sites(model)]
     assert sum(e is not None for e in expected) > 0
     for f, e in zip(found, expected, strict=True):
         assert (f is None) == (e is None)

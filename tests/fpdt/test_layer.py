@@ -121,6 +121,34 @@ def test_gradients_of_inputs_alone_leave_nothing_of_the_weights():
     torch.testing.assert_close(found, embedded.grad)
 
 
+def test_autograd_grad_of_a_projected_weight_returns_its_gradient():
+    """Backward computes the layer again and knows by then what was asked for."""
+    model, inputs = tiny(), batch()
+    _, whole = step(model, inputs)
+    linears, sites = projected(model)
+    asked = ["0.self_attn.q_proj", "1.mlp.down_proj"]
+    with fpdt(model, chunk_size=8, piece_size=3):
+        weights = [linears[name].weight for name in asked]
+        found = torch.autograd.grad(model(**inputs).loss, weights)
+    expected = {name: whole[f"model.layers.{name}.weight"] for name in asked}
+    assert error(dict(zip(asked, found, strict=True)), expected) <= 1e-5
+    assert [name for name, site in sites.items() if site.take() is not None] == []
+
+
+def test_gradients_of_gradients_are_refused():
+    model, inputs = tiny(), batch()
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+
+    def loss(embedded):
+        return model(inputs_embeds=embedded, **inputs).loss
+
+    with fpdt(model):
+        with pytest.raises(ValueError, match=r"create_graph=True.*hmt\.fpdt\.enabled to false"):
+            torch.autograd.grad(loss(embedded), embedded, create_graph=True)
+        with pytest.raises(ValueError, match=r"torch\.func.*hmt\.fpdt\.enabled to false"):
+            torch.func.grad(loss)(embedded)
+
+
 def test_weight_gradients_are_summed_in_fp32():
     """In bf16 a sum of 37 pieces of one token would round each time."""
     model, inputs = tiny(dtype=torch.bfloat16), batch(rows=1)
