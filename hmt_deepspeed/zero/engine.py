@@ -335,7 +335,19 @@ class HMTEngine(InferenceEngine):
 
     # -- what a step does, measured -----------------------------------------------------------------
 
+    def _is_for_inputs(self) -> bool:
+        """Whether the backward that runs now is an ``autograd.grad`` that accumulates nothing."""
+        return self.hmt_enabled and not self.optimizer.is_asked_for_gradients()
+
+    def _backward_prologue_per_tensor(self, grad: Tensor | None) -> Tensor | None:
+        if self._is_for_inputs():
+            return grad  # DeepSpeed would take it for one of several micro-batches
+        scaled: Tensor | None = super()._backward_prologue_per_tensor(grad)
+        return scaled
+
     def _backward_prologue(self) -> None:
+        if self._is_for_inputs():
+            return  # no end of a micro-batch follows
         if self.hmt_enabled:
             self.optimizer.offloaded.require("backward()", ["lp_params", "lp_grads"])
         self.hmt_metrics.phases.start("backward")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
+from hmt_deepspeed.kernels.backward import asked_of
 from hmt_deepspeed.zero.gradient import Gradient
 from hmt_deepspeed.zero.gradients import GradientReducer
 
-__all__ = ["register_gradient_hooks"]
+__all__ = ["goes_on_to_any", "register_gradient_hooks"]
 
 
 def register_gradient_hooks(
@@ -69,6 +71,11 @@ def register_gradient_hooks(
     for leaf in leaves:
         hooks.append(leaf.register_full_backward_hook(_at_inputs(fired(leaf))))
     return hooks
+
+
+def goes_on_to_any(params: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward that runs now accumulates gradients of some of these parameters."""
+    return any(asked_of(_get_grad_fn_or_grad_acc(param)) == "goes_on" for param in params)
 
 
 def _at_inputs(hook: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:

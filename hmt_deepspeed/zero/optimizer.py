@@ -30,7 +30,7 @@ from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
-from hmt_deepspeed.zero.gradient_hooks import register_gradient_hooks
+from hmt_deepspeed.zero.gradient_hooks import goes_on_to_any, register_gradient_hooks
 from hmt_deepspeed.zero.gradients import GradientReducer
 from hmt_deepspeed.zero.host_worker import HostWorker
 from hmt_deepspeed.zero.leaves import mark_leaves, shared_inputs
@@ -269,6 +269,10 @@ class HMTZeroOptimizer(OptimizerInterface):
         want no gradient."""
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()
+
+    def is_asked_for_gradients(self) -> bool:
+        """Whether the backward that runs now is for parameters, not for inputs alone (``autograd.grad(loss, x)``)."""
+        return goes_on_to_any(gradient.param for gradient in self.reducer.gradients)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """End of every micro-batch's backward at stages 2 and 3."""
