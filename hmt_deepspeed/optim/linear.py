@@ -19,20 +19,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hmt_deepspeed.kernels.backward import Asked, asked_of, computed_again, is_transformed
+from hmt_deepspeed.kernels.backward import computed_again, is_transformed
 from hmt_deepspeed.optim.int8_linear import (
     Int8Weight,
-    decoded,
     dequantize,
     encoded_linear,
     encoded_weight,
     stands_for,
 )
+from hmt_deepspeed.optim.linear_functions import LeftProjectedLinear, ProjectedLinear
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = [
@@ -253,120 +252,6 @@ class SharedInputs:
         self._joins.clear()
 
 
-class _ProjectedLinear(torch.autograd.Function):
-    """``Y = X W^T + b`` that saves ``X B`` for the weight instead of ``X``."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        product: Tensor,
-        site: ProjectedSite,
-        encoded: Int8Weight | None,
-        is_inner: bool,
-    ) -> Tensor:
-        # The Parameter itself is saved: under ZeRO-3 its data is gathered again before backward.
-        ctx.save_for_backward(weight, product)
-        ctx.site, ctx.input_dtype, ctx.is_inner = site, x.dtype, is_inner  # type: ignore[attr-defined]
-        ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
-        return F.linear(x, weight if encoded is None else encoded.decode(), bias)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, product = ctx.saved_tensors  # type: ignore[attr-defined]
-        site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
-        flat, asked = grad.reshape(-1, grad.shape[-1]), _asked_of_weight(ctx)
-        if asked is not None:
-            if asked == "returned" or torch.is_grad_enabled():
-                raise ValueError(_refusal(site.name, asked))
-            site.add(flat.to(product.dtype).t() @ product)
-        db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
-        return _input_gradient(ctx, grad, weight), None, db, None, None, None, None
-
-
-class _LeftProjectedLinear(torch.autograd.Function):
-    """``Y = X W^T + b`` whose weight gradient is projected from the left: ``X^T (D B)``, n x width.
-
-    The input is there, and so is the whole gradient where somebody asks for it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        site: ProjectedSite,
-        encoded: Int8Weight | None,
-        is_inner: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.site, ctx.input_dtype, ctx.is_inner = site, x.dtype, is_inner  # type: ignore[attr-defined]
-        ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
-        return F.linear(x, weight if encoded is None else encoded.decode(), bias)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
-        flat, asked = grad.reshape(-1, grad.shape[-1]), _asked_of_weight(ctx)
-        dw = None
-        if asked == "returned" or (asked is not None and torch.is_grad_enabled()):
-            dw = (flat.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(weight.dtype)
-        elif asked is not None:
-            columns = site.columns()  # the window's: it ends after its last backward
-            image = flat.to(columns.dtype) @ columns
-            site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
-        db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
-        return _input_gradient(ctx, grad, weight), dw, db, None, None, None
-
-
-def _asked_of_weight(ctx: FunctionCtx) -> Asked | None:
-    """What this backward wants of the weight: it may be for inputs only (``autograd.grad(loss, x)``)."""
-    edges = ctx.next_functions  # type: ignore[attr-defined]  # of the inputs that are tensors: x, weight, ...
-    asked = asked_of(edges[1][0])
-    # of a part computed again, the function around it has asked `autograd.grad` for what goes on
-    return "goes_on" if asked and ctx.is_inner else asked  # type: ignore[attr-defined]
-
-
-def _input_gradient(ctx: FunctionCtx, grad: Tensor, weight: Tensor) -> Tensor | None:
-    """``D W``, if wanted, of the Parameter or its INT8 weight decoded once more. With ``create_graph`` it can be
-    differentiated again, and gives the weight its share ``D^T V`` whole."""
-    if not ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
-        return None
-    reader: Callable[[], Tensor] | None = ctx.reader  # type: ignore[attr-defined]
-    value = weight if reader is None else decoded(weight, reader)
-    dx: Tensor = grad @ value.to(grad.dtype)
-    if dx.requires_grad and reader is None:
-        name: str = ctx.site.name  # type: ignore[attr-defined]
-        dx.register_hook(lambda _: _check_is_there(weight, name))
-    return dx.to(ctx.input_dtype)  # type: ignore[attr-defined]
-
-
-def _check_is_there(weight: Tensor, name: str) -> None:
-    if weight.dim() != 2:
-        raise ValueError(
-            f"the gradient of a gradient reads {name}, but zero_optimization.stage is 3, which has released the "
-            "weight after the first backward. Legal for gradients of gradients: stages 0, 1 and 2."
-        )
-
-
-def _refusal(name: str, asked: Asked) -> str:
-    if asked == "returned":
-        what = f"torch.autograd.grad was asked for the gradient of {name}"
-        but = ", or accumulate gradients with loss.backward()"
-    else:
-        what = f"backward(create_graph=True) was asked for a gradient of {name} that can be differentiated again"
-        but = ". For gradients of inputs alone call torch.autograd.grad(loss, inputs, create_graph=True)"
-    return (
-        f"{what}, but the backward of its linear is projected: of the linear's input only X [Q | P] was saved, which "
-        "does not give the whole gradient. Add it to hmt.optimizer.exclude_modules, or set "
-        f"hmt.optimizer.projected_backward to false{but}."
-    )
-
-
 class _Patch(NamedTuple):
     """Of one module; ``weight`` is the Parameter that the optimizer knows."""
 
@@ -429,7 +314,9 @@ def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
         elif torch.is_grad_enabled() and weight.requires_grad and not is_transformed():
             inner = computed_again()
             if inner is None or id(weight) not in inner:
-                return _project(x, weight, bias, patch, encoded, inner is not None)
+                y = _project(x, weight, bias, patch, encoded, inner is not None)
+                if y is not None:
+                    return y
     if encoded is not None:
         return encoded_linear(x, weight, bias, encoded)
     return F.linear(x, weight, bias)
@@ -442,14 +329,13 @@ def _project(
     patch: _Patch,
     encoded: Int8Weight | None,
     is_inner: bool,
-) -> Tensor:
+) -> Tensor | None:
+    """The output with a projected backward; None in a window that forms the full gradient."""
     site = patch.site
     patch.shared.meet(x, site)
-    if site.projection is None:  # this window forms the full gradient
-        if encoded is not None:
-            return encoded_linear(x, weight, bias, encoded)
-        return F.linear(x, weight, bias)
+    if site.projection is None:
+        return None
     if site.transposed:
-        return _LeftProjectedLinear.apply(x, weight, bias, site, encoded, is_inner)
+        return LeftProjectedLinear.apply(x, weight, bias, site, encoded, is_inner)
     product = site.group.product(x, site)
-    return _ProjectedLinear.apply(x, weight, bias, product, site, encoded, is_inner)
+    return ProjectedLinear.apply(x, weight, bias, product, site, encoded, is_inner)

@@ -70,7 +70,7 @@ def test_trains_as_with_whole_gradients(ranks: Ranks, stage: int) -> None:
 def input_gradients(stage: int) -> dict[str, Any]:
     """Of an engine that accumulates two micro-batches, beside those of its module; and that nothing is left."""
     engine = engine_of(stage)
-    for step in range(2):  # a window that refreshes
+    for step in range(6):  # until backward is projected
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
     x = batch(5).requires_grad_()
