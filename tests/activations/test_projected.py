@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from backends import INSIDE, KEEP, PAPER_KEPT, RECOMPUTE, SEED, installed, make_backend, poison  # noqa: F401
+from backends import (
+    INSIDE,
+    KEEP,
+    PAPER_KEPT,
+    RECOMPUTE,
+    SEED,
+    SWAP,
+    host_store,
+    installed,
+    make_backend,
+    poison,  # noqa: F401
+)
 from families import tiny, tokens
 
 from hmt_deepspeed.optim.hmt import HMT
@@ -193,3 +204,40 @@ def sorted_sites(model):
 def _fail_in_backward(*_):
     if torch._C._current_graph_task_id() != -1:
         raise ArithmeticError("in the middle of a backward")
+
+
+def _twice(model, embedded):
+    """The loss with a gradient penalty, and a gradient and a tangent by torch.func."""
+
+    def loss(embedded):
+        return model(inputs_embeds=embedded).logits.square().mean()
+
+    found = [
+        torch.func.grad(loss)(embedded),
+        torch.func.jvp(loss, (embedded,), (embedded.cos(),))[1],
+    ]
+    embedded = embedded.clone().requires_grad_()
+    value = loss(embedded)
+    (gradient,) = torch.autograd.grad(value, embedded, create_graph=True)
+    (value + 1e3 * gradient.square().sum()).backward()
+    return found
+
+
+def test_gradients_of_gradients():
+    """Checkpointed layers are computed again as often as they are differentiated, and are just called by torch.func."""
+    torch.manual_seed(SEED)
+    embedded = torch.randn(2, 8, 32)
+    plain, model = (tiny("llama", attn_implementation="eager") for _ in range(2))
+    expected = _twice(plain, embedded)
+    optimizer = HMT(model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30})
+    for slot in optimizer._low_rank:
+        slot.prepare(0, due=False)
+    with installed(model, SWAP | PROJECT | {"lm_head": "swap_host"}, store=host_store()) as backend:
+        found = _twice(model, embedded)
+        assert backend.report().hits  # the penalty's calls were held
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    ordinary = dict(plain.named_parameters())
+    for slot in optimizer._low_rank:
+        wanted = ordinary[slot.name].grad @ slot.matrix.projection
+        error = (slot.reduced() - wanted).abs().max()
+        assert error <= 1e-5 * wanted.abs().max()  # fp32: sums in another order
