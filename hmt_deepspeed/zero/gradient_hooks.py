@@ -11,7 +11,7 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
-from hmt_deepspeed.kernels.backward import asked_of
+from hmt_deepspeed.kernels.backward import asked_of, is_transformed
 from hmt_deepspeed.zero.gradient import Gradient
 from hmt_deepspeed.zero.gradients import GradientReducer
 
@@ -74,8 +74,11 @@ def register_gradient_hooks(
 
 
 def goes_on_to_any(params: Iterable[nn.Parameter]) -> bool:
-    """Whether the backward that runs now accumulates gradients of some of these parameters."""
-    return any(asked_of(_get_grad_fn_or_grad_acc(param)) == "goes_on" for param in params)
+    """Whether the backward that runs now accumulates gradients of some of these parameters; that of a transform of
+    ``torch.func`` accumulates none."""
+    return not is_transformed() and any(
+        asked_of(_get_grad_fn_or_grad_acc(param)) == "goes_on" for param in params
+    )
 
 
 def _at_inputs(hook: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
