@@ -1,8 +1,12 @@
 """Run a check of a test file under Triton's interpreter, and bounds that several checks share."""
 
+import importlib
+import json
 import os
 import subprocess
 import sys
+import traceback
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,20 +15,47 @@ EPSILON = 2.0**-23  # of fp32
 
 
 def run_interpreted(file, check):
-    """Call ``check()`` of a test file in a process of its own: Triton reads TRITON_INTERPRET at import."""
-    folder, module = Path(file).parent, Path(file).stem
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(folder)!r}); import {module}; "
-            f"{module}.{check}(); print('checked')",
-        ],
+    """Call ``check()`` of a test file under the interpreter, in a fork of a process that has imported it."""
+    server = _server()
+    server.stdin.write(f"{Path(file).stem} {check}\n")
+    server.stdin.flush()
+    said = json.loads(server.stdout.readline() or '"the interpreter is gone"')
+    assert said == "checked\n", said
+
+
+@cache
+def _server():
+    """Triton reads TRITON_INTERPRET at import, and importing takes longer than most checks."""
+    return subprocess.Popen(
+        [sys.executable, __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
+        stdin=subprocess.PIPE,  # whose end ends it
+        stdout=subprocess.PIPE,
         text=True,
     )
-    assert done.stdout == "checked\n", done.stderr
+
+
+def _serve():
+    """A fork for every check: what one patches, no other sees."""
+    for line in sys.stdin:
+        module, check = line.split()
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            for descriptor in (1, 2):
+                os.dup2(writing, descriptor)
+            code = 1
+            try:
+                getattr(importlib.import_module(module), check)()
+                print("checked", flush=True)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        os.close(writing)
+        with open(reading) as output:
+            said = output.read()
+        os.waitpid(pid, 0)
+        print(json.dumps(said), flush=True)
 
 
 def assert_as_accurate(kernel, twin, exact, terms):
@@ -54,3 +85,12 @@ def strided(tensor):
     view = buffer.t()[::2, 1 : columns + 1]
     view.copy_(tensor)
     return view
+
+
+if __name__ == "__main__":
+    import pytest  # noqa: F401  what every check's file imports
+    import triton  # noqa: F401
+
+    from hmt_deepspeed.kernels import chunks, token_blocks  # noqa: F401
+
+    _serve()
