@@ -46,6 +46,15 @@ def pytest_xdist_node_collection_finished(node: Any) -> None:
 
 
 @pytest.fixture(scope="session")
+def async_io_builds() -> None:
+    """Skips where DeepSpeed's ``async_io`` does not; asked once, and not by every rank that imports a test."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("DeepSpeed's async_io does not build here: libaio's headers are missing")
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
     """Runs cases on real gloo ranks, see ``zero/harness.py``; one zygote for the whole session."""
     from harness import Ranks

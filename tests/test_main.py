@@ -47,7 +47,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     port = str(10000 + os.getpid() % 20000)
     command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed"]
     return subprocess.run(
-        [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True
     )
 
 

@@ -40,7 +40,7 @@ from reliability.random_configs import _problem  # noqa: E402
 
 def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "stress.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 # -- random configs ---------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_a_collection_inside_the_stores_locks_does_not_hang(tmp_path):
     make_cycle(codec)
     thread = threading.Thread(target=collect_under_lock, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     codec.sweep()
     assert not stores.host._transfers

@@ -119,7 +119,7 @@ def test_what_a_machine_lacks_is_a_reason_to_skip(
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch" / "compare.py"), "sweep", "--model", "toy"]
     command += ["--variants", "sgd", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
         done.stderr.strip().splitlines()[-1].startswith("compare.py: --variants 'sgd' is unknown")

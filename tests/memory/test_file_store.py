@@ -28,11 +28,11 @@ class Gated(PositionalIO):
         self.reads.set()
 
     def write(self, path, memory):
-        assert self.writes.wait(20)
+        assert self.writes.wait(120)
         super().write(path, memory)
 
     def read(self, path, memory):
-        assert self.reads.wait(20)
+        assert self.reads.wait(120)
         super().read(path, memory)
 
 
@@ -144,9 +144,9 @@ def test_put_waits_while_the_pool_is_full_of_what_is_not_yet_written(make):
     thread = threading.Thread(target=store.put, args=("c", pattern(100, seed=1)))
     waits = entered(store.engine.counters)
     thread.start()
-    assert waits.wait(20)
+    assert waits.wait(120)
     io.writes.set()
-    thread.join(20)
+    thread.join(120)
     assert_same(store.get("c"), pattern(100, seed=1))
     assert store.engine.counters.seconds_waited > 0
     assert store.engine.pool.peak_bytes == 2 * PAGE
@@ -162,7 +162,7 @@ def test_prefetch_reads_ahead_and_get_waits_only_for_the_rest(make):
     io.reads.clear()
     store.prefetch("x")
     store.prefetch("x")
-    threading.Thread(target=lambda: (waits.wait(20), io.reads.set())).start()
+    threading.Thread(target=lambda: (waits.wait(120), io.reads.set())).start()
     assert_same(store.get("x"), pattern(100))
     assert store.counters.seconds_waited > waited
     assert store.counters.num_in == 1
@@ -189,7 +189,7 @@ def test_a_slot_dropped_while_read_is_not_overwritten(make):
     assert len(files(store)) == 2
     io.reads.set()
     reading.result()  # verified its checksum
-    assert given_back.wait(20)
+    assert given_back.wait(120)
     store.put("z", pattern(100, seed=2))
     store.flush()
     assert len(files(store)) == 2
@@ -398,6 +398,6 @@ def test_threads(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not failures
     assert store.engine.pool.peak_bytes <= 8 * PAGE

@@ -107,7 +107,7 @@ def test_some_pieces_still_in_memory_and_some_on_file(make):
 
         def write(self, path, memory):
             if memory.numel() < POOL // 4:
-                assert gate.wait(20)
+                assert gate.wait(120)
             super().write(path, memory)
 
     gate = threading.Event()

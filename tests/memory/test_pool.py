@@ -123,10 +123,10 @@ def test_waits_for_what_another_thread_will_release(background):
     thread = threading.Thread(target=taker)
     waits = entered(counters)
     thread.start()
-    assert waits.wait(20)
+    assert waits.wait(120)
     assert not taken
     pool.release(buffer)
-    thread.join(20)
+    thread.join(120)
     assert taken[0].offset == 0
     assert (counters.seconds_waited > 0) is not background
 

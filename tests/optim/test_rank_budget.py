@@ -112,7 +112,7 @@ def test_three_hundred_matrices_in_milliseconds():
     spectra, took = heterogeneous(300), []
     least, most = (sum(s.bytes[i] for s in spectra) for i in (0, -1))
     for share in (0.1, 0.4, 0.8):
-        begin = time.perf_counter()
+        begin = time.thread_time()  # not the seconds of other processes
         allocate_ranks(spectra, int(least + share * (most - least)))
-        took.append(time.perf_counter() - begin)
+        took.append(time.thread_time() - begin)
     assert min(took) < 0.2  # 50 ms on a quiet machine

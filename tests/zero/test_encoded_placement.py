@@ -51,7 +51,7 @@ def watched(changes: dict[str, Any]) -> dict[str, Any]:
 
     def alive(references: list[StorageWeakRef], expected: int) -> int:
         """Gloo's thread lets go of a tensor some time after its broadcast: more than expected are waited for."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while True:
             count = sum(not reference.expired() for reference in references)
             if count <= expected or time.monotonic() > deadline:

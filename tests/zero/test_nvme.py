@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
@@ -43,10 +42,7 @@ OPTIONS = {
 }
 
 
-needs_async_io = pytest.mark.skipif(
-    not AsyncIOBuilder().is_compatible(verbose=False),
-    reason="DeepSpeed's async_io does not build here: libaio's headers are missing",
-)
+needs_async_io = pytest.mark.usefixtures("async_io_builds")
 
 
 # -- cases --------------------------------------------------------------------------------------------

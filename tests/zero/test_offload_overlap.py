@@ -148,7 +148,7 @@ def during_forward(stage: int) -> dict[str, Any]:
         inner = step(*arguments)
 
         def wait(*chunk: Any) -> None:
-            waited.append(began.wait(timeout=30))
+            waited.append(began.wait(timeout=120))
             inner(*chunk)
 
         return wait

@@ -158,7 +158,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     update = adam.step_
 
     def held_up(*args: Any, **keyword: Any) -> Any:
-        if not may_update.wait(30):
+        if not may_update.wait(120):
             waited_in_vain.append(True)
             may_update.set()
         return update(*args, **keyword)
@@ -236,7 +236,7 @@ def left_alone(folder: str, home: str) -> list[Any]:
     train(engine, 2)
     at_exit = threading.Thread(target=engine.hmt_snapshots._thread.submit(int).result)
     at_exit.start()
-    at_exit.join(10)
+    at_exit.join(120)
     found = [at_exit.is_alive(), tags(folder)]
     engine.destroy()
     return [*found, tags(folder)]

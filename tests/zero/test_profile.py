@@ -65,9 +65,10 @@ def measured(tmp_path_factory):
         folder=str(folder),
         adam=SlowAdam,
     )
-    begin = time.perf_counter()
+    begin = time.process_time()
     machine = measure_machine(ACCELERATOR, "cpu", probe)
-    seconds = time.perf_counter() - begin
+    io = probe.file_io
+    seconds = time.process_time() - begin + io.read_bytes / io.READ + io.written_bytes / io.WRITE
     return SimpleNamespace(machine=machine, seconds=seconds, folder=folder, probe=probe)
 
 
@@ -114,7 +115,9 @@ def test_the_rest_is_possible_and_of_this_machine(measured):
 
 def test_costs_are_bounded(measured):
     # 11 measurements share half a second; three calls at least of each, the slowest of 26 ms
-    assert measured.seconds < 5  # ten times that: other processes share this machine
+    assert (
+        measured.seconds < 5
+    )  # of this process and of its disk: other processes share the machine
 
 
 def test_matmul_rate_is_flops_over_time(monkeypatch):

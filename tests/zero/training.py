@@ -173,7 +173,7 @@ def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """For what other threads do."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(1e-3)
