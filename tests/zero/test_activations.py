@@ -92,7 +92,7 @@ PROJECTED = {"without": None, "lossless": LOSSLESS, "held": HELD_PRODUCTS}
 
 @pytest.fixture(scope="module")
 def two_ranks(ranks: Ranks) -> dict[str, Any]:
-    jobs = [(0, False), (1, False), (2, False), (3, False), (1, True)]
+    jobs = [(0, False), (2, False), (3, False), (1, True)]
     return ranks.run(runs, 2, jobs, SECTIONS)[0]
 
 
@@ -101,7 +101,9 @@ def one_rank(ranks: Ranks) -> dict[str, Any]:
     return ranks.run(runs, 1, [(3, False)], SECTIONS)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, 2, 3]
+)  # stage 1, which differs from 2 in gradients alone, with a stock optimizer
 def test_training_is_the_same_at_every_stage(two_ranks: dict[str, Any], stage: int) -> None:
     check_training(two_ranks[str(stage)])
 

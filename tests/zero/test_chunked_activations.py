@@ -91,7 +91,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "gas", "sharing"), [(1, 2, 2, 1), (2, 3, 1, 1), (2, 2, 2, 2)]
+    ("world", "stage", "gas", "sharing"), [(1, 2, 2, 1), (2, 3, 1, 1), (2, 2, 1, 2)]
 )
 def test_training_is_the_same_however_inputs_are_held(
     ranks: Ranks, world: int, stage: int, gas: int, sharing: int

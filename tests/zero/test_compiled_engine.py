@@ -47,7 +47,13 @@ def trained(stage: int, compiled: bool, options: dict[str, Any]) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "options"), [(2, 1, {}), (2, 1, {"weight_dtype": "int8"}), (3, 2, {})]
+    ("stage", "world", "options"),
+    [
+        (2, 1, {}),
+        (2, 1, {"weight_dtype": "int8"}),
+        (3, 1, {}),
+        pytest.param(3, 2, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_engine_trains_as_it_is(
     ranks: Ranks, stage: int, world: int, options: dict[str, Any]
