@@ -35,9 +35,9 @@ KEPT: dict[Any, Any] = {**dict.fromkeys(COMPONENTS, "keep"), "projected_inputs":
 
 
 def plans() -> list[Advice]:
-    """One GPU and several, all methods, exact and lossy, with SSDs and without, and one that does not fit."""
+    """One GPU and several, exact and lossy, with SSDs and without, and one that does not fit."""
     found = []
-    methods: tuple[Method, ...] = ("lowrank_adamw", "adamw", "apollo", "apollo_mini")
+    methods: tuple[Method, ...] = ("lowrank_adamw", "adamw", "apollo")
     shape = plain_shape(layers=2, hidden=128, heads=4, vocab=256, gated=True, tied=False)
     for gpus, ssds, method in (
         (1, 1, methods[0]),
