@@ -1,6 +1,7 @@
-"""The shared vocabulary of activations: components of a model, choices for each, and what a choice holds.
+"""The shared vocabulary: parameters that no pattern projects; components of a model, choices for each, and what a
+choice holds.
 
-A leaf: the JSON block, the planner and the backend speak these names. Components are the HMT paper's
+A leaf: the JSON block, the optimizer, the planner and the backend speak these names. Components are the HMT paper's
 policy table; ``held_bytes`` is what the codecs are tested against and the planner plans with.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_args
 __all__ = [
     "CHOICES",
     "COMPONENTS",
+    "LEFT_TO_ADAMW",
     "LEGAL_CHOICES",
     "PAPER_POLICY",
     "Choice",
@@ -24,6 +26,10 @@ __all__ = [
     "kept_projection",
     "serving_projections",
 ]
+
+# Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever exclude_modules
+# and target_modules say, unless a module rule takes them.
+LEFT_TO_ADAMW = ("embed", "lm_head", "lora_")
 
 # What a tensor that backward needs belongs to:
 #   embedding         the embedding's output, which enters the first decoder layer

@@ -34,7 +34,12 @@ BF16 = {"bf16": {"enabled": True}}
 RUNS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {  # stage, ranks, options, more
     "fp32, stage 2": (2, 1, {"rank": 4}, {}),
     "bf16, stage 3, 2 ranks": (3, 2, {"rank_candidates": [4, 8]}, BF16),
-    "int8 states, bf16, stage 1": (1, 2, {"rank": 8, "state_dtype": "bf16"}, BF16),
+    "int8 states, bf16, stage 1, a rank that k and v are too narrow for": (
+        1,
+        2,
+        {"rank": 28, "state_dtype": "int8"},
+        BF16,
+    ),
     "int8 weights": (2, 1, {"rank": 4, "weight_dtype": "int8"}, BF16),
     "two-sided": (0, 1, {"projection": "two_sided", "rank": 4}, BF16),
     "apollo": (2, 2, {"method": "apollo", "rank": 4}, {}),
@@ -181,7 +186,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "super_offload is True",
     ),
     "batch": ({"train_batch_size": 5}, "Check batch related parameters"),
-    "rank": ({"hmt": {"optimizer": {"rank": 4000}}}, "rank is 4000"),
     "bytes": (
         {"hmt": {"optimizer": {"rank": 4, "max_full_gradient_bytes": 10}}},
         "max_full_gradient_bytes is 10",

@@ -93,8 +93,9 @@ class OptimizerConfig(StrictModel):
     )
     rank: Auto | PositiveInt = Field(
         default="auto",
-        description="Rank of each basis: a fixed number, or chosen per matrix from the candidates; "
-        '"auto" of "apollo" is a quarter of the smaller side, of "apollo_mini" 1.',
+        description="Rank of each basis: a fixed number, lowered to the smaller side of a narrower matrix, or "
+        'chosen per matrix from the candidates; "auto" of "apollo" is a quarter of the smaller side, of '
+        '"apollo_mini" 1.',
     )
     rank_candidates: RankList = Field(
         default=(32, 64, 128, 256),
@@ -215,8 +216,8 @@ class OptimizerConfig(StrictModel):
     state_dtype: StateDtype = Field(
         default="fp32",
         description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
-        "of 256. Dense tensors below 4096 elements stay in fp32, APOLLO's moments where they would be int8; "
-        "a low-rank matrix's must have as many for int8.",
+        "of 256. Moments of fewer than 4096 elements stay in fp32 where they would be int8, those of AdamW's "
+        "tensors also where they would be bf16.",
     )
     second_moment: SecondMoment = Field(
         default="full",
@@ -240,9 +241,10 @@ class OptimizerConfig(StrictModel):
         json_schema_extra={"legal": "null or a non-empty list of non-empty regular expressions"},
     )
     exclude_modules: RegexList = Field(
-        default=("embed", "lm_head", "lora_"),
-        description="Regular expressions searched in a parameter's name; the matches stay on plain "
-        "AdamW, also where target_modules matches.",
+        default=(),
+        description="Regular expressions searched in a parameter's name; the matches are left to plain AdamW, also "
+        "where target_modules matches. So are, whatever this says, embeddings, output heads (of transformers' "
+        "models classifiers and scores too) and LoRA's adapters; module_rules alone give these a rule.",
         json_schema_extra={"legal": "a list of non-empty regular expressions"},
     )
     module_rules: dict[Regex, ModuleRule] = Field(

@@ -21,7 +21,6 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.moments import Moments
 from hmt_deepspeed.optim.rules import growth_factor
 from hmt_deepspeed.optim.settings import APOLLO_MINI
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
 __all__ = ["ApolloMatrix"]
 
@@ -41,16 +40,11 @@ class ApolloMatrix(MatrixRule):
     def _start(self) -> None:
         settings = self.settings
         self.per_tensor = settings.method == APOLLO_MINI or settings.scale_type == "tensor"
-        rank = settings.drawn_rank(*self.shape)
-        assert rank is not None
-        self.rank = rank
-        self.candidates = (self.rank,)
+        self.candidates = settings.ranks(*self.shape)
+        (self.rank,) = self.candidates
         self.draw = 0
-        # of the whole matrix: the same on every rank
-        small = self.shape[0] * self.rank < MIN_INT8_ELEMENTS
-        kind = "fp32" if small and settings.state_dtype == "int8" else settings.state_dtype
         moments = (self.num_rows, self.rank)
-        self.moments = Moments(moments, kind, self.device, self.name, settings.seed)
+        self.moments = Moments(moments, self.state_dtype, self.device, self.name, settings.seed)
 
     @property
     def takes_whole(self) -> bool:

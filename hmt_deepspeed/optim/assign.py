@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.sites import LEFT_TO_ADAMW
 
-__all__ = ["Assignment", "assign_rules", "linear_weights", "tied_weights"]
+__all__ = ["Assignment", "assign_rules", "head_weights", "linear_weights", "tied_weights"]
 
 ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 
@@ -62,6 +62,31 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def head_weights(model: nn.Module) -> set[str]:
+    """Weights of output heads, by parameter name, as far as a model of transformers, also inside another, shows them.
+
+    Heads are its output embeddings, and what it has beside its base model: classifiers, scores, predictions, but
+    no stack of layers, which is a decoder rather than a head.
+    """
+    heads: set[nn.Module] = set()
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "get_output_embeddings"):
+            output = module.get_output_embeddings()  # type: ignore[operator]
+            heads.update(output.modules() if isinstance(output, nn.Module) else ())
+        base = module._modules.get(getattr(kind, "base_model_prefix", ""))
+        if base is not None:
+            heads.update(_beside(module, base))
+    return {name for name, linear in linear_weights(model).items() if linear in heads}
+
+
+def _beside(module: nn.Module, base: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child is not base and not isinstance(child, nn.ModuleList):
+            yield child
+            yield from _beside(child, base)
+
+
 def tied_weights(model: nn.Module) -> dict[str, str]:
     """Parameters that several modules hold: by each name the first of the others."""
     users = defaultdict(list)
@@ -85,6 +110,7 @@ def assign_rules(
     target_modules: Sequence[str] | None,
     exclude_modules: Sequence[str],
     linear_names: Iterable[str] | None = None,
+    head_names: Iterable[str] = (),
 ) -> list[Assignment]:
     """Assign a rule to each parameter.
 
@@ -93,15 +119,15 @@ def assign_rules(
         settings: of the matrices; None when the method is ``adamw``.
         module_rules: the first match decides, before the other patterns and for any matrix.
         target_modules: regexes searched in the name; None means every linear weight.
-        exclude_modules: regexes whose matches stay dense.
+        exclude_modules: regexes whose matches stay dense, beside :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
+        head_names: names known to be weights of output heads, which stay dense too.
 
     Raises:
-        ValueError: a pattern that should match and does not, or whose matches earlier ones take, a fixed
-            rank above the smaller side of a matrix, or an int8 state too small to be worth its scales.
+        ValueError: a pattern that should match and does not, or whose matches earlier ones take.
     """
-    parameters = list(parameters)
+    parameters, heads = list(parameters), set(head_names)
     linear = None if linear_names is None else set(linear_names)
     named = [("target_modules", pattern) for pattern in target_modules or ()]
     named += [("module_rules", pattern) for pattern, _ in module_rules]
@@ -119,6 +145,11 @@ def assign_rules(
         excluded = next((p for p in exclude_modules if re.search(p, name)), None)
         if excluded is not None:
             return f"excluded by {excluded!r}"
+        if name in heads:
+            return "output head"
+        always = next((p for p in LEFT_TO_ADAMW if re.search(p, name)), None)
+        if always is not None:
+            return f"{always!r} is left to AdamW"
         if target_modules is not None and not any(re.search(p, name) for p in target_modules):
             return "not in target_modules"
         if linear is not None and name not in linear:
@@ -129,7 +160,7 @@ def assign_rules(
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
             return Assignment(name, shape, None, reason if settings else "method is adamw")
-        if min(shape) < 2:
+        if _is_vector(shape):
             return Assignment(name, shape, None, "a vector in disguise")
         rule = next((rule for rule in module_rules if re.search(rule[0], name)), None)
         if rule is not None:
@@ -140,9 +171,12 @@ def assign_rules(
 
     assigned = [assign(name, tuple(shape)) for name, shape in parameters]
     _check_targets(target_modules or (), assigned, [pattern for pattern, _ in module_rules])
-    for assignment in assigned:
-        _check(assignment)
     return assigned
+
+
+def _is_vector(shape: tuple[int, ...]) -> bool:
+    """Whether a two-dimensional weight has one row or column: a reward head's, of which no rank is low."""
+    return len(shape) == 2 and min(shape) < 2
 
 
 def _check_order(
@@ -150,7 +184,7 @@ def _check_order(
 ) -> None:
     """Refuse a pattern all of whose matrices an earlier one takes, or that has none to give a rule to."""
     patterns = [pattern for pattern, _ in rules]
-    matrices = [name for name, shape in parameters if len(shape) == 2 and min(shape) >= 2]
+    matrices = [name for name, shape in parameters if len(shape) == 2]
     for pattern, settings in rules:
         if settings is not None and not any(re.search(pattern, name) for name in matrices):
             name = next(name for name, _ in parameters if re.search(pattern, name))
@@ -174,38 +208,15 @@ def _check_order(
 def _check_targets(
     patterns: Sequence[str], assigned: Sequence[Assignment], ruled: Sequence[str]
 ) -> None:
-    """Refuse a target that gives no matrix the method's rule."""
+    """Refuse a target that gives no matrix the method's rule, but for one that is too narrow for any."""
     for pattern in patterns:
         matches = [a for a in assigned if re.search(pattern, a.name)]
         taken = [a for a in matches if any(re.search(rule, a.name) for rule in ruled)]
-        if not any(a.low_rank for a in matches if a not in taken):
+        if not any(a.low_rank or _is_vector(a.shape) for a in matches if a not in taken):
             why = "module_rules decide it" if matches[0] in taken else matches[0].reason
             raise ValueError(
                 f"hmt.optimizer.target_modules: {pattern!r} decides nothing: {matches[0].name} is not for it "
                 f"({why}); legal: a pattern that matches some linear's weight which neither exclude_modules nor "
-                "module_rules takes. Correct or remove it."
-            )
-
-
-def _check(assigned: Assignment) -> None:
-    settings, shape = assigned.settings, assigned.shape
-    if settings is None:
-        return
-    if settings.rank is not None and settings.rank > min(shape):
-        raise ValueError(
-            f"{settings.key('rank')} is {settings.rank}, but {assigned.name} is {shape[0]} x {shape[1]}: "
-            f'legal is 1..{min(shape)}. Lower the rank, use "auto" (candidates are lowered per '
-            "matrix), or exclude the module."
-        )
-    if settings.state_dtype == "int8":
-        rank = min(settings.rank or settings.rank_candidates[0], *shape)
-        rows = rank if settings.projection == "two_sided" else settings.oriented(*shape)[0]
-        if rows * rank < MIN_INT8_ELEMENTS and not settings.is_apollo:
-            small = settings.key("rank")
-            if settings.rank is None:
-                small = f"the smallest of {settings.key('rank_candidates')}"
-            raise ValueError(
-                f'hmt.optimizer.state_dtype is "int8", but the moments of {assigned.name} have '
-                f"{rows * rank} elements; legal: at least {MIN_INT8_ELEMENTS}. Raise {small}, "
-                'use "bf16", or exclude the module.'
+                "module_rules takes and which is no head, embedding or adapter: these a module rule takes. Correct "
+                "or remove it."
             )

@@ -124,11 +124,11 @@ class FactoredMatrix(LowRankMatrix):
     moments: FactoredMoments
 
     def _new_moments(self) -> FactoredMoments:
-        shape, settings = (self.num_rows, self.rank), self.settings
-        return FactoredMoments(shape, settings.state_dtype, self.device, self.name, settings.seed)
+        shape = (self.num_rows, self.rank)
+        return FactoredMoments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
 
     def moment_bytes_at(self, rank: int) -> int:
-        first = stored_bytes(self.shape[0] * rank, self.settings.state_dtype)
+        first = stored_bytes(self.shape[0] * rank, self.state_dtype)
         return first + stored_bytes(self.shape[0] + rank + 1, "fp32")
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:

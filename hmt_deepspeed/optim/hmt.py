@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hmt_deepspeed.optim.assign import assign_rules, linear_weights
+from hmt_deepspeed.optim.assign import assign_rules, head_weights, linear_weights
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
@@ -85,6 +85,7 @@ class HMT(Optimizer):
         self._schedule = RefreshSchedule((), 1, 0)
         self._policy = build_policy((), self.options)
         self._linear_names: set[str] | None = None
+        self._head_names: set[str] = set()
         self._steps = 0
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
@@ -104,7 +105,7 @@ class HMT(Optimizer):
         super().__init__(params, {**defaults, MARK: True})
         if model is not None:
             linears = linear_weights(model)
-            self._linear_names = set(linears)
+            self._linear_names, self._head_names = set(linears), head_weights(model)
             self._build()
             self._patch(model, linears)
             self._prepare()
@@ -137,6 +138,7 @@ class HMT(Optimizer):
             target_modules=cast("Sequence[str] | None", self.options["target_modules"]),
             exclude_modules=cast("Sequence[str]", self.options["exclude_modules"]),
             linear_names=self._linear_names,
+            head_names=self._head_names,
         )
         first = next((a.name for a in assigned if a.low_rank), None)
         if self.options["projected_backward"] is True and not self._linear_names and first:

@@ -34,8 +34,7 @@ class LowRankMatrix(ProjectedMatrix):
 
     def _new_moments(self) -> Moments:
         shape = (self.num_rows, self.rank)
-        settings = self.settings
-        return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed)
+        return Moments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
 
     # -- states ---------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ class LowRankMatrix(ProjectedMatrix):
 
     def moment_bytes_at(self, rank: int) -> int:
         """Bytes of the moments of all rows at a rank, evidence not counted."""
-        return 2 * stored_bytes(self.shape[0] * rank, self.settings.state_dtype)
+        return 2 * stored_bytes(self.shape[0] * rank, self.state_dtype)
 
     # -- from one basis to the next --------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class LowRankMatrix(ProjectedMatrix):
         """Have the basis as its own, which no other matrix replaces."""
         if self.columns.owner != self.name:
             basis, self.columns = self.basis, Columns(self.name)
-            self.candidates = self._legal_candidates()
+            self.candidates = self.settings.ranks(*self.shape)
             self._install(basis)
 
     def _transfer_moments(

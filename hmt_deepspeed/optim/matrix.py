@@ -45,7 +45,8 @@ class MatrixRule(ABC):
         transposed: the gradient handed in and the update handed out are those of the transpose.
 
     Attributes:
-        rank: in force. candidates: legal ranks. draw: number of a seeded basis. moments: Adam's, of the rows held here.
+        rank: in force. candidates: legal ranks. draw: number of a seeded basis. moments: Adam's, of the rows held
+            here. state_dtype: how they are stored.
         projection: n x width columns that backward projects on, constant over an accumulation window;
             None when the rule takes whole gradient rows. A rule that redraws makes it anew each time.
     """
@@ -74,6 +75,7 @@ class MatrixRule(ABC):
         self.name, self.shape, self.rows = name, shape, rows
         self.settings, self.dtype, self.device = settings, dtype, device
         self.transposed = transposed
+        self.state_dtype = settings.moments_dtype(*shape)
         self.captured_energy = torch.zeros((), device=device)
         self.mean_square_norm = torch.zeros((), device=device)
         self.energy_weight = torch.zeros((), device=device)

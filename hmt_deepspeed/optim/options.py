@@ -82,7 +82,7 @@ DEFAULTS: dict[str, object] = {
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
-    "exclude_modules": ("embed", "lm_head", "lora_"),
+    "exclude_modules": (),
     "module_rules": {},
     "seed": 0,
 }

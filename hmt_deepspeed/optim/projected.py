@@ -23,7 +23,6 @@ from hmt_deepspeed.optim.basis import (
     widened,
 )
 from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.rank import legal_candidates
 from hmt_deepspeed.optim.rules import estimated_square_norm
 
 __all__ = ["Columns", "ProjectedMatrix"]
@@ -73,19 +72,13 @@ class ProjectedMatrix(MatrixRule):
     SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
 
     def _start(self) -> None:
-        self.candidates = self._legal_candidates()
+        self.candidates = self.settings.ranks(*self.shape)
         self.columns = Columns(self.name)
         self.measured = False
         self.full_rank = False
         self.draw = 0
         self._window = 0  # step of the window: seeds the probes
         self._install(self.seeded_basis(self.candidates[0], 0))
-
-    def _legal_candidates(self) -> tuple[int, ...]:
-        settings = self.settings
-        if settings.rank is not None:
-            return (settings.rank,)
-        return legal_candidates(settings.rank_candidates, *self.shape)
 
     # -- shapes ---------------------------------------------------------------------------------
 

@@ -126,11 +126,11 @@ class RefreshSchedule:
 
 
 def _all_groups(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The groups, and every other index alone, ordered by first member."""
+    """The groups, and every other index alone, ordered by their smallest member."""
     named = [index for group in groups for index in group]
     if len(set(named)) < len(named) or not set(named) <= set(range(count)):
         raise ValueError(
             f"groups are {[list(g) for g in groups]}; legal: each of 0..{count - 1} at most once"
         )
     alone = [[index] for index in range(count) if index not in set(named)]
-    return sorted([*(sorted(group) for group in groups if group), *alone])
+    return sorted([*(list(group) for group in groups if group), *alone], key=min)

@@ -8,7 +8,8 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from hmt_deepspeed.optim.state import STATE_DTYPES
+from hmt_deepspeed.optim.rank import legal_candidates
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, STATE_DTYPES
 
 __all__ = [
     "APOLLO",
@@ -32,12 +33,13 @@ class MatrixSettings:
     method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
     or ``two_sided``; APOLLO always projects the smaller side.
     rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``; None is a
-    quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``.
+    quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has it as far as :meth:`ranks`
+    says.
     scale: factor on the update; ``rank_stabilized``: on its root mean square, whatever the rank.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     residual_scale: c of the probe residual, up to the unbiased (n-r)/k. norm_growth_limit: limit on the
     residual's norm, of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per
-    ``tensor``, as Mini's always is. state_dtype: storage of the moments. second_moment: ``full``, or
+    ``tensor``, as Mini's always is. state_dtype: storage of the moments, see :meth:`moments_dtype`. second_moment: ``full``, or
     ``factored`` as Adafactor's; APOLLO's is always full. written: keys of the values that a module rule
     gives, for messages.
     """
@@ -114,12 +116,47 @@ class MatrixSettings:
         """Whether the rule can be given projected gradients; the others need whole gradient rows."""
         return not self.wants_whole
 
+    def ranks(self, m: int, n: int) -> tuple[int, ...]:
+        """Ranks that an m x n matrix may have, rising; those above its smaller side are lowered to it.
+
+        A narrow matrix keeps method, side and scale, and with them a step like its neighbours' at their learning
+        rate and a backward that saves ``X [Q | P]``. Where the smaller side is the projected one its basis spans
+        everything, and AdamW, exact and without a basis, takes its place. Where it is the other one, a gradient
+        has no more directions than the lowered rank, and moments and basis take ``2 r^2 + n r`` elements in
+        place of AdamW's ``2 r n``.
+        """
+        side = min(m, n)
+        if self.method == APOLLO_MINI:
+            return (1,)
+        if self.rank is not None:
+            return (min(self.rank, side),)
+        if self.method == APOLLO:
+            return (max(1, side // 4),)  # the paper's
+        return legal_candidates(self.rank_candidates, m, n)
+
+    def lowered_from(self, m: int, n: int) -> int | None:
+        """The rank, or the largest candidate, that an m x n matrix is too narrow for; None where it is not."""
+        if self.method == APOLLO_MINI or (self.method == APOLLO and self.rank is None):
+            return None
+        wanted = self.rank_candidates[-1] if self.rank is None else self.rank
+        return wanted if wanted > min(m, n) else None
+
+    def moments_dtype(self, rows: int, columns: int) -> str:
+        """Storage of a matrix's moments in the whole run: fp32 where they are too small for 8 bits even at its
+        largest rank.
+
+        Args:
+            rows, columns: of the whole weight, as :meth:`oriented`, so that all ranks of a job decide alike.
+        """
+        rank = self.ranks(rows, columns)[-1]
+        core = self.projection == "two_sided" and not self.is_apollo
+        small = (rank if core else rows) * rank < MIN_INT8_ELEMENTS
+        return "fp32" if small and self.state_dtype == "int8" else self.state_dtype
+
     def drawn_rank(self, m: int, n: int) -> int | None:
         """Rank of bases that are drawn from a seed, which never changes in a run; None of other bases."""
-        if self.is_apollo:
-            quarter = max(1, min(m, n) // 4)  # the paper's
-            return 1 if self.method == APOLLO_MINI else self.rank or quarter
-        return self.rank if self.range_finder == "random" else None
+        drawn = self.is_apollo or self.range_finder == "random"
+        return self.ranks(m, n)[0] if drawn else None
 
     def transposes(self, m: int, n: int) -> bool:
         """Whether an m x n weight is projected from the left, i.e. its transpose from the right.

@@ -41,7 +41,16 @@ def regroup(
 def _shareable(
     groups: Sequence[Sequence[str]], matrices: Mapping[str, MatrixRule]
 ) -> list[list[str]]:
-    """The parts of groups of names that can share a basis: one-sided, stored and of the same settings."""
+    """The parts of groups of names that can share a basis: one-sided, stored and of the same settings.
+
+    The first leads, so it is one with as high a rank as any: a narrower one would lower all others' to its own.
+    """
+    place = {name: index for index, name in enumerate(matrices)}
+
+    def leads(name: str) -> tuple[int, int]:
+        matrix = matrices[name]
+        return -matrix.settings.ranks(*matrix.shape)[-1], place[name]
+
     parts: list[list[str]] = []
     for names in groups:
         alike: dict[MatrixSettings, list[str]] = {}
@@ -49,7 +58,8 @@ def _shareable(
             matrix = matrices[name]
             if isinstance(matrix, LowRankMatrix) and matrix.SHARES and not matrix.redraws:
                 alike.setdefault(matrix.settings, []).append(name)
-        parts += [part for part in alike.values() if len(part) > 1]
+        shared = [part for part in alike.values() if len(part) > 1]
+        parts += [sorted(part, key=leads) for part in shared]
     return parts
 
 

@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.linear import ProjectedSite
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.sharing import held_projection
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
 __all__ = ["ParameterRow", "Slot"]
 
@@ -244,7 +245,19 @@ class Slot:
         if self.param.dtype != torch.float32 and not self.rounded and self.encoded is None:
             size += 4 * self.param.numel()
         rank = None if self.matrix is None else self.matrix.rank
-        return ParameterRow(self.name, self.assigned.rule, self.assigned.reason, rank, size)
+        return ParameterRow(self.name, self.assigned.rule, self._reason(), rank, size)
+
+    def _reason(self) -> str:
+        """Why the rule is what it is; of a low-rank matrix where it is not what the options say."""
+        settings, shape = self.assigned.settings, self.assigned.shape
+        if settings is None or self.matrix is None:
+            return self.assigned.reason
+        wanted, stored = settings.lowered_from(*shape), self.matrix.state_dtype
+        which = "rank" if len(self.matrix.candidates) == 1 else "largest rank"
+        parts = [] if wanted is None else [f"{which} lowered from {wanted}"]
+        if stored != settings.state_dtype:
+            parts.append(f"moments in {stored}, under {MIN_INT8_ELEMENTS} elements")
+        return ", ".join(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers of everything but the master; of an INT8 weight its codes."""

@@ -36,8 +36,8 @@ class TwoSidedMatrix(LowRankMatrix):
     _held_left_basis: Tensor | None
 
     def _new_moments(self) -> Moments:
-        shape, settings = (self.rank, self.rank), self.settings
-        return Moments(shape, settings.state_dtype, self.device, self.name, settings.seed, True)
+        shape = (self.rank, self.rank)
+        return Moments(shape, self.state_dtype, self.device, self.name, self.settings.seed, True)
 
     def state_bytes(self) -> int:
         held = self._held_left_basis
@@ -47,7 +47,7 @@ class TwoSidedMatrix(LowRankMatrix):
         return False  # a core of all columns still lacks rows
 
     def moment_bytes_at(self, rank: int) -> int:
-        return 2 * stored_bytes(rank * rank, self.settings.state_dtype)
+        return 2 * stored_bytes(rank * rank, self.state_dtype)
 
     def basis_bytes_at(self, rank: int) -> int:
         return 0 if self.redraws else sum(self.shape) * rank * self.dtype.itemsize

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
@@ -25,7 +24,6 @@ from hmt_deepspeed.planner.setups import (
     setups,
     stock_setups,
 )
-from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import Simulation
 from hmt_deepspeed.planner.solve import fits
 from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
@@ -142,15 +140,11 @@ def advise(request: Request) -> Advice:
     """Try every setup that runs today and rank them.
 
     Raises:
-        ValueError: sizes, stages or places that do not go together, or an optimizer that the model cannot have.
+        ValueError: sizes, stages or places that do not go together.
     """
-    for mode in request.modes:
-        mode.check(request.shape)
-    lossy = list(filter(partial(_runs, request.shape), request.lossy_modes))
-    request = replace(request, lossy_modes=tuple(lossy))
     answers = [
         evaluate(request, setup, mode)
-        for mode in (*request.modes, *lossy)
+        for mode in (*request.modes, *request.lossy_modes)
         for setup in setups(request)
         if not (mode.weight_dtype == "int8" and setup.zero_stage == 3)
     ]
@@ -178,14 +172,6 @@ def _recommended(answers: Sequence[Answer], may_be_lossy: bool) -> Answer:
     """See :attr:`Advice.best`; ``answers`` are in order."""
     exact = (a for a in answers if a.plan is not None and not a.is_lossy)
     return answers[0] if may_be_lossy else next(exact, answers[0])
-
-
-def _runs(shape: ModelShape, mode: OptimizerMode) -> bool:
-    try:
-        mode.check(shape)
-    except ValueError:
-        return False
-    return True
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down

@@ -19,14 +19,13 @@ from hmt_deepspeed.planner.models import SIZES, model_shape
 from hmt_deepspeed.planner.modes import Method, OptimizerMode
 from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.setups import Request
-from hmt_deepspeed.planner.shapes import ModelShape, parameters
+from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import simulate
 from hmt_deepspeed.sites import PAPER_POLICY
 
 __all__ = ["main"]
 
 GIB = 2**30
-_RANK = 128
 _LENGTH = 2048
 
 
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"),
         default="auto",
     )
-    add("--rank", type=int, help="of low-rank methods; 128, or as much as every matrix can have")
+    add("--rank", type=int, default=128, help="of low-rank methods; lowered for narrower matrices")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
     add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
     add(
@@ -121,15 +120,14 @@ def _request(args: argparse.Namespace) -> Request:
                 f"--{field} is missing; legal: {', '.join(known)}, or a file. Give one."
             )
     shape = model_shape(args.model, args.vocab_size)
-    rank = _usual_rank(shape) if args.rank is None else args.rank
     return Request(
         shape=shape,
         machine=_machine(args),
         seq_length=_usual_length(shape) if args.seq_length is None else args.seq_length,
         micro_batch=args.micro_batch,
         global_batch=args.global_batch,
-        modes=_modes(args, rank),
-        lossy_modes=_lossy_modes(args, rank),
+        modes=_modes(args),
+        lossy_modes=_lossy_modes(args),
         cpu_adam=args.method in ("auto", "adamw"),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
@@ -144,21 +142,16 @@ def _usual_length(shape: ModelShape) -> int:
     return min(_LENGTH, shape.max_length) if shape.positions else _LENGTH
 
 
-def _usual_rank(shape: ModelShape) -> int:
-    low_rank = filter(OptimizerMode().is_low_rank, parameters(shape))
-    return min(_RANK, *(min(parameter.shape) for parameter in low_rank))
-
-
-def _modes(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
+def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
     auto: tuple[Method, ...] = ("lowrank_adamw", "adamw")
     methods = auto if args.method == "auto" else (args.method,)
-    return tuple(OptimizerMode(method=method, rank=rank) for method in methods)
+    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
 
 
-def _lossy_modes(args: argparse.Namespace, rank: int) -> tuple[OptimizerMode, ...]:
+def _lossy_modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
     """Of each method without masters, with INT8 states, and both; low rank with INT8 weights besides."""
     found = []
-    for mode in _modes(args, rank):
+    for mode in _modes(args):
         no_masters = replace(mode, master_weights="none")
         both = replace(no_masters, state_dtype="int8")
         found += [no_masters, replace(mode, state_dtype="int8"), both]

@@ -11,7 +11,6 @@ from hmt_deepspeed.planner.shapes import (
     Parameter,
     by_layer,
     is_selected,
-    parameters,
 )
 
 __all__ = ["LEAST_INT8", "REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
@@ -77,7 +76,7 @@ class OptimizerMode:
     master_weights: Literal["fp32", "none"] = "fp32"
     weight_dtype: Literal["auto", "int8"] = "auto"
     target_modules: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] = ("embed", "lm_head")
+    exclude_modules: tuple[str, ...] = ()
     projected_backward: bool = True
     redrawn: bool = False
     share_basis: bool = False
@@ -103,7 +102,7 @@ class OptimizerMode:
         """Whether a parameter has a matrix rule."""
         if not parameter.trained:
             return False
-        if self.method == "adamw" or parameter.kind in ("vector", "embedding"):
+        if self.method == "adamw" or parameter.kind in ("vector", "embedding", "head"):
             return False
         return is_selected(parameter.name, self.target_modules, self.exclude_modules)
 
@@ -180,39 +179,23 @@ class OptimizerMode:
         others = shape.layers - len(own)
         return [(replace(self, ranks=tuple(shared.items())), others)] * bool(others) + found
 
-    def check(self, shape: ModelShape) -> None:
-        """Refuse what HMT's engine refuses of a model.
-
-        Raises:
-            ValueError: a rank above a matrix's smaller side, or INT8 moments of fewer than 4096 elements.
-        """
-        if self.method in ("adamw", "apollo_mini"):
-            return
-        for parameter in filter(self.is_low_rank, parameters(shape)):
-            m, n = parameter.shape
-            if self.rank > min(m, n):
-                raise ValueError(
-                    f"hmt.optimizer.rank is {self.rank}, but {parameter.name} is {m} x {n}; legal: 1 to "
-                    f"{min(m, n)}. Lower it."
-                )
-            rows = n if self.is_transposed(parameter) else m
-            elements = self.rank * (self.rank if self.projection == "two_sided" else rows)
-            if (
-                self.state_dtype == "int8"
-                and self.method == "lowrank_adamw"
-                and elements < LEAST_INT8
-            ):
-                raise ValueError(
-                    f'hmt.optimizer.state_dtype is "int8", but the moments of {parameter.name} have {elements} '
-                    f"elements; legal: at least {LEAST_INT8}. Raise the rank, or use fp32."
-                )
-
     def rank_of(self, parameter: Parameter) -> int:
         """r of a low-rank matrix: its own, or that of all as far as the smaller side has it."""
-        if self.method == "apollo_mini":
-            return 1
         own = dict(self.ranks).get(parameter.name)
-        return min(self.rank, *parameter.shape) if own is None else own
+        return self._lowered(parameter) if own is None else own
+
+    def _lowered(self, parameter: Parameter) -> int:
+        return 1 if self.method == "apollo_mini" else min(self.rank, *parameter.shape)
+
+    def moments_dtype(self, parameter: Parameter) -> StateDtype:
+        """Storage of a low-rank matrix's moments; 8 bits only from LEAST_INT8 elements on, at the rank that is the
+        largest candidate's where it is chosen."""
+        rank, (m, n) = self._lowered(parameter), parameter.shape
+        rows = n if self.is_transposed(parameter) else m
+        if self.method == "lowrank_adamw" and self.projection == "two_sided":
+            rows = rank
+        small = self.state_dtype == "int8" and rows * rank < LEAST_INT8
+        return "fp32" if small else self.state_dtype
 
     def probes_at(self, rank: int) -> int:
         """k at a rank: a quarter of it and at least 8, when not given."""

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hmt_deepspeed.sites import LEFT_TO_ADAMW
+
 __all__ = [
     "ROLES",
     "Activation",
@@ -304,9 +306,9 @@ def is_selected(
 
     Args:
         target_modules: regular expressions searched in the name; None for every one.
-        exclude_modules: likewise; a match is not selected.
+        exclude_modules: likewise; a match is not selected, nor is one of :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
     """
-    if any(re.search(pattern, name) for pattern in exclude_modules):
+    if any(re.search(pattern, name) for pattern in (*exclude_modules, *LEFT_TO_ADAMW)):
         return False
     return target_modules is None or any(re.search(pattern, name) for pattern in target_modules)
 

@@ -226,13 +226,10 @@ def moment_bytes(
     Args:
         in_fp32: as they are saved, not as they are held.
     """
-    rank, m = mode.rank_of(parameter), _oriented(parameter, mode)[0]
+    rank = mode.rank_of(parameter)
     two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
     core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
-    dtype = mode.state_dtype
-    if mode.method in ("apollo", "apollo_mini") and m * rank < LEAST_INT8:
-        dtype = "fp32"
-    each = _state_bytes(core, "fp32" if in_fp32 else dtype)
+    each = _state_bytes(core, "fp32" if in_fp32 else mode.moments_dtype(parameter))
     if mode.is_factored:
         rows = _rows_held(parameter, mode, sharding)
         return rank * FP32, each, rank * FP32, rows * FP32, FP32

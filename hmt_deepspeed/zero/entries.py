@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hmt_deepspeed.optim.assign import Assignment, assign_rules, linear_weights, tied_weights
+from hmt_deepspeed.optim.assign import (
+    Assignment,
+    assign_rules,
+    head_weights,
+    linear_weights,
+    tied_weights,
+)
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.dense import DenseState, new_dense_state
 from hmt_deepspeed.optim.int8_linear import check_encodable, encoded_weight
@@ -151,7 +157,7 @@ def linears_to_encode(
         return {}
     modules = linear_weights(model)
     found = {}
-    for assignment in _assignments(trained, options, modules):
+    for assignment in _assignments(trained, options, model):
         module = modules.get(assignment.name)
         site = _site(assignment, modules, {}, options["projected_backward"])  # tied: refused below
         if site is not None and isinstance(module, nn.Linear):
@@ -181,7 +187,7 @@ def build_entries(
         ValueError: options that cannot be honoured for these parameters.
     """
     modules, tied = linear_weights(model), tied_weights(model)
-    assignments = _assignments([(name, p) for name, p, _ in placed], options, modules)
+    assignments = _assignments([(name, p) for name, p, _ in placed], options, model)
     entries = []
     for index, (assignment, (name, param, group)) in enumerate(
         zip(assignments, placed, strict=True)
@@ -224,7 +230,7 @@ def build_entries(
 def _assignments(
     trained: Iterable[tuple[str, nn.Parameter]],
     options: Mapping[str, Any],
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
 ) -> list[Assignment]:
     return assign_rules(
         [(name, whole_shape(p)) for name, p in trained],
@@ -232,7 +238,8 @@ def _assignments(
         module_rules=module_rules(options),
         target_modules=options["target_modules"],
         exclude_modules=options["exclude_modules"],
-        linear_names=modules,
+        linear_names=linear_weights(model),
+        head_names=head_weights(model),
     )
 
 

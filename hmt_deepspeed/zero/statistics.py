@@ -166,16 +166,14 @@ def _projection(entry: Entry) -> str:
 
 
 def _rank(entry: Entry) -> str:
-    """The rank, or the candidates that it is chosen from."""
+    """The rank, or the candidates that it is chosen from, and the one that the matrix is too narrow for."""
     matrix, settings = entry.matrix, entry.assignment.settings
     if matrix is None or settings is None:
         return "-"
     first, last = matrix.candidates[0], matrix.candidates[-1]
-    if settings.rank is not None or settings.is_apollo:
-        return str(first)
-    lowered = max(settings.rank_candidates) > min(matrix.shape)
     chosen = f"{first}..{last}" if first < last else str(first)
-    return chosen + (f" (lowered to {min(matrix.shape)})" if lowered else "")
+    wanted = settings.lowered_from(*matrix.shape)
+    return chosen if wanted is None else f"{chosen} (lowered from {wanted})"
 
 
 def _backward(entry: Entry) -> str:

@@ -34,7 +34,7 @@ DEFAULTS = {
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
-    "exclude_modules": ("embed", "lm_head", "lora_"),
+    "exclude_modules": (),
     "module_rules": {},
     "seed": 0,
 }

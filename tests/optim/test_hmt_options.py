@@ -181,7 +181,6 @@ def test_share_basis_of_bare_parameters_is_refused():
 @pytest.mark.parametrize(
     ("parameter", "options", "words"),
     [
-        (torch.ones(4, 4), {"rank": 5}, "legal is 1..4"),
         (torch.ones(4, 4), {"max_full_gradient_bytes": 63}, "64 bytes"),
         (torch.ones(4, 4), {"projected_backward": True}, "pass the module"),
         (torch.ones(4, 4), {"target_modules": ["nothing"]}, "matches no trainable"),
@@ -305,7 +304,7 @@ def test_a_second_optimizer_takes_over():
 def test_describe():
     model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "up": nn.Linear(16, 40)})
     rows = {row.name: row for row in HMT(model.to(torch.bfloat16), rank=4).describe()}
-    assert rows["embed.weight"][1:4] == ("adamw", "excluded by 'embed'", None)
+    assert rows["embed.weight"][1:4] == ("adamw", "'embed' is left to AdamW", None)
     assert rows["embed.weight"].state_bytes == 50 * 16 * 12
     assert rows["up.weight"][1:4] == ("lowrank_adamw", "", 4)
     # Two fp32 moments, evidence, bf16 basis, fp32 master.

@@ -56,7 +56,7 @@ def test_the_first_match_decides_before_every_other_pattern():
     optimizer = HMT(model, rank=8, update_interval=10, module_rules=RULES)
     rows = {row.name: row for row in optimizer.describe()}
     rules = {name: row.rule for name, row in rows.items()}
-    assert rules["embed.weight"] == "apollo_mini"  # though embed is excluded by default
+    assert rules["embed.weight"] == "apollo_mini"  # else embeddings are left to AdamW
     assert rules["mlp.down.weight"] == "adamw"
     assert rows["mlp.down.weight"].reason == r"module_rules '\\.down\\.'"
     assert rules["mlp.mix.weight"] == rules["lm_head.weight"] == "lowrank_adamw"
@@ -89,7 +89,7 @@ def test_a_rule_under_plain_adamw():
     rules = {r"^2\.": {"method": "lowrank_adamw"}}
     optimizer = HMT(model, lr=1e-2, method="adamw", module_rules=rules)
     rules = {row.name: (row.rule, row.reason) for row in optimizer.describe()}
-    assert rules["2.weight"] == ("lowrank_adamw", "")
+    assert rules["2.weight"] == ("lowrank_adamw", "largest rank lowered from 256")
     assert rules["0.weight"] == ("adamw", "method is adamw")
     losses = train(model, optimizer, data_batches(30))
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
@@ -140,7 +140,6 @@ def test_thresholds_and_candidates_of_their_own():
             r"'bias' decides nothing, for it matches no matrix: 0\.bias is a v",
         ),
         ({"(": {"rank": 2}}, r"module_rules is .* regular expressions as keys.* correct '\('"),
-        ({"2": {"rank": 41}}, r"module_rules\['2'\]\.rank is 41, .*legal is 1\.\.40"),
         ({"2": {"rank": 0}}, r"hmt\.optimizer\.module_rules\['2'\]\.rank is 0"),
         ({"2": {"method": "galore"}}, r"module_rules\['2'\]\.method is 'galore'"),
         ({"2": {"scale": -1.0}}, r"module_rules\['2'\]\.scale is -1.0"),

@@ -26,6 +26,7 @@ def new_matrix(basis: Tensor, state_dtype: str = "fp32") -> LowRankMatrix:
         rank=RANK, residual="none", probes=0, scale=1.0, state_dtype=state_dtype
     )
     matrix = LowRankMatrix("w", (M, N), (0, M), settings, torch.float32, torch.device("cpu"))
+    matrix.state_dtype = state_dtype  # also of so few elements
     matrix.adopt(basis)
     return matrix
 

@@ -141,18 +141,6 @@ def test_70b_on_one_gpu_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.endswith("(lossy: no exact setup fits)") for line in told)
 
 
-def test_what_the_engine_refuses_is_not_proposed() -> None:
-    tiny = OptimizerMode(rank=4, master_weights="none", state_dtype="int8")
-    asked = {"modes": (MODE,), "lossy_modes": (tiny,), "cpu_adam": False, "offload_param": "none"}
-    advice = advise(request_for(gpu_gib=1.6, **asked))
-    assert not advice.fits
-    assert all(answer.mode == MODE for answer in advice.answers)
-    with pytest.raises(ValueError, match=r"int8.*have \d+ elements; legal: at least 4096"):
-        tiny.check(request_for().shape)
-    with pytest.raises(ValueError, match=r"rank is 4096, but .* legal: 1 to 768\. Lower it"):
-        advise(request_for(modes=(OptimizerMode(rank=4096),)))
-
-
 ADAMW_ONLY = {"modes": (OptimizerMode(method="adamw"),)}
 
 
@@ -370,7 +358,9 @@ def test_a_config_folder_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     written = tmp_path / "ds.json"
     out = run([*size, "--method", "lowrank_adamw", "--write", str(written)], capsys)
     assert out.startswith("llama, ")
-    assert json.loads(written.read_text())["hmt"]["optimizer"]["rank"] == 64  # no more is legal
+    assert (
+        json.loads(written.read_text())["hmt"]["optimizer"]["rank"] == 128
+    )  # narrower matrices lower it
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ MODES = {
     "smaller side": {"rank": 8, "projection": "auto"},
     "shared": {"rank": 8, "share_basis": True},
     "targets": {"rank": 8, "target_modules": ("mlp", "q_proj"), "exclude_modules": ("up_proj",)},
-    "no q": {"rank": 8, "exclude_modules": ("q_proj", "embed", "lm_head")},
-    "no fc1": {"rank": 8, "exclude_modules": ("fc1", "embed", "lm_head")},
+    "no q": {"rank": 8, "exclude_modules": ("q_proj",)},
+    "no fc1": {"rank": 8, "exclude_modules": ("fc1",)},
     "no probes": {"rank": 8, "residual": "none", "probes": 0},
     # 64 columns, from q, gate and up's inputs, is all that there are; down has 160
     "full rank": {"rank": 64, "target_modules": ("q_proj", "gate", "up", "down")},

@@ -170,17 +170,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"rank_budget": 0.2, "energy_threshold": 0.9},
         ["energy_threshold", "rank_budget"],
     ),
-    "int8 for small moments": (
-        {"rank": 8, "state_dtype": "int8"},
-        ["hmt.optimizer.state_dtype", "q_proj", "320 elements", "at least 4096", '"bf16"'],
-    ),
     "rule that matches nothing": (
         {"module_rules": {"no_such": {"method": "adamw"}}},
         ["hmt.optimizer.module_rules", "'no_such'", "Correct or remove"],
-    ),
-    "rule with a rank too large": (
-        {"module_rules": {"o_proj": {"rank": 41}}},
-        ["hmt.optimizer.module_rules['o_proj'].rank is 41", "1..40"],
     ),
     "rule against the whole": (
         {"projection": "two_sided", "module_rules": {"o_proj": {"residual": "full"}}},

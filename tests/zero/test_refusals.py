@@ -31,10 +31,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"rnak": 4}}},
         ["hmt.optimizer.rnak", "got 4", 'did you mean "hmt.optimizer.rank"'],
     ),
-    "rank above the smaller side": (
-        {"hmt": {"optimizer": {"rank": 41}}},
-        ["hmt.optimizer.rank is 41", "1..40", "Lower the rank"],
-    ),
     "clipping without probes": (
         {"hmt": {"optimizer": {"rank": 4, "residual": "none", "probes": 0}}},
         ["hmt.optimizer.probes is 0", '"gradient_clipping": 0.5', 'set "auto"'],
