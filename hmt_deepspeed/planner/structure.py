@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hmt_deepspeed.attribution import Attribution, attribute
-from hmt_deepspeed.optim.assign import linear_weights
+from hmt_deepspeed.optim.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.listed import (
     AttentionOp,
     LayerGroup,
@@ -37,7 +37,7 @@ from hmt_deepspeed.planner.structure_modules import (
     is_plain,
     norm_channels,
 )
-from hmt_deepspeed.planner.structure_sizes import Sizes, size_of, starred
+from hmt_deepspeed.planner.structure_sizes import Sizes, field_of, size_of, starred
 
 __all__ = ["listed_shape"]
 
@@ -137,12 +137,14 @@ class _Reader:
         )
 
     def _kinds(self) -> dict[str, ParameterKind]:
-        """By the optimizer's own rule of which weights are linear."""
-        linears = linear_weights(self.model)
+        """By the optimizer's own rules of which weights are linear, and which a head's."""
+        linears, heads = linear_weights(self.model), head_weights(self.model)
         found: dict[str, ParameterKind] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.dim() < 2 or (parameter.dim() == 2 and min(parameter.shape) < 2):
                 found[name] = "vector"
+            elif name in heads:
+                found[name] = "head"
             elif name in linears and parameter.dim() == 2:
                 found[name] = "linear" if isinstance(linears[name], nn.Linear) else "conv1d"
             else:
@@ -390,9 +392,7 @@ class _Reader:
 
     def _windowed(self) -> bool:
         config = self.sizes.text_config(self.stack)
-        return bool(
-            getattr(config, "sliding_window", None) or getattr(config, "attention_window", None)
-        )
+        return bool(getattr(config, "sliding_window", None) or field_of(config, "attention_window"))
 
     def _repeats(self) -> int:
         groups = size_of(self.config, "num_hidden_groups", 0)  # ALBERT

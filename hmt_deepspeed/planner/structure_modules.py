@@ -59,7 +59,8 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    return any(p is not None and p.dim() == 2 for p in module._parameters.values())
+    own = module._parameters.values()
+    return not isinstance(module, nn.Embedding) and any(p is not None and p.dim() == 2 for p in own)
 
 
 def attentions(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hmt_deepspeed.planner.listed import Length
 
-__all__ = ["Experts", "Sizes", "size_of", "starred"]
+__all__ = ["Experts", "Sizes", "field_of", "size_of", "starred"]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _EXPERTS = (
@@ -149,7 +149,7 @@ class Sizes:
         return 0
 
 
-def _read(holder: Any, name: str) -> Any:
+def field_of(holder: Any, name: str) -> Any:
     """A field, None without it; where layers differ in it, that of the last."""
     try:
         return getattr(holder, name, None)
@@ -160,12 +160,12 @@ def _read(holder: Any, name: str) -> Any:
 
 def size_of(holder: Any, name: str, default: int) -> int:
     """A field that is a number of something."""
-    value = _read(holder, name)
+    value = field_of(holder, name)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def _largest(config: Any, name: str) -> int:
-    value = _read(config, name)
+    value = field_of(config, name)
     values = value if isinstance(value, list | tuple) else [value]
     return max((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default=0)
 
