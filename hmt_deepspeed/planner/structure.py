@@ -392,7 +392,7 @@ class _Reader:
 
     def _windowed(self) -> bool:
         config = self.sizes.text_config(self.stack)
-        return bool(getattr(config, "sliding_window", None) or field_of(config, "attention_window"))
+        return bool(field_of(config, "sliding_window") or field_of(config, "attention_window"))
 
     def _repeats(self) -> int:
         groups = size_of(self.config, "num_hidden_groups", 0)  # ALBERT
