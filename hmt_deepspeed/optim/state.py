@@ -48,8 +48,10 @@ class StateTensor:
         self.shape, self.dtype, self.signed = torch.Size(shape), dtype, signed
         self.scales: Tensor | None = None
         if dtype == "int8":
-            zeros = torch.zeros(prod(shape), device=device)
-            self.data, self.scales = encode_state(zeros, signed, None)
+            # The code and the scale of zeros, made without the kernel's table: a dry run has fake tensors, and
+            # a table of them would outlive it.
+            self.data = torch.zeros(prod(shape), dtype=torch.uint8, device=device)
+            self.scales = torch.zeros(-(-prod(shape) // BLOCK), device=device)
         else:
             kind = torch.bfloat16 if dtype == "bf16" else torch.float32
             self.data = torch.zeros(shape, dtype=kind, device=device)

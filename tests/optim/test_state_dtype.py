@@ -5,6 +5,7 @@ import torch
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
+from hmt_deepspeed.kernels.int8_state import encode_state
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.moments import Moments
 from hmt_deepspeed.optim.state import StateTensor
@@ -153,3 +154,11 @@ def test_moments_decay_as_in_fp32(dtype):
     second = moments.exp_avg_sq.read()
     torch.testing.assert_close(second[:, 1:].mean(), expected, rtol=0.05, atol=0)
     torch.testing.assert_close(second[:, 0].mean(), torch.tensor(1 - 0.999**301), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_new_int8_state_is_what_zeros_encode_to(signed):
+    state = StateTensor((3, 100), "int8", signed, torch.device("cpu"))
+    codes, scales = encode_state(torch.zeros(300), signed, None)
+    assert torch.equal(state.data, codes)
+    assert torch.equal(state.scales, scales)
