@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed import ownership
 from hmt_deepspeed.activations.caching import RecordMode, ReplayMode, active_mode
 from hmt_deepspeed.activations.checkpoint import (
     HeldInputs,
@@ -46,6 +48,8 @@ class ActivationBackend:
         seed: of the noise of stochastic rounding.
         error_interval: steps between two measurements of what encoding loses; 0: never.
         transfers: counters of what swaps move.
+        engine: whose backend this is, for messages; another backend does not take an engine's place while that
+            lives.
 
     Attributes:
         calls: checkpointed calls so far, counted into the noise.
@@ -54,6 +58,8 @@ class ActivationBackend:
     Raises:
         ValueError: see :class:`Policy`; a torch that does not show saved-tensor hooks.
     """
+
+    dropped = False  # the model keeps it
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class ActivationBackend:
         seed: int = 0,
         error_interval: int = 0,
         transfers: Iterable[Counters] = (),
+        engine: str = "",
     ) -> None:
         if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
             raise ValueError(
@@ -81,7 +88,7 @@ class ActivationBackend:
             self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
         self._around = around
         self._seed, self._error_interval = seed, error_interval
-        self._transfers = tuple(transfers)
+        self._transfers, self._engine = tuple(transfers), engine
         self._ledger, self._inputs = Ledger(), HeldInputs()
         self._last: Callable[[], Recording | None] = _NOTHING
         self._installed: ExitStack | None = None
@@ -263,18 +270,39 @@ class ActivationBackend:
 
     def install(self) -> None:
         """Checkpoint every attributed layer and the final norm from now on, see :class:`Installation`, and
-        hold what the head reads.
+        hold what the head reads. It stays until :meth:`uninstall`, or until another takes its place.
 
         Raises:
-            ValueError: another backend is installed, or see :func:`hold_head_input`.
+            ValueError: another backend is in use, or see :func:`hold_head_input`.
         """
         if self._installed is not None:
             return
         layers = [*self._layers.values(), *self._final_norm()]
+        by = "an activation backend"
+        ownership.take_over([sites.module for sites in layers], by, warnings.warn)
         with ExitStack() as undo:
             undo.callback(self._hold_head_input())
             undo.callback(Installation(self.model, self.checkpoint, self._run, layers).undo)
             self._installed = undo.pop_all()
+        ownership.claim(self)
+
+    def owner_name(self) -> str:
+        """See :class:`hmt_deepspeed.ownership.Owner`."""
+        return f"an earlier activation backend of {type(self.model).__name__}"
+
+    def owned(self) -> Iterable[nn.Module]:
+        """The modules that it checkpoints."""
+        return [*self._layers, *(sites.module for sites in self._final_norm())]
+
+    def unfinished(self) -> str:
+        """A forward whose backward has not run, or the engine that it belongs to."""
+        if self._engine:
+            return f"it is that of {self._engine}, which is in use"
+        return "" if self._last() is None else "it has a forward whose backward has not run"
+
+    def give_up(self, to: str) -> None:
+        """As :meth:`uninstall`."""
+        self.uninstall()
 
     def _hold_head_input(self) -> Callable[[], None]:
         name = self.attribution.head
@@ -307,6 +335,7 @@ class ActivationBackend:
 
     def uninstall(self) -> None:
         """Everything as before :meth:`install`."""
+        ownership.leave(self)
         if self._installed is not None:
             self._installed.close()
             self._installed = None

@@ -43,7 +43,7 @@ class Installation:
         layers: what is checkpointed.
 
     Raises:
-        ValueError: another backend is installed on one of them, or Hugging Face was told to offload.
+        ValueError: Hugging Face was told to offload.
     """
 
     def __init__(
@@ -53,9 +53,20 @@ class Installation:
         run: _Run,
         layers: Sequence[LayerSites],
     ) -> None:
-        if any(sites.module in _OWNED for sites in layers):
-            raise ValueError("another activation backend is installed on this model: uninstall it")
         self._undo: list[Callable[[], Any]] = []
+        try:
+            self._install(model, checkpoint, run, layers)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _install(
+        self,
+        model: nn.Module,
+        checkpoint: Callable[..., Any],
+        run: _Run,
+        layers: Sequence[LayerSites],
+    ) -> None:
         for sites in layers:
             self._enter(_OWNED, sites.module, (run, sites))
             for module, site in ((sites.module, sites.base), *sites.modules):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from hmt_deepspeed import ownership
 from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
@@ -26,23 +28,40 @@ from hmt_deepspeed.fpdt.part import SequencePart
 from hmt_deepspeed.fpdt.sequence import Group, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Visibility
 
-__all__ = ["ATTENTION", "Installation", "decoder_layers", "install", "register_attention"]
+__all__ = [
+    "ATTENTION",
+    "Installation",
+    "clear_for_fpdt",
+    "decoder_layers",
+    "install",
+    "register_attention",
+]
 
 ATTENTION = "hmt_fpdt"
 CHUNK_SIZE = 65536  # tokens; the paper's
 
 
 class Installation:
-    """What :func:`install` changed.
+    """What :func:`install` changed; stays until :meth:`remove`, or until another owner takes the model over.
+
+    Args:
+        model: that it is on. engine: whose installation it is, for messages; nothing takes an engine's place while
+            that lives.
 
     Attributes:
         memory: the chunks' store, with its transfer counters.
         sequence: the ranks that share each sequence.
     """
 
-    def __init__(self, memory: ChunkMemory, sequence: SequenceParallel) -> None:
+    dropped = False  # the model keeps it
+
+    def __init__(
+        self, model: nn.Module, memory: ChunkMemory, sequence: SequenceParallel, engine: str = ""
+    ) -> None:
+        self.model, self.engine = model, engine
         self.memory, self.sequence = memory, sequence
         self._changes: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self._replaced: list[nn.Module] = []
 
     def replace_method(self, module: Any, name: str, method: Callable[..., Any]) -> None:
         """Gives one module another method until :meth:`remove`."""
@@ -56,6 +75,7 @@ class Installation:
                 setattr(module, name, before)
 
         self._change(lambda: setattr(module, name, bound), undo)
+        self._replaced.append(module)
 
     def set_config(self, config: Any, name: str, value: object) -> None:
         """Sets an attribute until :meth:`remove`."""
@@ -79,9 +99,26 @@ class Installation:
 
     def remove(self) -> None:
         """Restores the model and frees the host memory. Idempotent."""
+        ownership.leave(self)
         while self._changes:
             self._changes.pop()[1]()
         self.memory.close()
+
+    def owner_name(self) -> str:
+        """See :class:`hmt_deepspeed.ownership.Owner`."""
+        return f"an earlier FPDT installation on {type(self.model).__name__}"
+
+    def owned(self) -> Iterable[nn.Module]:
+        """The modules whose forward is replaced, and the model."""
+        return [self.model, *self._replaced]
+
+    def unfinished(self) -> str:
+        """The engine that it belongs to."""
+        return f"it is that of {self.engine}, which is in use" if self.engine else ""
+
+    def give_up(self, to: str) -> None:
+        """As :meth:`remove`."""
+        self.remove()
 
 
 def install(
@@ -93,6 +130,7 @@ def install(
     around_backward: Around = nullcontext,
     holders: Mapping[nn.Module, Holder] | None = None,
     attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
+    engine: str = "",
 ) -> Installation:
     """Replaces the forward of a causal language model's decoder layers, last norm and loss.
 
@@ -112,6 +150,7 @@ def install(
         holders: of the inputs of layers, and of the head, between forward and backward, piece by piece;
             autograd saves those of other modules as they are.
         attention_holders: of layers' attention, whose backward then does not attend again.
+        engine: see :class:`Installation`.
 
     Raises:
         ValueError: another family, or a setting that would change the result.
@@ -120,6 +159,7 @@ def install(
         raise ValueError(
             f"fpdt.chunk_size and piece_size are tokens, at least 1; got {chunk_size}, {piece_size}"
         )
+    clear_for_fpdt(model)
     layers, family = decoder_layers(model), _family_of(model)
     base = getattr(model, model.base_model_prefix)
     sequence = SequenceParallel(group)
@@ -133,40 +173,55 @@ def install(
     if ATTENTION not in AttentionInterface():
         register_attention()
     holders, attention_holders = holders or {}, attention_holders or {}
-    installation = Installation(ChunkMemory(offload_kv), sequence)
+    installation = Installation(model, ChunkMemory(offload_kv), sequence, engine)
     piece_size = piece_size or max(1, chunk_size // 4)
-    for layer in layers:
-        chunked = ChunkedLayer(
-            layer,
-            family,
-            chunk_size,
-            piece_size,
-            installation.memory,
-            sequence,
-            around_backward,
-            holders.get(layer),
-            attention_holders.get(layer),
+    with ExitStack() as undo:
+        undo.callback(installation.remove)
+        for layer in layers:
+            chunked = ChunkedLayer(
+                layer,
+                family,
+                chunk_size,
+                piece_size,
+                installation.memory,
+                sequence,
+                around_backward,
+                holders.get(layer),
+                attention_holders.get(layer),
+            )
+            forward = _layer_forward(type(layer).forward, chunked)
+            installation.replace_method(layer, "forward", forward)
+            if hasattr(layer, "gradient_checkpointing"):  # it would run the whole layer once more
+                installation.set_config(layer, "gradient_checkpointing", False)
+        norm = resolve(base, family.final_norm)
+        if norm is not None:
+            forward = _tokenwise_forward(norm.forward, piece_size)
+            installation.replace_method(norm, "forward", forward)
+        head = model.get_output_embeddings()
+        size = loss_chunk_size(model.config.vocab_size, piece_size)
+        part = SequencePart(family, sequence, chunk_size)
+        forward = _head_forward(head.forward, size, around_backward, holders.get(head))
+        installation.replace_method(head, "forward", forward)
+        installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
+        installation.replace_method(
+            model, "generate", _generate(type(model).generate, installation)
         )
-        forward = _layer_forward(type(layer).forward, chunked)
-        installation.replace_method(layer, "forward", forward)
-        if hasattr(layer, "gradient_checkpointing"):  # it would run the whole layer once more
-            installation.set_config(layer, "gradient_checkpointing", False)
-    norm = resolve(base, family.final_norm)
-    if norm is not None:
-        forward = _tokenwise_forward(norm.forward, piece_size)
-        installation.replace_method(norm, "forward", forward)
-    head = model.get_output_embeddings()
-    size = loss_chunk_size(model.config.vocab_size, piece_size)
-    part = SequencePart(family, sequence, chunk_size)
-    forward = _head_forward(head.forward, size, around_backward, holders.get(head))
-    installation.replace_method(head, "forward", forward)
-    installation.replace_method(model, "forward", _model_forward(type(model).forward, part))
-    installation.replace_method(model, "generate", _generate(type(model).generate, installation))
-    checkpointing = _set_checkpointing(model._set_gradient_checkpointing, layers)
-    installation.replace_method(model, "_set_gradient_checkpointing", checkpointing)
-    installation.set_config(model.config, "_attn_implementation", ATTENTION)
-    installation.set_config(model.config, "use_cache", False)
+        checkpointing = _set_checkpointing(model._set_gradient_checkpointing, layers)
+        installation.replace_method(model, "_set_gradient_checkpointing", checkpointing)
+        installation.set_config(model.config, "_attn_implementation", ATTENTION)
+        installation.set_config(model.config, "use_cache", False)
+        undo.pop_all()
+    ownership.claim(installation)
     return installation
+
+
+def clear_for_fpdt(model: nn.Module) -> None:
+    """Take the model's modules over from earlier activation backends and installations.
+
+    Raises:
+        ValueError: one of them is in use.
+    """
+    ownership.take_over(model.modules(), "FPDT", warnings.warn)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-__all__ = ["Counters", "run_in_background"]
+__all__ = ["Counters", "in_background", "run_in_background"]
 
 Way = Literal["out", "in"]
 
@@ -18,6 +18,11 @@ _background = threading.local()
 def run_in_background() -> None:
     """Called once in a worker thread: what it waits for holds nobody up, and is not counted."""
     _background.yes = True
+
+
+def in_background() -> bool:
+    """Whether this is a worker thread."""
+    return getattr(_background, "yes", False)
 
 
 class Counters:

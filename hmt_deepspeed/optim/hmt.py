@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hmt_deepspeed import ownership
 from hmt_deepspeed.optim.assign import assign_rules, head_weights, linear_weights
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -60,10 +61,16 @@ class HMT(Optimizer):
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own, of these only.
         fields: the fields of ``hmt.optimizer``, with the same defaults and meaning (README).
 
+    An optimizer that has patched a module is taken apart when another one, or an engine, is built on parameters of
+    its own (:mod:`hmt_deepspeed.ownership`).
+
     Raises:
-        ValueError: for every value out of range, combination that cannot work, and field that nothing would read.
+        ValueError: for every value out of range, combination that cannot work, and field that nothing would read;
+            for parameters in whose backward another owner is.
         TypeError: for an unknown field.
     """
+
+    dropped = False  # it goes with its last reference
 
     def __init__(
         self,
@@ -87,9 +94,9 @@ class HMT(Optimizer):
         self._linear_names: set[str] | None = None
         self._head_names: set[str] = set()
         self._steps = 0
+        self._taken_by: str | None = None
         model = params if isinstance(params, nn.Module) else None
         if model is not None:
-            release(model)
             params = _trainable(model)
         elif self.options["weight_dtype"] == "int8":
             raise ValueError(
@@ -103,7 +110,10 @@ class HMT(Optimizer):
             )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, MARK: True})
+        owned = [param for group in self.param_groups for param in group["params"]]
+        ownership.take_over(owned, "a new HMT optimizer", warnings.warn)
         if model is not None:
+            release(model)  # a deep copy of a module has its INT8 weights, and no owner
             linears = linear_weights(model)
             self._linear_names, self._head_names = set(linears), head_weights(model)
             self._build()
@@ -224,6 +234,8 @@ class HMT(Optimizer):
             encode=self.options["weight_dtype"] == "int8",
         )
         self._link()
+        if self._patches.sites:
+            ownership.claim(self)
 
     def _link(self) -> None:
         for slot in self._low_rank:
@@ -232,8 +244,28 @@ class HMT(Optimizer):
 
     def close(self) -> None:
         """Give the linears their own backward and weights again. The optimizer goes on with ``p.grad``."""
+        ownership.leave(self)
         self._patches.close()
         self._link()
+
+    def owner_name(self) -> str:
+        """See :class:`hmt_deepspeed.ownership.Owner`."""
+        named = next(iter(self._named()), ("none", None))[0]
+        return f"an earlier HMT optimizer (step {self._steps}, parameters from {named})"
+
+    def owned(self) -> Iterable[Tensor]:
+        """The weights of patched linears."""
+        return list(self._patches.sites)
+
+    def unfinished(self) -> str:
+        """Projected gradients that no step has used."""
+        waiting = any(site.pending is not None for site in self._patches.sites.values())
+        return "it has accumulated gradients that no step has used" if waiting else ""
+
+    def give_up(self, to: str) -> None:
+        """As :meth:`close`, and no further step."""
+        self.close()
+        self._taken_by = to
 
     # -- a window of backwards ------------------------------------------------------------------
 
@@ -261,7 +293,16 @@ class HMT(Optimizer):
         super().zero_grad(set_to_none)
 
     def _ready(self) -> None:
-        """The window's gradients are complete: bases that are due are found, once per step."""
+        """The window's gradients are complete: bases that are due are found, once per step.
+
+        Raises:
+            RuntimeError: the parameters have been taken over.
+        """
+        if self._taken_by is not None:
+            raise RuntimeError(
+                f"this HMT optimizer was taken apart when {self._taken_by} was built on its parameters: use that "
+                "one, or build a new optimizer"
+            )
         if self._build():
             self._prepare()
         for slot in self._slots.values():

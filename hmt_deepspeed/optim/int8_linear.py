@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from hmt_deepspeed import ownership
 from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
@@ -181,9 +182,10 @@ def dequantize(module: nn.Module, device: torch.device | None = None) -> None:
 
 
 def release(model: nn.Module, device: torch.device | None = None) -> None:
-    """:func:`dequantize` what an optimizer of the same model left encoded."""
+    """:func:`dequantize` what nobody owns: linears of an engine that could not be built, and deep copies."""
     for module in model.modules():
-        dequantize(module, device)
+        if encoded_weight(module) is not None and not ownership.is_owned(module.weight):
+            dequantize(module, device)
 
 
 def check_encodable(

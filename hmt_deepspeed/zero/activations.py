@@ -87,6 +87,7 @@ class Activations:
                 of_inputs=inputs.codec,
                 around=Boundary(inputs.keys).run,
                 error_interval=config.error_interval,
+                engine="an engine",
             )
             undo.callback(self.backend.uninstall)
             self.backend.install()

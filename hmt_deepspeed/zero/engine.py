@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.fpdt.install import Installation
+from hmt_deepspeed.memory.counters import in_background
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
@@ -58,7 +62,9 @@ from hmt_deepspeed.zero.support import (
     check_same_gpus,
     check_stock_dtypes,
     check_supported,
+    check_whole,
 )
+from hmt_deepspeed.zero.tenure import Tenure, hold_weakly, weakly
 from hmt_deepspeed.zero.universal import refusal_fields
 
 __all__ = ["HMTEngine"]
@@ -67,9 +73,14 @@ __all__ = ["HMTEngine"]
 class HMTEngine(InferenceEngine):
     """Drop-in for ``deepspeed.DeepSpeedEngine``; constructed by ``deepspeed.initialize`` once registered.
 
+    Built on parameters of an earlier engine or HMT optimizer it takes them over, see :mod:`hmt_deepspeed.ownership`;
+    dropped without :meth:`destroy` it takes itself apart.
+
     Attributes:
         snapshot_client_state: called when a snapshot is taken, within :meth:`step`; what loading it returns.
     """
+
+    _tenure: Tenure
 
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
         config: Any = keyword.get("config")
@@ -77,6 +88,7 @@ class HMTEngine(InferenceEngine):
         block = config.get("hmt") if isinstance(config, dict) else None
         hmt = HMTConfig() if block is None else HMTConfig.from_block(block)
         self._hmt: Resolved | None = None
+        self.hmt_fpdt: Installation | None = None
         self.hmt_activations: Activations | ChunkedActivations | None = None
         self.hmt_planner: RunPlanner | None = None
         self.hmt_snapshots: Snapshots | None = None
@@ -100,24 +112,37 @@ class HMTEngine(InferenceEngine):
         if isinstance(keyword.get("optimizer"), HMT):
             # the engine's optimizer patches and encodes the linears itself
             keyword["optimizer"].close()
-        release(model)
         if hmt.gives("activations"):
             check_activations(config, hmt, options)
-        prepare_for_fpdt(model, hmt.fpdt)
-        self._to_encode: list[nn.Linear] = []
-        if options is not None and options["weight_dtype"] == "int8":
-            keyword["model_parameters"] = listed(keyword.get("model_parameters"))
+        keyword["model_parameters"] = listed(keyword.get("model_parameters"))
+        trained = []
+        if keyword.get("optimizer") is not None or (config or {}).get("optimizer"):
             given = (keyword["model_parameters"], keyword.get("optimizer"))
-            dtype = torch.bfloat16 if config_class.bfloat16_config.enabled else None
-            linears = linears_to_encode(model, trained_parameters(model, *given), options, dtype)
-            self._to_encode = list(linears.values())
+            trained = trained_parameters(model, *given)
+        stage = config_class.zero_optimization_stage if self._hmt is None else self._hmt.stage
+        check_whole(model, stage)
+        self._tenure = Tenure(
+            self, model, stage, trained, options is None and (block is None or self._for_inference)
+        )
+        self._tenure.begin()
+        release(model)
         home = next((param.device for param in model.parameters()), None)
         try:
+            prepare_for_fpdt(model, hmt.fpdt, self._tenure.undo)
+            self._to_encode: list[nn.Linear] = []
+            if options is not None and options["weight_dtype"] == "int8":
+                dtype = torch.bfloat16 if config_class.bfloat16_config.enabled else None
+                linears = linears_to_encode(model, trained, options, dtype)
+                self._to_encode = list(linears.values())
             super().__init__(args, model, *positional, **keyword)
+            hold_weakly(self)
             self._add_parts(config, hmt)
         except BaseException:
             release(model, home)  # which has room for them, as the device may not have
+            self._tenure.undo.close()
+            hold_weakly(self)
             raise
+        self._tenure.hold(self)
 
     def _add_parts(self, config: Any, hmt: HMTConfig) -> None:
         """What DeepSpeed's engine does not build."""
@@ -125,6 +150,7 @@ class HMTEngine(InferenceEngine):
             # before activations and the plan share out what is left of host memory
             settings = SnapshotSettings(**hmt.snapshot.model_dump())
             self.hmt_snapshots = Snapshots(weakref.ref(self), settings)
+            self._tenure.undo.callback(self.hmt_snapshots.close)
         self._num_open_modules = len(FWD_MODULE_STACK)
         if hmt.gives("activations"):
             self.hmt_activations = self._activations(
@@ -140,7 +166,10 @@ class HMTEngine(InferenceEngine):
             (held.holders, held.attention_holders) if isinstance(held, ChunkedActivations) else ()
         )
         self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, *holders)
+        if self.hmt_fpdt is not None:
+            self._tenure.undo.callback(self.hmt_fpdt.remove)
         self.hmt_metrics = StepMetrics(self)
+        self._tenure.undo.callback(self.hmt_metrics.close)
         if self.global_rank == 0:
             if self._for_inference:
                 print(IGNORED, flush=True)
@@ -160,10 +189,14 @@ class HMTEngine(InferenceEngine):
             "aio": aio_section(self),
             "current_step": lambda: -1 if (engine := this()) is None else int(engine.global_steps),
         }
+        found: Activations | ChunkedActivations
         if in_chunks:
-            return ChunkedActivations(self.module, settings, **given)
-        keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
-        return Activations(self.module, settings, keys, mpu=self.mpu, **given)
+            found = ChunkedActivations(self.module, settings, **given)
+        else:
+            keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
+            found = Activations(self.module, settings, keys, mpu=self.mpu, **given)
+        self._tenure.undo.callback(found.close)
+        return found
 
     def run_facts(self, hmt: HMTConfig) -> RunFacts:
         """This run in the planner's words; see :func:`run_facts`."""
@@ -201,15 +234,31 @@ class HMTEngine(InferenceEngine):
         )
 
     def destroy(self) -> None:
-        """As in DeepSpeed; the model is an ordinary one again."""
-        self.hmt_metrics.close()
-        if self.hmt_snapshots is not None:
-            self.hmt_snapshots.close()
-        if self.hmt_activations is not None:
-            self.hmt_activations.close()
-        if self.hmt_fpdt is not None:
-            self.hmt_fpdt.remove()
-        super().destroy()
+        """As in DeepSpeed; the model is an ordinary one again, with the weights of the last step. Idempotent.
+
+        At stage 3 parameters stay in parts, as DeepSpeed leaves them.
+        """
+        self._tenure.end("was destroyed")
+        try:
+            self._tenure.undo.close()
+        finally:
+            super().destroy()
+
+    def __del__(self) -> None:
+        """Dropped: :meth:`destroy`. Unless updates are under way that ranks finish together; then that comes first.
+
+        Garbage may be collected anywhere, so nothing here communicates, and no worker thread waits for itself.
+        """
+        if sys is None or sys.is_finalizing() or "_tenure" not in vars(self):
+            return  # the process ends; or the engine was refused before anything was built
+        overlap = getattr(vars(self).get("optimizer"), "overlap", None)
+        if overlap is not None and overlap.finishes_later:
+            overlap.before_next_use(self.destroy)
+            self._tenure.hold(self, dropped=True)
+        elif in_background():
+            threading.Thread(target=super().__del__).start()
+        else:
+            super().__del__()
 
     @property
     def ranks_per_sequence(self) -> int:
@@ -220,6 +269,23 @@ class HMTEngine(InferenceEngine):
     def hmt_enabled(self) -> bool:
         """Whether this engine runs HMT's optimizer."""
         return self._hmt is not None
+
+    # -- what DeepSpeed puts on the model, which must not keep the engine alive, and goes with it ---------
+
+    def _create_module_forward_pre_hook(self) -> Any:
+        prologue = weakly(self._forward_prologue)
+        hook = self.module.register_forward_pre_hook(
+            lambda _, inputs, kwargs: prologue(inputs, kwargs), with_kwargs=True
+        )
+        return self._removed_with_me(hook)
+
+    def _create_module_forward_post_hook(self) -> Any:
+        epilogue = weakly(self._forward_epilogue)
+        return self._removed_with_me(self.module.register_forward_hook(lambda *_: epilogue()))
+
+    def _removed_with_me(self, hook: Any) -> Any:
+        self._tenure.undo.callback(hook.remove)
+        return hook
 
     # -- placing the model ------------------------------------------------------------------------
 
@@ -261,7 +327,7 @@ class HMTEngine(InferenceEngine):
             return super()._configure_zero_optimizer(optimizer)
         check_engine(self)
         check_same_gpus(self.device)
-        return HMTZeroOptimizer(
+        found = HMTZeroOptimizer(
             optimizer,
             resolved.options,
             self.module,
@@ -272,6 +338,8 @@ class HMTEngine(InferenceEngine):
             parameter_offload(self) if resolved.stage == 3 else None,
             uneven_leaves=not resolved.in_chunks,
         )
+        self._tenure.undo.callback(found.destroy)
+        return found
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """False with HMT, which takes DeepSpeed's CPU Adam kernel itself."""
@@ -280,10 +348,17 @@ class HMTEngine(InferenceEngine):
     # -- training loop ----------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As in DeepSpeed; a run that plans its activations looks at its batches here."""
+        """As in DeepSpeed; a run that plans its activations looks at its batches here.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over, and this would be for training.
+        """
+        trains = self.module.training and torch.is_grad_enabled()
+        if trains:
+            self._tenure.check("a forward for training")
         if self.hmt_enabled:
             self.optimizer.offloaded.require("forward()", ["lp_params"])
-        if self.hmt_planner is None or not (self.module.training and torch.is_grad_enabled()):
+        if self.hmt_planner is None or not trains:
             return super().forward(*inputs, **kwargs)
         self.hmt_planner.begin_forward(inputs, kwargs)
         output = super().forward(*inputs, **kwargs)
@@ -295,9 +370,19 @@ class HMTEngine(InferenceEngine):
         on the device."""
         return include if self.hmt_enabled else super()._refine_include_states(include)
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DeepSpeed.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over.
+        """
+        self._tenure.check("backward()")
+        return super().backward(*args, **kwargs)
+
     def zero_grad(self) -> None:
         """Drop everything accumulated since the last step, reduced or not."""
         super().zero_grad()
+        self._tenure.has_gradients = False
         if self.hmt_enabled:
             self.optimizer.zero_grad()
 
@@ -352,8 +437,10 @@ class HMTEngine(InferenceEngine):
             self.optimizer.offloaded.require("backward()", ["lp_params", "lp_grads"])
         self.hmt_metrics.phases.start("backward")
         super()._backward_prologue()
+        self._tenure.has_gradients = True
 
     def _backward_epilogue(self) -> None:
+        self._tenure.has_gradients = True  # of losses computed past the engine's forward, too
         super()._backward_epilogue()
         self.hmt_metrics.end_phase("backward")
 
@@ -367,8 +454,9 @@ class HMTEngine(InferenceEngine):
         """As in DeepSpeed; after an optimizer step a snapshot may begin, and the monitors get the metrics.
 
         Raises:
-            RuntimeError: an earlier snapshot could not be written.
+            RuntimeError: an earlier snapshot could not be written, or another owner has taken the parameters over.
         """
+        self._tenure.check("step()")
         before = self.global_steps
         if self.hmt_planner is not None:
             self.hmt_planner.begin_step()
@@ -379,6 +467,7 @@ class HMTEngine(InferenceEngine):
         del FWD_MODULE_STACK[self._num_open_modules :]
         self.hmt_metrics.end_phase("optimizer")
         has_stepped = self.global_steps > before
+        self._tenure.has_gradients &= not has_stepped
         if self.hmt_planner is not None:
             self.hmt_planner.end_step(has_stepped)
         if self.hmt_snapshots is not None:
@@ -403,7 +492,12 @@ class HMTEngine(InferenceEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As in DeepSpeed; every file whole or absent, and the tag committed by its manifest."""
+        """As in DeepSpeed; every file whole or absent, and the tag committed by its manifest.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over, whose states these would not be.
+        """
+        self._tenure.check("save_checkpoint()")
         client_state = {} if client_state is None else client_state
         if not self.hmt_enabled:
             return super().save_checkpoint(
@@ -463,7 +557,12 @@ class HMTEngine(InferenceEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As in DeepSpeed, from any world size and ZeRO stage, verified against the manifest."""
+        """As in DeepSpeed, from any world size and ZeRO stage, verified against the manifest.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over.
+        """
+        self._tenure.check("load_checkpoint()")
         if not self.hmt_enabled:
             return super().load_checkpoint(
                 load_dir,

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.utils import set_z3_leaf_modules, z3_leaf_module
 from torch import nn
 
 from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
-from hmt_deepspeed.fpdt.install import Installation, decoder_layers, install
+from hmt_deepspeed.fpdt.install import Installation, clear_for_fpdt, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
 from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
 __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
 
-def prepare_for_fpdt(model: Any, config: FpdtConfig) -> None:
+def prepare_for_fpdt(model: Any, config: FpdtConfig, undo: ExitStack) -> None:
     """Before DeepSpeed's engine takes the model. Raises ValueError for a model that FPDT cannot run.
 
     A decoder layer becomes one leaf of ZeRO-3: its parameters are gathered once before its forward and
     once before its backward, and stay for all of it. By its submodules they would be gathered for every
-    chunk, and partitioned again before the chunk's gradients are.
+    chunk, and partitioned again before the chunk's gradients are. ``undo`` makes them ordinary again.
     """
     if config.enabled:
-        layers = decoder_layers(model)
-        set_z3_leaf_modules(model, [type(layers[0])])
+        clear_for_fpdt(model)
+        kind = type(decoder_layers(model)[0])
+        ordinary = {m for m in model.modules() if isinstance(m, kind) and not z3_leaf_module(m)}
+        for module in set_z3_leaf_modules(model, [kind]):
+            if module in ordinary:
+                undo.callback(vars(module).pop, "_z3_leaf", None)
 
 
 def install_fpdt(
@@ -58,6 +62,7 @@ def install_fpdt(
         around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
         holders=holders,
         attention_holders=attention_holders,
+        engine="an engine",
     )
 
 

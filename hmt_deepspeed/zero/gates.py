@@ -32,7 +32,8 @@ class Gates:
         finish_all: Callable[[], None],
         partitioned: bool,
     ) -> None:
-        self._finish = finish
+        self._finish_params = finish
+        self._before_next: Callable[[], None] | None = None
         self._handles: list[Any] = []
         self._gathers: list[tuple[Any, str, Any]] = []
         if partitioned:
@@ -42,6 +43,16 @@ class Gates:
             for inner in module.modules():
                 self._gate_forward(inner)
             self._handles.append(module.register_forward_hook(lambda *_: finish_all()))
+
+    def before_next_use(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once, before the next use of any parameter."""
+        self._before_next = action
+
+    def _finish(self, params: Iterable[nn.Parameter]) -> None:
+        action, self._before_next = self._before_next, None
+        if action is not None:
+            action()
+        self._finish_params(params)
 
     def close(self) -> None:
         """Take the gates away."""

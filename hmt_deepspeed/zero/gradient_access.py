@@ -14,6 +14,7 @@ basis, the gradient itself. A loss scale is still in it, as in DeepSpeed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,16 @@ class GradientAccess:
     """
 
     def __init__(self, optimizer: HMTZeroOptimizer) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(
+            optimizer
+        )  # parameters hold this object, and must not hold the optimizer
         self._entries = {e.gradient.param: e for e in optimizer.entries}
+
+    @property
+    def optimizer(self) -> HMTZeroOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "unlinked when it goes"
+        return optimizer
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """A copy of the gradient, fp32 of the parameter's shape; zeros when no backward used the parameter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def register_gradient_hooks(
 ) -> list[Any]:
     """Hand every gradient to the reducer as backward leaves it.
 
+    The hooks, which the model holds, hold the reducer and not the optimizer: it must not outlive its engine.
+
     Args:
         optimizer: keeps DeepSpeed's count; its ``partition_gradients`` and ``_coalesce_grad_reduction`` say when
             to reduce.
@@ -36,11 +39,15 @@ def register_gradient_hooks(
         Handles, to remove the hooks by.
     """
     params = [gradient.param for gradient in reducer.gradients]
+    this = weakref.ref(optimizer)
 
     def fired(arrived: Gradient | nn.Module) -> Callable[..., None]:
         """Of a gradient, or of a leaf. Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
 
         def hook(*_: object) -> None:
+            optimizer = this()
+            if optimizer is None:  # dropped, and about to be taken apart
+                return
             # Order as in DeepSpeed's own hooks: the question must be asked before re-entering.
             refresh = optimizer.should_refresh_expected_hook_count()
             optimizer.reenter_backward_if_needed()

@@ -10,7 +10,10 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from hmt_deepspeed.zero.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer_interface import OptimizerInterface
 from hmt_deepspeed.zero.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.refresh import BasisRefresh
-from hmt_deepspeed.zero.residency import refuse_transforms, release_buffers
+from hmt_deepspeed.zero.residency import let_go, refuse_transforms, release_buffers
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.step import ZeroStep
 
@@ -81,21 +84,36 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.dp_process_group = group
         self.collectives = Collectives(group, settings.overlap)
         self.parameter_offload = parameter_offload
+        self.order_gathers = partial(_order_gathers, parameter_offload, self.collectives.world)
         self.step_count = 0
         self.communication_bytes = 0
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
         ]
         self._modules = linear_weights(model)
+        self._undo = ExitStack()
+        try:
+            self._build(uneven_leaves)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _build(self, uneven_leaves: bool) -> None:
+        """Each part, and with it how it is taken apart."""
+        settings = self.settings
+        if self.parameter_offload is not None:
+            self._undo.callback(let_go, self.parameter_offload)
         self._place()
-        uneven = uneven_leaves and parameter_offload is not None and self.collectives.world > 1
+        uneven = uneven_leaves and self.parameter_offload is not None and self.collectives.world > 1
         leaves = mark_leaves(self.entries) if uneven else []
         self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
+        self._undo.callback(self.bases.close)
         self.shared = shared_inputs(self.low_rank, self.bases)
         self._patch()
         self._compose(leaves)
         self.offloaded = OffloadedStates(self)
         state_access.link(self)
+        self._undo.callback(state_access.unlink, self)
         self.form_groups()
         self._begin_window()
 
@@ -111,6 +129,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.host: HostWorker | None = None
         if settings.host is not None:
             self.host = HostWorker(placed[0][1].device, settings.host.pinned, settings.host.ssd)
+            self._undo.callback(self.host.close)
         whole = settings.stage == 0
         self.shard_rank = 0 if whole else self.collectives.rank
         shards = 1 if whole else self.collectives.world
@@ -151,20 +170,24 @@ class HMTZeroOptimizer(OptimizerInterface):
             self._step.sharded,
             self.shard_rank,
         )
-        self._hooks = register_gradient_hooks(self, self.reducer, leaves, partitioned)
+        for hook in register_gradient_hooks(self, self.reducer, leaves, partitioned):
+            self._undo.callback(hook.remove)
         if partitioned:
             # for writes that are not ours: GatheredParameters
             before = self.module.register_forward_pre_hook(self.order_gathers, prepend=True)
             check = self.module.register_forward_pre_hook(refuse_transforms, prepend=True)
-            self._hooks += [before, check]
+            self._undo.callback(before.remove)
+            self._undo.callback(check.remove)
+        this = weakref.ref(self)  # the model holds what follows
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
             self.entries,
             self._step,
             self.module,
             partitioned,
-            lambda: self.loss_scale,
+            lambda: 1.0 if (alive := this()) is None else alive.loss_scale,
         )
+        self._undo.callback(self.overlap.close)
 
     def _patch(self) -> None:
         for entry in self.low_rank:
@@ -172,18 +195,7 @@ class HMTZeroOptimizer(OptimizerInterface):
                 module = self._modules[entry.name]
                 assert isinstance(module, nn.Linear)
                 patch_linear(module, entry.gradient.site, self.shared)
-
-    def order_gathers(self, *_: object) -> None:
-        """Gathers to come wait for what was written to the partitions of stage 3 until now.
-
-        ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing. A rank alone has nothing to
-        gather, but DeepSpeed makes its host wait for that stream.
-        """
-        if self.parameter_offload is None or self.collectives.world == 1:
-            return
-        stream = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
-        if stream is not None:
-            stream.wait_stream(get_accelerator().current_stream())
+                self._undo.callback(unpatch_linear, module, entry.gradient.site)
 
     # -- a window: draw probes, choose who refreshes, lay out the projections ---------------------
 
@@ -449,21 +461,22 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._begin_window()
 
     def destroy(self) -> None:
-        """Undo hooks and patches; the model is an ordinary one again, INT8 weights decoded."""
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        state_access.unlink(self)
-        for entry in self.low_rank:
-            if entry.gradient.site is not None:
-                module = self._modules[entry.name]
-                unpatch_linear(module, entry.gradient.site)  # type: ignore[arg-type]
-        self.overlap.close()
-        self.bases.close()
-        if self.host is not None:
-            self.host.close()
-        if self.parameter_offload is not None:
-            self.parameter_offload.destroy()
+        """Undo hooks and patches; the model is an ordinary one again, INT8 weights decoded. Idempotent.
+
+        At stage 3 parameters stay in parts, as DeepSpeed leaves them.
+        """
+        self._undo.close()
         get_accelerator().empty_cache()
+
+
+def _order_gathers(parameter_offload: Any, world: int, *_: object) -> None:
+    """Gathers to come wait for what was written to the partitions of stage 3 until now.
+
+    ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing. A rank alone has nothing to
+    gather, but DeepSpeed makes its host wait for that stream.
+    """
+    if parameter_offload is None or world == 1:
+        return
+    stream = parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+    if stream is not None:
+        stream.wait_stream(get_accelerator().current_stream())

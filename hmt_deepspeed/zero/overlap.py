@@ -105,6 +105,16 @@ class Overlap:
                 entry.host.take_back(reason)
         self._begun.clear()
 
+    @property
+    def finishes_later(self) -> bool:
+        """Whether the last step has begun updates that the next use of their weights finishes, on all ranks alike."""
+        return self._gates is not None and self._step.has_unfinished
+
+    def before_next_use(self, action: Callable[[], None]) -> None:
+        """While :attr:`finishes_later`: call ``action`` before that use."""
+        assert self._gates is not None
+        self._gates.before_next_use(action)
+
     def close(self) -> None:
         """Finish what is under way and take the gates away."""
         self.finish()

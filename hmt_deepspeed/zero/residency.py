@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.backward import is_transformed
 
-__all__ = ["on_ssd", "prepare_for_ssd", "refuse_transforms", "release_buffers", "resident"]
+__all__ = [
+    "let_go",
+    "on_ssd",
+    "prepare_for_ssd",
+    "refuse_transforms",
+    "release_buffers",
+    "resident",
+]
 
 
 def on_ssd(param: Any) -> bool:
@@ -87,6 +94,33 @@ def refuse_transforms(*_: object) -> None:
             "the model is called by a transform of torch.func or under forward-mode AD, but zero_optimization.stage "
             "is 3, whose hooks on modules have a backward alone. Legal for transforms: stages 0, 1 and 2."
         )
+
+
+# What DeepSpeedZeRoOffload puts on modules and leaves there; ``_external_params`` may be the user's.
+# ``pre_bwd_fn`` and ``post_bwd_fn`` call the coordinator that made them, also in the backward of a later engine,
+# which keeps those that it finds.
+_ON_MODULES = (
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "applied_pre_backward_ref_cnt",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "_original_parameters",
+)
+
+
+def let_go(parameter_offload: Any) -> None:
+    """Take DeepSpeed's coordinator off its modules; parameters stay in parts, as zero.Init makes them."""
+    parameter_offload.destroy()
+    parameter_offload.partition_all_parameters()
+    for module in parameter_offload.module.modules():
+        for name in _ON_MODULES:
+            vars(module).pop(name, None)
+        module._parameters = dict(module._parameters)
+        for param in module.parameters(recurse=False):
+            vars(param).pop("ds_z3_leaf_module", None)
 
 
 def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -> None:

@@ -95,10 +95,10 @@ def trained_parameters(
     """Names and parameters that the engine's optimizer will have, in the model's order.
 
     Args:
-        model_parameters: from :func:`listed`. client_optimizer: an HMT object or None.
+        model_parameters: from :func:`listed`. client_optimizer: of ``initialize``.
     """
     given: Iterable[Any] | None = model_parameters
-    if client_optimizer is not None:
+    if hasattr(client_optimizer, "param_groups"):  # not a function that makes one
         given = client_optimizer.param_groups
     if given is None:
         given = model.parameters()

@@ -215,6 +215,11 @@ class ZeroStep:
         hyper = {"factor": factor, "state_keys": keys, **entry.hyper()}
         entry.weight.step_dense(gradient, state, key, **hyper)
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether updates in host memory have begun and not been finished; the same on all ranks."""
+        return bool(self._unfinished)
+
     @torch.no_grad()
     def finish(self, last: Entry | None = None) -> None:
         """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).

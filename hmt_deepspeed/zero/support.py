@@ -145,6 +145,21 @@ def check_stock_dtypes(engine: Any) -> None:
         )
 
 
+def check_whole(model: Any, stage: int) -> None:
+    """Refuse parameters that an engine of stage 3, or zero.Init, has left in parts, where nothing gathers them.
+
+    Raises:
+        ValueError: there are some, and the stage is below 3.
+    """
+    name = next((n for n, p in model.named_parameters() if hasattr(p, "ds_tensor")), None)
+    if name is not None and stage < 3:
+        raise ValueError(
+            f"zero_optimization.stage is {stage}, but {name} lies in parts on all ranks, from zero.Init or an earlier "
+            "engine of stage 3; legal for it is 3. Set the stage to 3, or save the weights and load them into a "
+            "model that was built outside zero.Init."
+        )
+
+
 def check_same_gpus(device: torch.device) -> None:
     """Refuse ranks on GPUs of several kinds, for each draws its own bases and probes from the same seeds.
 

@@ -427,7 +427,7 @@ def test_a_cache_is_not_filled_twice(llama, expected):
 # -- installation -------------------------------------------------------------------------------------
 
 
-def test_uninstall_restores_everything():
+def test_uninstall_restores_everything_and_so_does_the_next_backend():
     model = tiny("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -443,9 +443,21 @@ def test_uninstall_restores_everything():
     backend.install()
     backend.install()  # once more is nothing more
     assert state() != before
-    with pytest.raises(ValueError, match="another activation backend"):
-        make_backend(model).install()
     backend.uninstall()
+    assert state() == before
+    backend.install()
+    other = make_backend(model)
+    loss = model(
+        input_ids=tokens(), labels=tokens()
+    ).loss  # a graph that its backend will be asked to compute again
+    with pytest.raises(ValueError, match=r"a forward whose backward has not run.*uninstall\(\)"):
+        other.install()
+    loss.backward()
+    with pytest.warns(UserWarning, match="takes the place of an earlier activation backend"):
+        other.install()
+    backend.uninstall()  # is not there any more
+    assert state() != before
+    other.uninstall()
     assert state() == before
 
 
