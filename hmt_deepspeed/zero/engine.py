@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -52,7 +52,7 @@ from hmt_deepspeed.zero.plan_inputs import RunFacts, refreshing_columns, run_fac
 from hmt_deepspeed.zero.plan_memory import counted_bytes
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 from hmt_deepspeed.zero.planning import RunPlanner
-from hmt_deepspeed.zero.residency import resident
+from hmt_deepspeed.zero.residency import let_go, resident
 from hmt_deepspeed.zero.saved import SavedState
 from hmt_deepspeed.zero.selection import hmt_options, listed, trained_parameters
 from hmt_deepspeed.zero.snapshot import Snapshots, SnapshotSettings
@@ -324,7 +324,10 @@ class HMTEngine(InferenceEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         resolved = self._hmt
         if resolved is None:
-            return super()._configure_zero_optimizer(optimizer)
+            stock = super()._configure_zero_optimizer(optimizer)
+            if isinstance(stock, DeepSpeedZeRoOffload):  # for inference; its hooks gather, and stay
+                self._tenure.undo.callback(let_go, stock)
+            return stock
         check_engine(self)
         check_same_gpus(self.device)
         found = HMTZeroOptimizer(

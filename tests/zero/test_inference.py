@@ -103,18 +103,18 @@ def refused() -> dict[str, str]:
     return found
 
 
-def a_training_engine_after(bf16: bool) -> list[Any]:
+def a_training_engine_after(stage: int, bf16: bool) -> list[Any]:
     """What preference training does that computes its reference before it begins, with the model itself."""
     found = []
     precision = {"bf16": {"enabled": bf16}}
     for before in (False, True):
         model = tiny_llama(layers=1)
         if before:
-            inference, _ = built(config_of(0, {"optimizer": {}}, **precision), model)
+            inference, _ = built(config_of(stage, {"optimizer": {}}, **precision), model)
             with torch.no_grad():
                 first = float(loss_of(inference, global_batch()))
             held = type(inference.optimizer).__name__
-        engine = make_engine(ds_config(2, **precision), model)
+        engine = make_engine(ds_config(stage or 2, **precision), model)
         found.append(train(engine, 3))
         if before:
             with torch.no_grad():
@@ -148,14 +148,14 @@ def test_what_is_malformed_is_refused_all_the_same(ranks: Ranks) -> None:
         assert "is 0 or 3" in found[f"stage {stage}"]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_model_trains_afterwards(ranks: Ranks, bf16: bool) -> None:
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (3, False)])
+def test_the_model_trains_afterwards(ranks: Ranks, stage: int, bf16: bool) -> None:
     """And the engine for inference sees what it has learned. Stock's would make fp32 copies in bf16."""
-    alone, after, seen, held = ranks.run(a_training_engine_after, 1, bf16)[0]
+    alone, after, seen, held = ranks.run(a_training_engine_after, 1, stage, bf16)[0]
     assert after == alone
     assert seen[0] == alone[0]
     assert seen[1] < seen[0]
-    assert held == "NoneType"
+    assert held == ("DeepSpeedZeRoOffload" if stage else "NoneType")
 
 
 def test_the_dry_run_says_so() -> None:
