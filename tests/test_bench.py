@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_bench import BENCH, environment, run_forked
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCH = ROOT / "launch" / "bench.py"
 CASE_FIELDS = {
     "command",
     "measured_at",
@@ -41,22 +40,22 @@ MEASUREMENT_FIELDS = {
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        env.pop(name, None)
-    command = [sys.executable, str(BENCH), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_forked(arguments, Path(folder))
 
 
-def toy_case(name: str, folder: Path, suite: str = "foundations") -> dict[str, Any]:
+def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command itself, with the imports that a fork finds there."""
+    command = [sys.executable, BENCH, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+
+def toy_case(
+    name: str, folder: Path, suite: str = "foundations", run: Any = run_bench
+) -> dict[str, Any]:
     """The record that one toy case leaves in the report."""
     arguments = ("--toy", "--dtype", "fp32", "--case", name, "--output", str(folder))
-    done = run_bench(suite, *arguments)
+    done = run(suite, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     (path,) = folder.glob(f"*/{suite}.json")
     assert "| case |" in path.with_suffix(".md").read_text(encoding="utf-8")
@@ -85,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_projected_backward(folder: Path) -> None:
-    case = toy_case("projected_backward", folder)
+    case = toy_case("projected_backward", folder, run=run_alone)
     check_fields(case)
     assert value(case, "fp64") < 1e-12
     samples = case["samples"]["fp32, d=64 r=8, 128 tokens, 2 layers"]
@@ -182,7 +181,7 @@ def test_fpdt(tmp_path: Path) -> None:
     check_fields(case)
     assert value(case, "at 512 tokens") <= 1.2
     by_chunks = case["samples"]["bytes_by_chunks"]
-    assert by_chunks["2"] > 4 * by_chunks["32"]
+    assert by_chunks["2"] > 3.5 * by_chunks["16"]  # of 8, were there nothing but chunks
 
 
 @pytest.mark.slow

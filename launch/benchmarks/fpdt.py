@@ -69,19 +69,20 @@ def layer_workspace(model: Any, length: int, chunk_size: int, dtype: torch.dtype
 
 def layer_memory(setting: Setting) -> CaseResult:
     lengths = (256, 512) if setting.toy else (16384, 32768, 65536, 131072)
+    chunks = (2, 4, 16) if setting.toy else CHUNKS  # 32 take four times as long as 16
     model: Any = llama(NARROW).to(setting.torch_dtype)
     shortest = lengths[0]
     fixed = shortest // 8
     workspace = partial(layer_workspace, model, dtype=setting.torch_dtype)
     with Uncomputed():
-        by_chunks = {n: workspace(shortest, shortest // n) for n in CHUNKS}
+        by_chunks = {n: workspace(shortest, shortest // n) for n in chunks}
         by_length = {length: workspace(length, fixed) for length in lengths}
     computed = workspace(shortest, fixed)
     result = CaseResult(
         {"model": asdict(NARROW), "lengths": lengths, "chunk_size": fixed},
         samples={"bytes_by_chunks": by_chunks, "bytes_by_length": by_length, "computed": computed},
     )
-    most = CHUNKS[-1]
+    most = chunks[-1]
     # In two chunks nothing is fetched ahead, so there is less to fall from.
     result.measurements += [
         Measurement(
@@ -94,7 +95,7 @@ def layer_memory(setting: Setting) -> CaseResult:
             note="beyond the layer's output, its input's gradient and its weights' gradients; 1 is 1/chunks; "
             + UNCOMPUTED,
         )
-        for fewer in CHUNKS[:2]
+        for fewer in chunks[:2]
     ]
     result.measurements += [
         Measurement(
