@@ -70,13 +70,14 @@ class Amount(IntEnum):
 
 
 Amounts = NDArray[np.float64]
+_INDEX = {amount.name.lower(): int(amount) for amount in Amount}
 
 
 def amounts(**given: float) -> Amounts:
     """A vector with the entries named, in lower case, and zeros."""
-    vector = np.zeros(len(Amount))
+    vector = np.zeros(len(_INDEX))
     for name, value in given.items():
-        vector[Amount[name.upper()]] = value
+        vector[_INDEX[name]] = value
     return vector
 
 

@@ -9,7 +9,8 @@ where it is sent; the host adds it to the master and sends the new weights back 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from operator import add
 from typing import Literal
 
 from hmt_deepspeed.planner.modes import REPLICATED, OptimizerMode, Sharding
@@ -46,11 +47,11 @@ class HostShare:
     returned: float = 0.0
 
     def __add__(self, other: HostShare) -> HostShare:
-        return HostShare(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return HostShare(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: float) -> HostShare:
         """So many times as much of everything."""
-        return HostShare(*(factor * value for value in astuple(self)))
+        return HostShare(*(factor * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ both. The numbers are those of the rank that holds most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from hmt_deepspeed.planner.modes import LEAST_INT8, REPLICATED, OptimizerMode, Sharding
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, num_parameters, parameters
@@ -102,7 +103,7 @@ def states_by_parameter(
     for parameter, own in parameters_by_mode(shape, mode):
         borrows = parameter.name in borrowing
         sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
-        yield parameter, sizes | _states_of(parameter, own, sharding, itemsize, each, borrows)
+        yield parameter, sizes | dict(_states_of(parameter, own, sharding, itemsize, each, borrows))
 
 
 def parameters_by_mode(
@@ -125,6 +126,7 @@ def borrowers(shape: ModelShape, mode: OptimizerMode) -> set[str]:
     return {f"{names.layer}.{name}.weight" for name in sharing}
 
 
+@lru_cache(maxsize=4096)  # asked for again at every batch and length of a search
 def _states_of(
     parameter: Parameter,
     mode: OptimizerMode,
@@ -132,7 +134,7 @@ def _states_of(
     itemsize: int,
     gradient_itemsize: int,
     borrows: bool,
-) -> dict[str, int]:
+) -> Mapping[str, int]:
     """Bytes by kind of one parameter."""
     encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
     keeps = mode.host_is_ours if itemsize == FP32 else mode.master_weights == "fp32"
