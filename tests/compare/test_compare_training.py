@@ -154,13 +154,23 @@ def test_a_finished_cell_is_kept_small(
         *("hmt_proposed", "adamw_activations"),
     ],
 )
-def test_resume_is_bit_equal(variant: str, setting: Setting, data: Any, tmp_path: Path) -> None:
-    own = replace(cell(setting, data, variant), tokens=60 * setting.step_tokens)  # over a refresh
+def test_resume_is_bit_equal(
+    variant: str, setting: Setting, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before a refresh: of every interval of 6 steps, or of 50 where an early one needs that many."""
+    usual, (steps, stop, save) = VARIANTS[variant], (60, 23, 20)
+    if "early_refresh" not in usual.options:
+        steps, stop, save = 14, 5, 4
+        often = {key: 6 for key in ("update_proj_gap", "update_interval") if key in usual.options}
+        assert bool(often) != ("adamw" in variant)
+        refreshed_often = replace(usual, options={**usual.options, **often})
+        monkeypatch.setitem(table.VARIANTS, variant, refreshed_often)
+    own = replace(cell(setting, data, variant), tokens=steps * setting.step_tokens)
     whole = train_cell(own, data, Store(tmp_path / "a", tmp_path / "a"))
     parts = Store(tmp_path / "b", tmp_path / "b")
-    assert train_cell(own, data, parts, lambda step: step == 23) is None
+    assert train_cell(own, data, parts, lambda step: step == stop) is None
     assert parts.checkpoint(own).is_file()
-    resumed = train_cell(own, data, parts, save_steps=20)
+    resumed = train_cell(own, data, parts, save_steps=save)
     assert whole is not None
     assert resumed is not None
     for key in ("train_loss", "val_loss", "grad_norm", "ranks", "captured_energy"):
