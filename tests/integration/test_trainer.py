@@ -61,7 +61,13 @@ WATCHED: dict[str, Any] = {
 
 
 def trainer(
-    folder: Path, precision: str, name: str, config: str = "hmt", by: Any = None, **arguments: Any
+    folder: Path,
+    precision: str,
+    name: str,
+    config: str = "hmt",
+    by: Any = None,
+    model: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Trained on one half of the vocabulary and evaluated on the other, so that evaluation gets worse."""
     from transformers import (
@@ -76,8 +82,10 @@ def trainer(
     path = folder / f"{config}.json"
     args = TrainingArguments(output_dir=str(folder / name), deepspeed=str(path), **given)
     watched = args.load_best_model_at_end
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
     return Trainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32),
+        model=model,
         args=args,
         train_dataset=rows(64, high=30),
         eval_dataset=rows(5, 1000, low=30) if watched else None,  # one rank gets one more
@@ -257,3 +265,40 @@ def test_hmt_as_the_trainers_optimizer_class(run: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
     assert run["decay"] == [(16, 0.05), (5, 0.0)]
     assert run["ranks"] == {4}
+
+
+def one_after_the_other(folder: Path) -> dict[str, Any]:
+    """Two Trainers on one model, the first neither destroyed nor dropped; then one on a copy of what the first left."""
+    from transformers import AutoModelForCausalLM
+
+    hmt_deepspeed.register()
+    first = trainer(folder, "fp32", "first", max_steps=4)
+    first.train()
+    between = whole_weights(first.model)
+    second = trainer(folder, "fp32", "second", model=first.model, max_steps=4)
+    second.train()
+    found = {"second": history(second, "loss", "grad_norm", "learning_rate")}
+    found["moved"] = furthest(whole_weights(second.model), between)
+    with pytest.raises(RuntimeError) as refused:
+        first.deepspeed.step()
+    found["refused"] = str(refused.value)
+    second.deepspeed.destroy()
+    forget()  # or it is loaded in parts, at stage 3
+    copy = AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
+    copy.load_state_dict(between, strict=False)  # tied weights come once
+    alone = trainer(folder, "fp32", "alone", model=copy, max_steps=4)
+    alone.train()
+    alone.deepspeed.destroy()
+    return found | {"alone": history(alone, "loss", "grad_norm", "learning_rate")}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_trainer_takes_the_model_over(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    save_tiny_model(tmp_path / "start")
+    (tmp_path / "hmt.json").write_text(json.dumps(auto_config(stage)))
+    ranks.preload("transformers.trainer")
+    found = ranks.run(one_after_the_other, 1, tmp_path)[0]
+    assert len(found["second"]) == 4
+    assert found["second"] == found["alone"]
+    assert found["moved"] > 1e-3
+    assert "was taken apart when a new engine" in found["refused"]
