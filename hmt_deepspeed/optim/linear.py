@@ -178,6 +178,7 @@ class SharedInputs:
         self._last: tuple[_InputKey, Tensor, ProjectedSite] | None = None
         self._joins: dict[ProjectedSite, ProjectedSite] = {}
         self._learning = True
+        self._retired: list[list[str]] = []
 
     def meet(self, x: Tensor, site: ProjectedSite) -> None:
         """Note a call while learning; the groups take effect at the next :meth:`lay_out`."""
@@ -233,7 +234,13 @@ class SharedInputs:
     def groups(self) -> list[list[str]]:
         """Names of the sites that share a product, for a checkpoint: a resumed run computes the same."""
         groups = {id(site.group): site.group for site in self.sites}
-        return [[site.name for site in g.sites] for g in groups.values() if len(g.sites) > 1]
+        named = [[site.name for site in g.sites] for g in groups.values() if len(g.sites) > 1]
+        return self._retired + named
+
+    def retire(self) -> None:
+        """Let the sites go, whose modules are ordinary again. Which of them shared a product is still told."""
+        self.settle()
+        self._retired, self.sites = self.groups(), []
 
     def restore(self, groups: Sequence[Sequence[str]], settled: bool = False) -> None:
         """Form the groups of a checkpoint; they take effect at the next :meth:`lay_out`.
@@ -250,6 +257,7 @@ class SharedInputs:
                 site.group = members[0].group
         self._last, self._learning = None, not groups and not settled
         self._joins.clear()
+        self._retired = []
 
 
 class _Patch(NamedTuple):

@@ -87,7 +87,7 @@ class Patches:
         self.sites.clear()
         self.encoded.clear()
         self.accumulated.sites = ()
-        self.shared = SharedInputs(())
+        self.shared.retire()
 
 
 def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
