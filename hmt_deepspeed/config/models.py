@@ -186,7 +186,8 @@ class OptimizerConfig(StrictModel):
     projected_backward: Auto | bool = Field(
         default="auto",
         description="Backward forms the projected gradient without the full one: wherever it can, "
-        "everywhere or it is an error (true), or nowhere (false).",
+        "everywhere or it is an error (true), or nowhere (false). `torch.autograd.grad(loss, weight)` needs "
+        "false, or the module excluded.",
     )
     scale: Scale = Field(
         default="auto",

@@ -231,10 +231,17 @@ def test_layers_that_are_not_what_the_family_says():
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_twice_is_refused():
+def test_a_second_installation_takes_the_place_of_an_idle_one():
     model = tiny()
-    with fpdt(model), pytest.raises(ValueError, match="replaced already"):
-        install(model)
+    with fpdt(model) as first:
+        with pytest.warns(UserWarning, match="takes the place of"):
+            second = install(model)
+        replaced = {name for name, m in model.named_modules() if "forward" in vars(m)}
+        first.remove()
+        assert {name for name, m in model.named_modules() if "forward" in vars(m)} == replaced
+        second.remove()
+    assert replaced
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_base_model_without_a_head():

@@ -20,7 +20,8 @@ def run_interpreted(file, check):
     server.stdin.write(f"{Path(file).stem} {check}\n")
     server.stdin.flush()
     said = json.loads(server.stdout.readline() or '"the interpreter is gone"')
-    assert said == "checked\n", said
+    # NumPy may warn before it, where a value overflows as it should.
+    assert said.endswith("checked\n"), said
 
 
 @cache

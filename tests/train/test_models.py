@@ -159,7 +159,7 @@ def test_what_cannot_be_built_is_refused(tokenizer, tmp_path):
 def test_unreachable_hub_id_says_so(tokenizer, monkeypatch):
     import transformers
 
-    def offline(name):
+    def offline(name, **_):
         raise OSError("We couldn't connect to the hub")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)

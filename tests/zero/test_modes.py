@@ -191,13 +191,14 @@ def small_states(kept: list[tuple[str, bool]], stages: list[int]) -> dict[Any, d
 
 @pytest.mark.parametrize("factored", [False, True])
 def test_small_states_in_shards_train_as_fp32_on_one_rank(ranks: Ranks, factored: bool) -> None:
-    """bf16 rounds a moment by up to 2^-8 of it; INT8 by 1/254 of its block's largest, more of a smaller one, here 3 %.
+    """fp32 differs by the order of sums, which Adam's division scales up where a gradient is small: 1e-5 on one machine,
+    1e-4 on another; a quarter of what bf16 may is asked. bf16 rounds a moment by up to 2^-8 of it; INT8 by 1/254 of its block's largest, more of a smaller one, here 3 %.
 
     At rank 32 each basis vector holds some of the gradient, which comes from 61 embeddings. At 64 the last ones
     would be rounding, which Adam scales up and every machine makes differently.
     """
     whole = ranks.run(small_states, 1, [("fp32", factored)], [0])[0]["fp32", factored, 0]
-    bounds = {"fp32": (0, 1e-4), "bf16": (1e-4, 2**-8), "int8": (2**-8, 0.05)}
+    bounds = {"fp32": (0, 2**-10), "bf16": (1e-4, 2**-8), "int8": (2**-8, 0.05)}
     found = ranks.run(small_states, 2, [(dtype, factored) for dtype in bounds], [1, 2, 3])[0]
     assert len(found) == 9
     for (dtype, _, stage), moved in found.items():
