@@ -62,8 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens, of a preset")
     parser.add_argument("--ranks", type=int, help="GPUs of the run; those of this machine")
     args = parser.parse_args(arguments)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    found = examine(args.config, args.model, args.vocab_size, args.ranks)
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        found = examine(args.config, args.model, args.vocab_size, args.ranks)
+    finally:
+        logger.setLevel(level)  # a caller's process logs on as before
     print(found)
     sys.exit(1 if found.errors else 0)
 
