@@ -11,8 +11,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from hmt_deepspeed.zero.registration import register
-
 USAGE = (
     "usage: deepspeed [launcher options] --module hmt_deepspeed SCRIPT.py [script options], or "
     "python -m hmt_deepspeed --check DS.json"
@@ -48,6 +46,8 @@ def main() -> None:
         script, rest = split_arguments(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
+    from hmt_deepspeed.zero.registration import register  # DeepSpeed takes seconds to import
+
     register()
     sys.argv = [script, *rest]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

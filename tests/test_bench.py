@@ -181,7 +181,9 @@ def test_fpdt(tmp_path: Path) -> None:
     check_fields(case)
     assert value(case, "at 512 tokens") <= 1.2
     by_chunks = case["samples"]["bytes_by_chunks"]
-    assert by_chunks["2"] > 3.5 * by_chunks["16"]  # of 8, were there nothing but chunks
+    # An eighth, beside the gradients of gate and up, which are alive at once before they join the weights'.
+    assert by_chunks["16"] <= by_chunks["2"] / 8 + 2 * 64 * 192 * 4
+    assert by_chunks["16"] < by_chunks["4"] / 2
 
 
 @pytest.mark.slow

@@ -268,22 +268,25 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         if choice in ("swap_host", "swap_ssd"):
             moved = site.nbytes / parts
             on_ssd = moved if choice == "swap_ssd" else 0.0
-            forward += amounts(to_host=moved, ssd_write=on_ssd)
-            backward += amounts(to_gpu=moved, ssd_read=on_ssd)
-            held += (0.0, moved - on_ssd, on_ssd)
+            forward[Amount.TO_HOST] += moved
+            forward[Amount.SSD_WRITE] += on_ssd
+            backward[Amount.TO_GPU] += moved
+            backward[Amount.SSD_READ] += on_ssd
+            held[1] += moved - on_ssd
+            held[2] += on_ssd
             swapped += moved
         elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
-            forward += amounts(encode=site.nbytes + device)
-            backward += amounts(decode=site.nbytes + device)
+            forward[Amount.ENCODE] += site.nbytes + device
+            backward[Amount.DECODE] += site.nbytes + device
         elif choice in ("keep", "project") and parts == 1:
             kept += device
         if parts > 1:
-            backward += amounts(network=site.nbytes * (1 - 1 / parts))
+            backward[Amount.NETWORK] += site.nbytes * (1 - 1 / parts)
     if isinstance(layer, Head):
         return LayerLoad(forward, backward, held, layer.logits_bytes + swapped, 0.0)
     for site in again:
-        kind = "attention" if site.name == "attention_output" else "flops"
-        backward += amounts(**{kind: site.flops})
+        is_attention = site.name == "attention_output"
+        backward[Amount.ATTENTION if is_attention else Amount.FLOPS] += site.flops
     recomputed = float(backward[Amount.FLOPS] + backward[Amount.ATTENTION])
     # what is kept is there already; what is swapped comes back one layer ahead
     working = max(0.0, layer.working_bytes - kept) + swapped

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hmt_deepspeed.planner.cost import (
     RESOURCES,
@@ -25,15 +25,14 @@ from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.loads import (
     MEMORIES,
     Choices,
-    LayerLoad,
     Memory,
     layer_load,
     phases,
     static_bytes,
 )
 from hmt_deepspeed.planner.plan import LayerChoices, Plan, fingerprint, spread, uniform_plan
-from hmt_deepspeed.planner.problem import Problem
-from hmt_deepspeed.planner.program import Columns, Program
+from hmt_deepspeed.planner.problem import Problem, RunSetup
+from hmt_deepspeed.planner.program import Array, Columns, Program
 from hmt_deepspeed.planner.search import Solution, solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
 from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
@@ -156,7 +155,7 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
         used = np.flatnonzero(counts)
         dealt = spread(layer.layers, [int(counts[index]) for index in used])
         groups += [
-            LayerChoices(numbers, options[index].choices)
+            LayerChoices(numbers, options.choices[index])
             for numbers, index in zip(dealt, used, strict=True)
         ]
     return Plan(
@@ -165,19 +164,16 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
         micro_batch=problem.workload.micro_batch,
         seq_length=problem.workload.seq_length,
         layers=tuple(groups),
-        head=columns[-1][int(np.argmax(solution.counts[-1]))].choices,
+        head=columns[-1].choices[int(np.argmax(solution.counts[-1]))],
         partition_activations=problem.setup.partition_activations,
         seconds=solution.objective,
         gap=solution.gap,
     )
 
 
-_Columns = list[list["_Column"]]
-
-
 def _solution(
     problem: Problem, allowed: Allowed, parts: list[Layer | Head], time_limit: float
-) -> tuple[_Columns, Solution | None]:
+) -> tuple[list[_Columns], Solution | None]:
     """Columns of every part and how many layers take which.
 
     What is swapped takes room in host memory for what is on its way, a constant that a program of fractions
@@ -197,8 +193,9 @@ def _solution(
     for staging, without in stagings:
         if staging > max(0.0, free["host"]):
             continue
-        columns = [list(_columns(part, allowed, problem, without)) for part in parts]
-        if not all(columns):
+        given = tuple(allowed.items())
+        columns = [_columns(part, given, problem.setup, without) for part in parts]
+        if not all(of_part.choices for of_part in columns):
             continue
         room = free | {"host": free["host"] - staging}
         limits = np.array([room[name] for name in MEMORIES])
@@ -209,38 +206,59 @@ def _solution(
     return [], None
 
 
-def _tie(part: Layer | Head, column: _Column, busy: float) -> float:
-    """Seconds that resources are busy, and far dearer: bytes held in 8 bits where exact ones are as fast.
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Every joint choice of a layer's components, and what one layer that takes it adds (`loads.py`).
 
-    So nothing is moved, computed again or made less exact for nothing, and SSDs are spared.
+    Attributes:
+        choices: N of them. forward, backward: (N, amounts). held: (N, memories) bytes. working: (N,) bytes.
+        inexact: (N,), part of the layer's bytes that is held in 8 bits.
     """
-    lossy = sum(s.nbytes for s in part.sites if column.choices[s.component] in LOSSY)
-    return busy + 1e3 * lossy / sum(site.nbytes for site in part.sites)
+
+    choices: tuple[Choices, ...]
+    forward: Array
+    backward: Array
+    held: Array
+    working: Array
+    inexact: Array
 
 
-@dataclass(frozen=True)
-class _Column:
-    choices: Choices
-    load: LayerLoad
-
-
+@lru_cache(maxsize=16)  # a problem is solved for several rates, and choices weigh the same in each
 def _columns(
-    layer: Layer | Head, allowed: Allowed, problem: Problem, without: frozenset[Choice]
-) -> Iterator[_Column]:
-    """Every joint choice of the layer's components, but those with a choice that is done without."""
-    components = list(dict.fromkeys(site.component for site in layer.sites))
-    for combination in itertools.product(*(allowed[component] for component in components)):
-        if not without.isdisjoint(combination):
-            continue
-        choices = dict(zip(components, combination, strict=True))
-        yield _Column(choices, layer_load(layer, choices, problem.setup))
+    part: Layer | Head,
+    allowed: tuple[tuple[Component, tuple[Choice, ...]], ...],
+    setup: RunSetup,
+    without: frozenset[Choice],
+) -> _Columns:
+    """All but those with a choice that is done without."""
+    legal = dict(allowed)
+    components = list(dict.fromkeys(site.component for site in part.sites))
+    choices = tuple(
+        dict(zip(components, combination, strict=True))
+        for combination in itertools.product(*(legal[component] for component in components))
+        if without.isdisjoint(combination)
+    )
+    loads = [layer_load(part, chosen, setup) for chosen in choices]
+    total = sum(site.nbytes for site in part.sites)
+    inexact = [
+        sum(s.nbytes for s in part.sites if chosen[s.component] in LOSSY) / total
+        for chosen in choices
+    ]
+    return _Columns(
+        choices,
+        forward=np.array([load.forward for load in loads]),
+        backward=np.array([load.backward for load in loads]),
+        held=np.array([load.held for load in loads]),
+        working=np.array([load.working for load in loads]),
+        inexact=np.array(inexact),
+    )
 
 
 def _program(
     problem: Problem,
     parts: list[Layer | Head],
-    columns: list[list[_Column]],
-    limits: NDArray[np.float64],
+    columns: list[_Columns],
+    limits: Array,
 ) -> Program:
     """Rows are (phase, resource); fill and drain count in every row, since they come on top of the largest."""
     per_unit = rates(problem)
@@ -251,24 +269,21 @@ def _program(
         base = phase_seconds(phase, per_unit, problem.setup)
         bases.append(base + fill_seconds(base, num_layers))
 
-    def seconds(load: LayerLoad) -> np.ndarray:
-        by_sites = {
-            "forward": load.forward @ per_unit,
-            "backward": load.backward @ per_unit,
-            None: np.zeros(len(RESOURCES)),
-        }
-        return np.concatenate([by_sites[phase.sites] for phase in of_iteration])
-
-    classes = tuple(
-        Columns(
+    def of_class(part: Layer | Head, options: _Columns) -> Columns:
+        by_sites = {"forward": options.forward @ per_unit, "backward": options.backward @ per_unit}
+        by_sites[None] = np.zeros((len(options.choices), len(RESOURCES)))
+        seconds = np.concatenate([by_sites[phase.sites] for phase in of_iteration], axis=1)
+        return Columns(
             num_layers=part.count if isinstance(part, Layer) else 1,
-            seconds=np.array([seconds(column.load) for column in options]),
-            bytes=np.array([column.load.held for column in options]),
-            working=np.array([column.load.working for column in options]),
-            tie=np.array([_tie(part, column, seconds(column.load).sum()) for column in options]),
+            seconds=seconds,
+            bytes=options.held,
+            working=options.working,
+            # Seconds that resources are busy, and far dearer: bytes held in 8 bits where exact ones are as fast.
+            # So nothing is moved, computed again or made less exact for nothing, and SSDs are spared.
+            tie=seconds.sum(1) + 1e3 * options.inexact,
         )
-        for part, options in zip(parts, columns, strict=True)
-    )
+
+    classes = tuple(of_class(*given) for given in zip(parts, columns, strict=True))
     return Program(
         classes=classes,
         base=np.concatenate(bases),

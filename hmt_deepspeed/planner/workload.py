@@ -6,7 +6,7 @@ The unit is a decoder layer under the activation backend, a row of sites (`layer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hmt_deepspeed.planner.flops import Attention, Projected, layer_flops
 from hmt_deepspeed.planner.layer_sites import Site, head_sites, layer_sites
@@ -54,7 +54,7 @@ class Layer:
     backward_flops: int
     model_flops: int
     parameters: int
-    freed_inputs: Mapping[Role, int]
+    freed_inputs: Mapping[Role, int] = field(hash=False)
     weight_gradient_bytes: int
     saved_bytes: int
     working_bytes: int

@@ -102,6 +102,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
             "conv_kernel": [10, 3, 3],
             "num_conv_pos_embeddings": 16,
             "num_conv_pos_embedding_groups": 2,
+            "layerdrop": 0.0,  # of its layers one in ten would not run, whichever
         },
         "Wav2Vec2ForCTC",
     ),

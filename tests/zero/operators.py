@@ -1,9 +1,13 @@
 """Load DeepSpeed's operators that tests use, which compiles those that are not there yet.
 
-A process of its own: pytest's controller runs it once, before its workers ask for them.
+A process of its own: pytest's controller runs it once, before its workers ask for them. An operator is a process of
+that: most of the files of one wait for its first.
 """
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
@@ -11,14 +15,28 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 from hmt_deepspeed.zero.operator_locks import telling_waits
 
 
-def load() -> None:
-    """The shared-memory collectives, CPU Adam and, where libaio's headers are, ``async_io``."""
+def _load_async_io() -> None:
+    if AsyncIOBuilder().is_compatible(verbose=False):  # libaio's headers are there
+        AsyncIOBuilder().load()
+
+
+LOADS = {
+    "async_io": _load_async_io,
+    "cpu_adam": lambda: CPUAdamBuilder().load(),
+    "shm_comm": build_shm_op,
+}
+
+
+def load(*names: str) -> None:
+    """CPU Adam, the shared-memory collectives and, where libaio's headers are, ``async_io``; or those named."""
     with telling_waits():
-        build_shm_op()
-        CPUAdamBuilder().load()
-        if AsyncIOBuilder().is_compatible(verbose=False):
-            AsyncIOBuilder().load()
+        for name in names or LOADS:
+            LOADS[name]()
 
 
 if __name__ == "__main__":
-    load()
+    if sys.argv[1:]:
+        load(*sys.argv[1:])
+    else:
+        started = [subprocess.Popen([sys.executable, __file__, name]) for name in LOADS]
+        sys.exit(max(abs(process.wait()) for process in started))
