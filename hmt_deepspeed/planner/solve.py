@@ -270,8 +270,11 @@ def _program(
         bases.append(base + fill_seconds(base, num_layers))
 
     def of_class(part: Layer | Head, options: _Columns) -> Columns:
-        by_sites = {"forward": options.forward @ per_unit, "backward": options.backward @ per_unit}
-        by_sites[None] = np.zeros((len(options.choices), len(RESOURCES)))
+        by_sites: dict[str | None, Array] = {
+            "forward": options.forward @ per_unit,
+            "backward": options.backward @ per_unit,
+            None: np.zeros((len(options.choices), len(RESOURCES))),
+        }
         seconds = np.concatenate([by_sites[phase.sites] for phase in of_iteration], axis=1)
         return Columns(
             num_layers=part.count if isinstance(part, Layer) else 1,

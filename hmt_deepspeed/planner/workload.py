@@ -301,9 +301,9 @@ def check_sizes(shape: ModelShape, micro_batch: int, seq_length: int) -> None:
     Raises:
         ValueError: a size below 1, or a sequence longer than the learned positions.
     """
-    for field, value in (("micro_batch", micro_batch), ("seq_length", seq_length)):
+    for name, value in (("micro_batch", micro_batch), ("seq_length", seq_length)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{field} is {value!r}; legal: an integer >= 1. Give that.")
+            raise ValueError(f"{name} is {value!r}; legal: an integer >= 1. Give that.")
     if shape.positions and seq_length > shape.max_length:
         raise ValueError(
             f"seq_length is {seq_length}; legal for {shape.family}: at most {shape.max_length}, its learned "
