@@ -112,7 +112,8 @@ class Advice:
 
     Attributes:
         best: what is recommended: the fastest exact answer that fits, where the request allows what is lossy or
-            nothing exact fits the fastest of all, and where nothing fits the one that overflows least.
+            nothing exact fits the fastest of all, and where nothing fits the one that overflows least. A lossy
+            policy that the request fixes counts as exact: it was asked for.
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
         longest_in_chunks: sequence with FPDT beside the same weights and states, shared by all ranks, every
             layer's input on the device.
@@ -156,7 +157,7 @@ def advise(request: Request) -> Advice:
         ]
         answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
-    best = _recommended(answers, may_be_lossy=request.lossy is not None)
+    best = _recommended(answers, request)
     limited = _as_run(request, best)
     return Advice(
         request,
@@ -168,10 +169,17 @@ def advise(request: Request) -> Advice:
     )
 
 
-def _recommended(answers: Sequence[Answer], may_be_lossy: bool) -> Answer:
+def _recommended(answers: Sequence[Answer], request: Request) -> Answer:
     """See :attr:`Advice.best`; ``answers`` are in order."""
-    exact = (a for a in answers if a.plan is not None and not a.is_lossy)
-    return answers[0] if may_be_lossy else next(exact, answers[0])
+    if request.lossy is not None:
+        return answers[0]
+    exact = (
+        answer
+        for answer in answers
+        if answer.plan is not None
+        and not (answer.mode.is_lossy if request.fixes_lossy else answer.is_lossy)
+    )
+    return next(exact, answers[0])
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down

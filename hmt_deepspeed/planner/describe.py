@@ -158,6 +158,8 @@ def _why(advice: Advice) -> str:
     """The rule by which one was chosen."""
     if advice.request.lossy is not None:
         return " (the fastest of all: --lossy)"
+    if advice.request.fixes_lossy and not advice.best.mode.is_lossy:
+        return " (the fastest with this policy whose states and weights are exact)"
     if advice.best.is_lossy:
         return " (lossy: no exact setup fits)"
     return " (the fastest exact one)"

@@ -11,7 +11,7 @@ from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.problem import Place, RunSetup
 from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices
+from hmt_deepspeed.planner.solve import LOSSY, Allowed, allowed_choices
 from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 
 # What becomes of activations that hmt.activations has no components for.
@@ -77,6 +77,11 @@ class Request:
         if isinstance(self.shape, ListedShape) and not self.shape.is_managed:
             return allowed_choices(machine, None, _ALL_KEPT)
         return allowed_choices(machine, self.lossy, self.fixed)
+
+    @property
+    def fixes_lossy(self) -> bool:
+        """Whether the request itself asks for activations in 8 bits, as the HMT paper's policy does."""
+        return not set(LOSSY).isdisjoint((self.fixed or {}).values())
 
 
 def setups(request: Request) -> Iterator[RunSetup]:

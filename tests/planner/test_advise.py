@@ -23,6 +23,7 @@ from hmt_deepspeed.planner.advise import (
 )
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.describe import describe
 from hmt_deepspeed.planner.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.memory import OptimizerMode
@@ -31,6 +32,7 @@ from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.problem import RunSetup
 from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.sites import PAPER_POLICY
 from hmt_deepspeed.train.models import PRESETS
 
 GIB = 2**30
@@ -116,6 +118,16 @@ def test_lossy_setups_are_listed_and_recommended_where_nothing_exact_fits_or_the
     assert either.best == either.answers[0]
     assert roomy.faster == ((either.best,) if either.best.is_lossy else ())
     assert tight.best.mode == small
+
+
+def test_a_lossy_policy_that_was_asked_for_is_no_reason_to_leave_it() -> None:
+    """Where only what keeps masters on SSDs holds activations exactly, at a hundredth of the speed."""
+    asked = {"modes": (MODE,), "fixed": PAPER_POLICY}
+    advice = advise(request_for(**asked))
+    assert any(answer.is_stock and not answer.is_lossy for answer in advice.answers)
+    assert advice.best == advice.answers[0]
+    assert advice.best.is_lossy
+    assert "the fastest with this policy whose states and weights are exact" in describe(advice)
 
 
 def test_70b_on_one_gpu_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
