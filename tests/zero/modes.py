@@ -18,6 +18,7 @@ BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_thr
 
 # Fields of hmt.optimizer by name of the mode.
 MODES: dict[str, dict[str, Any]] = {
+    "right": LOW_RANK,
     "left": {**LOW_RANK, "projection": "left"},
     "auto": {**LOW_RANK, "projection": "auto"},
     "two_sided": {**LOW_RANK, "projection": "two_sided"},
@@ -51,6 +52,16 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Single moments go with single vectors, whose signs rounding decides: resumed on the same layout only.
+SAME_LAYOUT: dict[str, dict[str, Any]] = {
+    "keep": {**LOW_RANK, "moment_transfer": "keep"},
+    "bf16 states": {**LOW_RANK, "projection": "auto", "state_dtype": "bf16"},
+    "bf16 core": {**LOW_RANK, "projection": "two_sided", "state_dtype": "bf16"},
+    "early refresh": {**LOW_RANK, "update_interval": 50, "energy_threshold": 0.9},
+    "int8": INT8,
+    "int8, factored": {**INT8, "projection": "auto", "second_moment": "factored"},
+}
+
 
 def wide_llama(seed: int = 0) -> nn.Module:
     """A Llama of one layer whose moments at rank 32 have the 4096 elements that int8 states want."""
@@ -65,6 +76,11 @@ def wide_llama(seed: int = 0) -> nn.Module:
     )
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)
+
+
+def model_of(name: str) -> nn.Module:
+    """The smallest model that a mode works on."""
+    return wide_llama(seed=7) if "int8" in name else tiny_llama(layers=1, seed=7)
 
 
 def mode_engine(

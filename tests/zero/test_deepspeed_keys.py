@@ -233,7 +233,7 @@ ELSEWHERE = {
     "optimizer.params": "test_published_configs.py::adam's own keys",
     "zero_allow_untested_optimizer": "test_published_configs.py::zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "test_accelerate.py::zero_force_ds_cpu_optimizer",
-    "zero_optimization.stage": "test_parity.py::stage",
+    "zero_optimization.stage": "test_modes.py::stage",
     "zero_optimization.leaf_module": "test_leaves.py::leaf",
     "zero_optimization.offload_param.max_in_cpu": "test_nvme.py::max_in_cpu",
     "activation_checkpointing": "test_activation_checkpointing.py::partition_activations",

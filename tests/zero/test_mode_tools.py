@@ -15,8 +15,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from harness import Ranks
-from modes import MODES, mode_engine
-from test_mode_checkpoints import SAME_LAYOUT, model_of
+from modes import MODES, SAME_LAYOUT, mode_engine, model_of
 from training import loss_of, micro_batches, tiny_llama, train, weights
 
 NAME = "model.layers.0.mlp.gate_proj.weight"
@@ -128,14 +127,15 @@ def reach_all_columns() -> dict[str, tuple[list[float], list[int], int]]:
 
 
 def redrawn() -> dict[str, Any]:
-    """Next redraws after a step, by ``refresh``; and the metrics of a run without probes."""
+    """Next refreshes after a step, by method and ``refresh``; and the metrics of a run without probes."""
     found: dict[str, Any] = {}
-    for refresh in ("staggered", "together"):
-        options = {"method": "apollo", "update_interval": 14, "refresh": refresh}
-        engine = mode_engine(options, 2)
-        train(engine, 1)
-        found[refresh] = engine.optimizer.schedule.next_refresh
-        engine.destroy()
+    low_rank = {"rank": 8, "max_full_gradient_bytes": 10**7}
+    for method, options in (("apollo", {"method": "apollo"}), ("low rank", low_rank)):
+        for refresh in ("staggered", "together"):
+            engine = mode_engine({**options, "update_interval": 14, "refresh": refresh}, 2)
+            train(engine, 1)
+            found[method, refresh] = engine.optimizer.schedule.next_refresh
+            engine.destroy()
     engine = mode_engine({**FIXED, "residual": "none", "probes": 0}, 2, gradient_clipping=0)
     train(engine, 2)
     found["no probes"] = engine.optimizer.metrics()
@@ -322,12 +322,11 @@ def test_state_bytes_shrink_with_the_state_dtype(described: Any) -> None:
             assert int(row["state bytes"].replace(",", "")) < 2.1 * numel
 
 
-def test_apollo_redraws_all_together_and_no_energy_is_told_that_nobody_measured(
-    ranks: Ranks,
-) -> None:
+def test_refreshes_are_spread_and_no_energy_is_told_that_nobody_measured(ranks: Ranks) -> None:
     found = ranks.run(redrawn, 1)[0]
-    assert set(found["together"]) == {14}
-    assert sorted(found["staggered"]) == [2, 4, 6, 8, 10, 12, 14]
+    for method in ("apollo", "low rank"):
+        assert set(found[method, "together"]) == {14}, method
+        assert sorted(found[method, "staggered"]) == [2, 4, 6, 8, 10, 12, 14], method
     assert found["no probes"]["captured_energy_per_matrix"] == {}
     assert found["no probes"]["mean_captured_energy"] is None
 
