@@ -1,4 +1,4 @@
-"""Every pair of features in some run: it trains as its plain twin does, or the pair is refused at start.
+"""Every pair of features in some run: it trains as its plain twin on one rank, or the pair is refused at start.
 
 The rows were chosen so that together they hold every pair of values that is not refused; a test counts.
 """
@@ -47,6 +47,14 @@ ROWS: list[tuple[Any, ...]] = [
     (1, 1, 1, "fp16", "adamw", "paper", "none", False, False, True),
     (2, 2, 1, "fp32", "two_sided", "paper", "cpu", False, True, False),
 ]
+# Whoever updates states in host memory, beside what moves or cuts activations; hmt.offload.overlap.
+OVERLAPS: list[tuple[tuple[Any, ...], str]] = [
+    ((2, 1, 1, "fp32", "lowrank", "swap_ssd", "cpu", True, False, False), "none"),
+    ((2, 2, 1, "fp32", "lowrank", "swap_ssd", "cpu", False, False, False), "backward"),
+    ((2, 2, 1, "fp32", "lowrank", "swap_ssd", "cpu", True, False, False), "backward"),
+    ((2, 3, 1, "fp32", "lowrank", "swap_ssd", "cpu", False, False, False), "forward"),
+    ((2, 3, 1, "fp32", "lowrank", "swap_ssd", "cpu", True, False, False), "forward"),
+]
 # fmt: on
 REFUSED: dict[tuple[tuple[str, Any], tuple[str, Any]], str] = {
     (
@@ -63,7 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "apollo": {"method": "apollo", "rank": 4},
     "adamw": {"method": "adamw"},
 }
-STEPS = 6  # with refreshes, and steps without
+STEPS = 5  # with refreshes, and steps without
 # One rounding of bf16 is 2^-8; a loss of about 4 that was computed in another order may differ by so much, and an
 # 8-bit activation by a percent of it.
 TOLERANCE = {"bf16": 2**-7, "fp16": 2**-7, "fp32": 2e-3}
@@ -86,6 +94,7 @@ def config_of(row: dict[str, Any], plain: bool) -> dict[str, Any]:
     if row["offload"] != "none":
         path = {"nvme_path": folder} if row["offload"] == "nvme" else {}
         config["zero_optimization"]["offload_optimizer"] = {"device": row["offload"], **path}
+        hmt["offload"] = {"overlap": row["overlap"]}
     if row["fpdt"]:
         hmt["fpdt"] = {"enabled": True, "chunk_size": 5}
     if row["basis_cache"]:
@@ -106,24 +115,33 @@ def activations_of(choice: str, in_chunks: bool, folder: str) -> dict[str, Any]:
     return {"policy": held, "nvme_path": folder, "host_memory": 2**20}
 
 
-def trained(row: dict[str, Any]) -> dict[str, Any]:
+def allow_fp16() -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
+
+
+def twins() -> dict[tuple[str, str], dict[str, Any]]:
+    """Runs of all precisions and methods on one rank, with nothing else."""
+    allow_fp16()
     found = {}
-    for name in ("plain", "together"):
-        config = config_of(row, plain=name == "plain")
-        engine = make_engine(config, tiny_llama(use_cache=False))
-        found[name] = result(engine, train(engine, STEPS))
+    for precision, method in itertools.product(FEATURES["precision"], FEATURES["method"]):
+        row = {"stage": 1, "accumulation": 1, "precision": precision, "method": method}
+        engine = make_engine(config_of(row, plain=True), tiny_llama(use_cache=False))
+        found[precision, method] = result(engine, train(engine, STEPS))
         engine.destroy()
     return found
 
 
+def together(row: dict[str, Any]) -> dict[str, Any]:
+    allow_fp16()
+    engine = make_engine(config_of(row, plain=False), tiny_llama(use_cache=False))
+    return result(engine, train(engine, STEPS))
+
+
 def built(row: dict[str, Any]) -> str:
     """What building it is refused with."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True
+    allow_fp16()
     try:
         make_engine(config_of(row, plain=False), tiny_llama(use_cache=False))
     except ValueError as error:
@@ -147,22 +165,34 @@ def test_every_pair_is_in_a_row_or_refused() -> None:
     assert not tried & set(REFUSED)
 
 
-@pytest.mark.parametrize("values", ROWS, ids=lambda row: " ".join(map(str, row)))
-def test_together_is_as_apart(ranks: Ranks, tmp_path: Any, values: tuple[Any, ...]) -> None:
-    row = dict(zip(FEATURES, values, strict=True)) | {"folder": str(tmp_path)}
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> dict[tuple[str, str], dict[str, Any]]:
+    return ranks.run(twins, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "overlap"),
+    [*((row, "auto") for row in ROWS), *OVERLAPS],
+    ids=lambda row: row if isinstance(row, str) else " ".join(map(str, row)),
+)
+def test_together_is_as_apart(
+    ranks: Ranks, plain: Any, tmp_path: Any, values: tuple[Any, ...], overlap: str
+) -> None:
+    row = dict(zip(FEATURES, values, strict=True)) | {"folder": str(tmp_path), "overlap": overlap}
     exact = row["precision"] == "fp32" and row["activations"] != "paper"
-    for found in ranks.run(trained, row["world"], row):
-        plain, together = found["plain"], found["together"]
-        assert plain["losses"][-1] < plain["losses"][0]
+    twin = plain[row["precision"], row["method"]]
+    assert twin["losses"][3] < twin["losses"][0]  # on the same batch
+    for found in ranks.run(together, row["world"], row):
         if exact:
-            assert_same(plain, together)
+            assert_same(twin, found)
         else:
             tolerance = TOLERANCE[row["precision"]]
-            assert together["losses"] == pytest.approx(plain["losses"], rel=tolerance)
+            assert found["losses"] == pytest.approx(twin["losses"], rel=tolerance)
     assert (tmp_path / "snapshots" / "latest").exists() == row["snapshot"]
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " ".join(f"{k}={v}" for k, v in pair))
 def test_a_refused_pair_says_why(ranks: Ranks, tmp_path: Any, pair: Any) -> None:
-    row = {name: values[0] for name, values in FEATURES.items()} | {"folder": str(tmp_path)}
+    row = {name: values[0] for name, values in FEATURES.items()}
+    row |= {"folder": str(tmp_path), "overlap": "auto"}
     assert re.search(REFUSED[pair], ranks.run(built, 1, row | dict(pair))[0], re.DOTALL)
