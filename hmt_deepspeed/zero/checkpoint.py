@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
 
 __all__ = [
-    "atomic_engine",
+    "AtomicCheckpointEngine",
     "check_folder",
     "commit",
     "common_state",
@@ -78,20 +78,6 @@ def common_state(engine: HMTEngine, module: dict[str, Any], save_frozen: bool) -
         for key, value in state.items()
         if value is not None  # the loader asks whether it is there
     }
-
-
-def atomic_engine(stock: Any, config: Any) -> AtomicCheckpointEngine:
-    """Replace DeepSpeed's default checkpoint engine by the atomic one.
-
-    Raises:
-        ValueError: when the config chose another engine, whose files we could not verify.
-    """
-    if stock.__class__.__name__ != "TorchCheckpointEngine":
-        raise ValueError(
-            f"checkpoint: the config selects {stock.__class__.__name__}, which HMT does not support. "
-            "Remove the checkpoint writer (or nebula) section to use the default engine."
-        )
-    return AtomicCheckpointEngine(config)
 
 
 def saving_tag(tag: str) -> str:

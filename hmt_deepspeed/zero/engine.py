@@ -483,9 +483,7 @@ class HMTEngine(InferenceEngine):
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if self.hmt_enabled:
-            self.checkpoint_engine: Any = checkpoint.atomic_engine(
-                self.checkpoint_engine, self._config
-            )
+            self.checkpoint_engine: Any = checkpoint.AtomicCheckpointEngine(self._config)
 
     def save_checkpoint(
         self,
