@@ -12,7 +12,7 @@ from hmt_deepspeed.config.activations import (
     ActivationsConfig,
     activation_conflicts,
 )
-from hmt_deepspeed.config.conflicts import conflict_problems, snapshot_conflicts
+from hmt_deepspeed.config.conflicts import conflict_problems, fpdt_conflicts, snapshot_conflicts
 from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
@@ -294,6 +294,13 @@ class FpdtConfig(StrictModel):
         "part of every chunk.",
     )
 
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> FpdtConfig:
+        conflicts = fpdt_conflicts({key: getattr(self, key) for key in self.model_fields_set})
+        if conflicts:
+            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
+        return self
+
 
 class OffloadConfig(StrictModel):
     """`hmt.offload`: how the work on states in host memory or on an SSD goes beside the device's."""
@@ -446,6 +453,7 @@ class HMTConfig(StrictModel):
         for section, find in (
             ("optimizer", conflicts_of),
             ("activations", activation_conflicts),
+            ("fpdt", fpdt_conflicts),
             ("snapshot", snapshot_conflicts),
         ):
             prefix = f"{BLOCK_NAME}.{section}"

@@ -196,9 +196,14 @@ def test_a_plan_is_a_policy_that_computes_everything_again_until_it_is_made():
             "hmt.activations.policy",
             "turn hmt.fpdt off",
         ),
+        (
+            {"fpdt": {"chunk_size": 4096}},
+            "hmt.fpdt.chunk_size",
+            'Nothing runs in chunks without "enabled"',
+        ),
     ],
 )
-def test_planner_problems(block, key, words):
+def test_sections_that_nothing_would_follow(block, key, words):
     with pytest.raises(ValueError, match="1 problem") as caught:
         HMTConfig.from_block(block)
     assert f"{key}: " in str(caught.value)
