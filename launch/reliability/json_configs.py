@@ -230,8 +230,11 @@ def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
         zero.pop(key, None)
     for key in ("torch_autocast", "tensor_parallel"):
         config.pop(key, None)
-    if block.get("fpdt", {}).get("enabled"):
+    fpdt = block.get("fpdt", {})
+    if fpdt.get("enabled"):
         block.pop("activations", None)
+    if fpdt and "enabled" not in fpdt:
+        block.pop("fpdt")
     snapshot = block.get("snapshot", {})
     if ("path" in snapshot) != (snapshot.get("interval", 0) > 0):
         block.pop("snapshot")
