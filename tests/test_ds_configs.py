@@ -93,7 +93,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "moved": furthest(model_weights(engine), start),
             "matrices": len(engine.optimizer.low_rank),
             "masters": engine.optimizer.metrics()["master_weight_bytes"],
-            "int8": "(int8)" in engine.optimizer.describe(),
+            "int8": "int8 weights" in engine.optimizer.describe(),
             "dtype": engine.optimizer.settings.model_dtype,
             "clip": engine.gradient_clipping(),
             "lr": engine.get_lr()[0],

@@ -26,7 +26,7 @@ from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import quantize
 from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.zero import statistics
+from hmt_deepspeed.zero import start_table, statistics
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.basis_cache import check_cache
@@ -114,7 +114,7 @@ def dry_run(
         held: dict[str, int] = {}
         if resolved is not None:
             planned = _optimizer(engine, resolved, ranks)
-            tables.append(statistics.describe(planned))
+            tables.append(start_table.describe(planned))
             held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
             tables.append(_activations(config, hmt, engine.module))
@@ -223,7 +223,7 @@ class _Host(HostWorker):
 
 
 def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
-    """What :func:`statistics.describe` reads of an optimizer."""
+    """What :func:`start_table.describe` reads of an optimizer."""
     settings, model, options = zero_settings(engine, resolved), engine.module, resolved.options
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = HMT(trainable, **(engine._config.optimizer_params or {})).param_groups

@@ -29,7 +29,7 @@ from hmt_deepspeed.optim.linear import patch_linear, unpatch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.sharing import regroup, share_bases
-from hmt_deepspeed.zero import checkpoint_state, state_access, statistics
+from hmt_deepspeed.zero import checkpoint_state, start_table, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Placed, ZeroSettings, build_entries, build_schedule
@@ -410,7 +410,7 @@ class HMTZeroOptimizer(OptimizerInterface):
 
     def describe(self) -> str:
         """The start table: per group of parameters rule, rank, bytes, masters, shard."""
-        return statistics.describe(self)
+        return start_table.describe(self)
 
     def offload_states(
         self,

@@ -1,25 +1,21 @@
-"""Numbers and the start table of a :class:`~hmt_deepspeed.zero.optimizer.HMTZeroOptimizer`."""
+"""Numbers of a :class:`~hmt_deepspeed.zero.optimizer.HMTZeroOptimizer`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
-from hmt_deepspeed.report.metrics import format_table
-from hmt_deepspeed.zero.basis_cache import basis_metrics, describe_bases
+from hmt_deepspeed.zero.basis_cache import basis_metrics
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
-from hmt_deepspeed.zero.host_states import RamStates
 from hmt_deepspeed.zero.host_weight import HostWeight
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.entries import Entry
     from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 
-__all__ = ["describe", "metrics", "stock_communication_bytes"]
+__all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
 
 
 def state_bytes(entry: Entry) -> int:
@@ -110,103 +106,6 @@ def _ssd_numbers(optimizer: HMTZeroOptimizer) -> dict[str, int]:
         "ssd_bytes_read": ssd.counters.bytes_in,
         "ssd_bytes_written": ssd.counters.bytes_out,
     }
-
-
-def describe(optimizer: HMTZeroOptimizer) -> str:
-    """One line per kind of parameter in each group: nothing is silently dense."""
-    kinds: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
-    numbers = {id(g): i for i, g in enumerate(optimizer.param_groups)}
-    for entry in optimizer.entries:
-        shape = "any" if entry.matrix is None else "x".join(map(str, entry.assignment.shape))
-        kind = (
-            numbers[id(entry.group)],
-            entry.assignment.rule,
-            _projection(entry),
-            shape,
-            _rank(entry),
-            _backward(entry),
-            _state_dtype(entry, optimizer.options["state_dtype"]),
-            entry.weight.kind,
-            _placement(optimizer, entry),
-            entry.assignment.reason or "linear",
-        )
-        kinds[kind].append(entry)
-    rows = []
-    for (*leading, backward, dtype, kept, placement, reason), entries in kinds.items():
-        group, rule, projection, shape, rank = leading
-        numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
-        held = sum(e.weight.weight_bytes() for e in entries)
-        masters = sum(e.weight.master_bytes() for e in entries)
-        counts = [len(entries), f"{numel:,}"]
-        states = [f"{held:,} ({kept})", dtype, f"{sum(map(state_bytes, entries)):,}"]
-        states += [f"{masters:,}" if masters else _masters_kind(entries[0]), placement]
-        rows.append([group, rule, projection, shape, *counts, rank, backward, *states, reason])
-    headers = ["group", "rule", "projection", "shape", "tensors", "elements", "rank", "backward"]
-    headers += ["weight bytes", "states", "state bytes", "master bytes", "shard", "because"]
-    title = f"hmt: ZeRO stage {optimizer.settings.stage}, {optimizer.collectives.world} ranks, bytes per rank"
-    lines = [title, format_table(rows, headers)]
-    if optimizer.host is not None:
-        assert optimizer.settings.host is not None
-        overlap = optimizer.settings.host.overlap
-        lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
-    if optimizer.bases.cache is not None:
-        lines.append(describe_bases(optimizer.bases, optimizer.low_rank))
-    return "\n".join(lines)
-
-
-def _projection(entry: Entry) -> str:
-    """The projected side; of a matrix whose rule chose it, the one it chose."""
-    settings = entry.assignment.settings
-    if settings is None or entry.matrix is None:
-        return "-"
-    if settings.projection == "two_sided" and not settings.is_apollo:
-        return "two-sided"
-    side = "left" if entry.matrix.transposed else "right"
-    return f"{side}, random" if entry.matrix.redraws else side
-
-
-def _rank(entry: Entry) -> str:
-    """The rank, or the candidates that it is chosen from, and the one that the matrix is too narrow for."""
-    matrix, settings = entry.matrix, entry.assignment.settings
-    if matrix is None or settings is None:
-        return "-"
-    first, last = matrix.candidates[0], matrix.candidates[-1]
-    chosen = f"{first}..{last}" if first < last else str(first)
-    wanted = settings.lowered_from(*matrix.shape)
-    return chosen if wanted is None else f"{chosen} (lowered from {wanted})"
-
-
-def _backward(entry: Entry) -> str:
-    if entry.matrix is None:
-        return "-"
-    return "projected" if entry.gradient.site is not None else "full gradient"
-
-
-def _state_dtype(entry: Entry, wanted: str) -> str:
-    """Storage of the moments; small tensors stay in fp32, and the table says so."""
-    if entry.matrix is not None:
-        stored = entry.matrix.moments.dtype
-    else:
-        assert entry.dense_state is not None
-        stored = entry.dense_state[0].dtype
-    if stored != wanted:
-        stored = f"{stored} (under {MIN_INT8_ELEMENTS} elements)"
-    settings = entry.assignment.settings
-    factored = settings is not None and settings.is_factored
-    return f"{stored}, factored" if factored else stored
-
-
-def _masters_kind(entry: Entry) -> str:
-    return "weights are fp32" if entry.weight.has_master else "none"
-
-
-def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
-    world, stage = optimizer.collectives.world, optimizer.settings.stage
-    part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
-    if not isinstance(entry.weight, HostWeight):
-        return part
-    home = "host" if isinstance(entry.weight.states, RamStates) else "SSD"
-    return f"{part}, on {home}" if entry.matrix is None else f"{part}, masters on {home}"
 
 
 def _size(dtype: torch.dtype) -> int:

@@ -18,6 +18,8 @@ from harness import Ranks
 from modes import MODES, SAME_LAYOUT, mode_engine, model_of
 from training import loss_of, micro_batches, tiny_llama, train, weights
 
+from hmt_deepspeed.zero.start_table import StartRow, start_rows
+
 NAME = "model.layers.0.mlp.gate_proj.weight"
 FIXED = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**9, "scale": 1.0}
 TOOLS: dict[str, dict[str, Any]] = {
@@ -91,7 +93,7 @@ def ordinary_gradient(name: str) -> torch.Tensor:
     return dict(model.named_parameters())[NAME].grad
 
 
-def tables() -> dict[str, tuple[str, dict[str, Any]]]:
+def tables() -> dict[str, tuple[list[StartRow], str, dict[str, Any]]]:
     """Start table and metrics of every mode."""
     found = {}
     for name in [*MODES, "int8", "bf16", "small"]:
@@ -99,9 +101,9 @@ def tables() -> dict[str, tuple[str, dict[str, Any]]]:
         if name == "small":
             options = {**MODES["apollo"], "state_dtype": "int8"}
         engine = mode_engine(options, 2, model=model_of(name))
-        table = engine.optimizer.describe()
+        table = (start_rows(engine.optimizer), engine.optimizer.describe())
         train(engine, 1)
-        found[name] = (table, engine.optimizer.metrics())
+        found[name] = (*table, engine.optimizer.metrics())
         engine.destroy()
     return found
 
@@ -254,56 +256,68 @@ def test_full_gradient_is_the_mean_or_its_part_inside_the_basis(
 
 
 @pytest.fixture(scope="module")
-def described(ranks: Ranks) -> dict[str, tuple[str, dict[str, Any]]]:
+def described(ranks: Ranks) -> dict[str, tuple[list[StartRow], str, dict[str, Any]]]:
     return ranks.run(tables, 1)[0]
 
 
-def rows_of(table: str) -> list[dict[str, str]]:
-    """Rows of a start table by header."""
-    lines = table.splitlines()
-    starts = [i for i, c in enumerate(lines[2]) if c == "-" and (i == 0 or lines[2][i - 1] == " ")]
-    ends = [*starts[1:], None]
-    cut = [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in lines[1:]]
-    return [dict(zip(cut[0], row, strict=True)) for row in cut[2:]]
-
-
 def test_the_start_table_names_rule_side_rank_and_states(described: Any) -> None:
-    def column(name: str, key: str, **having: str) -> set[str]:
-        rows = rows_of(described[name][0])
-        chosen = [r for r in rows if all(r[k] == v for k, v in having.items())]
-        assert chosen, (name, having)
-        return {row[key] for row in chosen if row["rule"] != "adamw"}
+    def words(name: str, shape: str | None = None, rule: str = "") -> list[StartRow]:
+        rows = [row for row in described[name][0] if shape in (None, row.shape)]
+        chosen = [row for row in rows if rule in row.treatment[0] and row.shape != "any"]
+        assert chosen, (name, shape)
+        return chosen
 
-    assert column("left", "projection") == {"left"}
-    assert column("auto", "projection", shape="40x77") == {"left"}
-    assert column("auto", "projection", shape="77x40") == {"right"}
-    assert column("two_sided", "projection") == {"two-sided"}
-    assert column("apollo", "projection", shape="20x40") == {"left, random"}
-    assert column("random", "projection") == {"right, random"}
-    assert column("left", "rank") == {"4..16"}
-    assert column("random", "rank") == {"8"}
-    assert column("apollo", "rank", shape="77x40") == {"10"}
-    assert column("apollo_mini", "rank") == {"1"}
-    assert column("apollo_mini", "rule") == {"apollo_mini"}
-    assert column("full residual", "backward") == {"full gradient"}
-    assert column("left", "backward") == {"projected"}
-    assert column("bf16", "states") == {"bf16"}
-    assert column("factored", "states") == {"fp32, factored"}
-    assert column("int8", "states") == {"int8"}
-    assert column("small", "states") == {"fp32 (under 4096 elements)"}
-    dense = [row for row in rows_of(described["int8"][0]) if row["rule"] == "adamw"]
-    assert {row["states"] for row in dense} == {"int8", "fp32 (under 4096 elements)"}
-    rules = rows_of(described["module_rules"][0])
-    assert {row["rule"] for row in rules} == {"adamw", "apollo", "lowrank_adamw"}
-    assert "module_rules 'o_proj'" in {row["because"] for row in rules}
-    assert {"two-sided", "right", "right, random", "-"} == {row["projection"] for row in rules}
-    assert {"6", "4..16"} <= {row["rank"] for row in rules}
+    def said(name: str, text: str, **having: str) -> bool:
+        return all(text in row.treatment for row in words(name, **having))
+
+    assert said("left", "projection left")
+    assert said("auto", "projection left", shape="40x77")
+    assert said("auto", "projection right", shape="77x40")
+    assert said("two_sided", "projection two-sided")
+    assert said("apollo", "projection left", shape="20x40")
+    assert said("apollo", "random basis")
+    assert said("random", "projection right")
+    assert said("random", "random basis")
+    assert not said("left", "random basis")
+    assert {row.rank for row in words("left")} == {"4..16"}
+    assert {row.rank for row in words("random")} == {"8"}
+    assert {row.rank for row in words("apollo", shape="77x40")} == {"10"}
+    assert {row.rank for row in words("apollo_mini")} == {"1"}
+    assert said("apollo_mini", "apollo_mini")
+    assert said("full residual", "full gradient")
+    assert said("left", "projected backward")
+    assert said("bf16", "bf16 states")
+    assert said("factored", "fp32 states, factored")
+    assert said("int8", "int8 states")
+    assert said("small", "fp32 states (under 4096 elements)")
+    dense = [row for row in described["int8"][0] if row.shape == "any"]
+    states = [{w for w in row.treatment if "states" in w} for row in dense]
+    assert {"int8 states"} in states
+    assert {"fp32 states (under 4096 elements)"} in states
+    rules = described["module_rules"][0]
+    first = {row.treatment[0] for row in rules}
+    assert {"adamw: module_rules 'o_proj'", "apollo", "lowrank_adamw"} <= first
+    assert {"6", "4..16"} <= {row.rank for row in rules}
+
+
+def test_the_start_table_fits_80_columns_and_says_of_all_what_is_true_of_all(
+    described: Any,
+) -> None:
+    for name, (rows, table, metrics) in described.items():
+        lines = table.splitlines()
+        assert max(map(len, lines)) <= 80, name
+        for row in rows:
+            for words in row.treatment:
+                assert words in table, (name, words)
+        assert sum(row.weight_bytes for row in rows) == metrics["weight_bytes"], name
+    title = described["left"][1].splitlines()[0]
+    assert title == "hmt: ZeRO stage 2, 1 ranks, bytes per rank; fp32 weights; fp32 states; whole"
 
 
 def test_metrics_have_the_same_keys_in_every_mode(described: Any) -> None:
-    keys = {tuple(sorted(metrics)) for _, metrics in described.values()}
+    keys = {tuple(sorted(metrics)) for *_, metrics in described.values()}
     assert len(keys) == 1
-    for name, (_, metrics) in described.items():
+    for name, (*_, metrics) in described.items():
         apollo = "apollo" in name or name == "small"
         assert (metrics["mean_captured_energy"] is None) == apollo, name
         assert len(metrics["rank_per_matrix"]) >= 7
@@ -311,15 +325,15 @@ def test_metrics_have_the_same_keys_in_every_mode(described: Any) -> None:
         assert measured.keys() <= metrics["rank_per_matrix"].keys()
         assert all(0 <= energy <= 1.001 for energy in measured.values()), name
         assert metrics["low_rank_state_bytes"] <= metrics["optimizer_state_bytes"]
-    assert len(described["module_rules"][1]["captured_energy_per_matrix"]) == 7
+    assert len(described["module_rules"][2]["captured_energy_per_matrix"]) == 7
 
 
 def test_state_bytes_shrink_with_the_state_dtype(described: Any) -> None:
-    lines = rows_of(described["int8"][0])
-    for row in lines:
-        if row["states"] == "int8" and row["rule"] == "adamw":
-            numel = int(row["elements"].replace(",", ""))
-            assert int(row["state bytes"].replace(",", "")) < 2.1 * numel
+    dense = [row for row in described["int8"][0] if row.shape == "any"]
+    in_int8 = [row for row in dense if "int8 states" in row.treatment]
+    assert in_int8
+    for row in in_int8:
+        assert row.state_bytes < 2.1 * row.weight_bytes / 4  # of fp32 weights
 
 
 def test_refreshes_are_spread_and_no_energy_is_told_that_nobody_measured(ranks: Ranks) -> None:
