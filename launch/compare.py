@@ -4,12 +4,14 @@
     python launch/compare.py final                    the best of them, seeds 0 1 2
     python launch/compare.py finetune                 from a checkpoint that it pretrains itself
     python launch/compare.py speed                    their step times, in one process
-    python launch/compare.py report                   CSV, JSON, Markdown and plots of what there is
+    python launch/compare.py report                   Markdown, CSV, JSON and pictures of what there is
+    python launch/compare.py merge --cells FILE       add the cells.jsonl.xz of another machine
     python launch/compare.py table                    the README's: finals and fine-tuning against AdamW
 
-Every run is a cell: launch/results/compare/cells/KEY.json. A finished cell is not run again and an
-interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on
-another machine: each cell names its own. Step times are kept apart, one file a machine.
+Every run is a cell: one line of launch/results/compare/cells.jsonl.xz. A finished cell is not run again and
+an interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on
+another machine: each cell names its own. Step times are kept apart, one file a machine. The report is
+report.md beside the cells; its CSV, JSON and pictures are in runs/compare/report.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=(*TRAINS, "speed", "report", "table"))
+    parser.add_argument("stage", choices=(*TRAINS, "speed", "report", "merge", "table"))
     add = parser.add_argument
     add(
         "--variants",
@@ -72,7 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--budget_minutes", type=float, help="stop between two steps when they are over")
     add("--save_steps", type=int, default=100, help="steps between two checkpoints of a cell")
     add("--output", type=Path, help=f"folder of the results, {RESULTS / 'compare'}")
-    add("--runs", type=Path, default=ROOT / "runs" / "compare", help="of unfinished cells")
+    add(
+        "--runs",
+        type=Path,
+        default=ROOT / "runs" / "compare",
+        help="folder of unfinished cells and of the report's pictures",
+    )
+    add("--cells", type=Path, help="with merge: another machine's cells.jsonl.xz")
     add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
     add("--only", help=argparse.SUPPRESS)  # the cell of a child process
     return parser
@@ -83,6 +91,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.model == "toy" and args.output is None:
         parser.error("--model toy needs --output: toy numbers do not belong among the results")
+    if (args.stage == "merge") != (args.cells is not None):
+        parser.error("merge needs --cells FILE, and no other stage takes it")
     return args
 
 
@@ -133,14 +143,17 @@ def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     folder = args.output or RESULTS / "compare"
     store = Store(folder, args.runs)
-    speed = folder / f"speed-{machine_slug(machine())}.json"
     if args.stage == "report":
-        print(write_report(store, speed))
+        print(write_report(store))
+        return 0
+    if args.stage == "merge":
+        print(*store.merge(args.cells), sep="\n")
         return 0
     if args.stage == "table":
         print(headline(store))
         return 0
     if args.stage == "speed":
+        speed = folder / f"speed-{machine_slug(machine())}.json"
         names = select(args.variants, "speed")
         setting = make_setting(args)
         data = pretraining_text(setting, args.cache_dir)

@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import lzma
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,32 +125,50 @@ class Cell:
 
 
 class Store:
-    """Results (one small JSON a cell, committed) and running state (ignored by git).
+    """Results (one file of finished cells, committed) and running state (ignored by git).
 
     Args:
         results: the comparison's folder, shared by machines: every cell names its own.
-        runs: checkpoints of unfinished cells and the weights of base models.
+        runs: checkpoints of unfinished cells, the weights of base models and the report's pictures.
     """
 
     def __init__(self, results: Path, runs: Path) -> None:
         self.results, self.runs = results, runs
-
-    def path(self, cell: Cell) -> Path:
-        return self.results / "cells" / f"{cell.key}.json"
+        self.cells = results / "cells.jsonl.xz"
 
     def is_finished(self, cell: Cell) -> bool:
         """A skipped cell is asked again; a base model is finished while its weights are there."""
-        record = read_json(self.path(cell))
+        record = read_cells(self.cells).get(cell.key)
         done = record is not None and "skipped" not in record
         return done and (cell.stage != "base" or self.weights(cell.key).is_file())
 
     def write(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        write_rows(self.path(cell), {"key": cell.key, **cell.record(), **result})
+        add_cells(self.cells, [{"key": cell.key, **cell.record(), **result}])
+
+    def merge(self, other: Path) -> list[str]:
+        """Add another machine's file of cells; returns the keys that were added.
+
+        A finished cell of this store stays, as one that is finished is not run again; a skipped one gives
+        way to one that another machine could run.
+
+        Raises:
+            ValueError: there is no such file, or it is damaged.
+        """
+        if not other.is_file():
+            raise ValueError(f"{other} is no file: give the cells.jsonl.xz of the other machine")
+        here = read_cells(self.cells)
+        found = {
+            key: record
+            for key, record in read_cells(other).items()
+            if key not in here or ("skipped" in here[key] and "skipped" not in record)
+        }
+        if found:
+            add_cells(self.cells, found.values())
+        return list(found)
 
     def records(self) -> list[dict[str, Any]]:
-        """Every record in the store, finished or skipped."""
-        found = (read_json(path) for path in sorted((self.results / "cells").glob("*.json")))
-        return [record for record in found if record is not None]
+        """Every record in the store by its key, finished or skipped."""
+        return list(read_cells(self.cells).values())
 
     def checkpoint(self, cell: Cell) -> Path:
         return self.runs / cell.key / "checkpoint.pt"
@@ -170,6 +189,57 @@ class Store:
                 yield False
                 return
             yield True
+
+
+# -- the file of finished cells ---------------------------------------------------------------------
+
+
+def read_cells(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of a file of cells by their key, in its order; none where there is no file.
+
+    Raises:
+        ValueError: the file is truncated or not one that :func:`add_cells` wrote.
+    """
+    return {key: json.loads(line) for key, line in _read_lines(path).items()}
+
+
+def add_cells(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add records to a file of cells, each in place of the one of its key, if there is one.
+
+    The file is compressed JSON, one line a cell, sorted by key, so that the same cells are the same bytes.
+    Other cells' lines stay as they are. Processes add in turn, under a lock beside the file; it is
+    replaced whole, so that one that is killed on the way leaves the file as it was.
+
+    Raises:
+        ValueError: as :func:`read_cells`; the file is left as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = _read_lines(path)
+        lines |= {record["key"]: json.dumps(plain(record)) for record in records}
+        text = "".join(f"{lines[key]}\n" for key in sorted(lines))
+        # One name for all: what a killed process left is overwritten.
+        temporary = path.with_name(f".{path.name}.tmp")
+        with open(temporary, "wb") as file:
+            file.write(lzma.compress(text.encode()))
+            file.flush()
+            os.fsync(file.fileno())  # all results are in this file: a power cut must not empty it
+        os.replace(temporary, path)
+
+
+def _read_lines(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    try:
+        lines = lzma.decompress(path.read_bytes()).decode().splitlines()
+        found = {json.loads(line)["key"]: line for line in lines}
+    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or not a file of cells ({error}): take it from git again with "
+            f"`git checkout -- {path}`, or from a copy; without it every cell would be run again"
+        ) from error
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

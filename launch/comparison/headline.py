@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from comparison.cells import Store, read_json
-from comparison.report import summaries
+from comparison.cells import Store
+from comparison.report import newest_speed, summaries
 from comparison.stages import BASELINE
 
 STAGES = {"final": "pretraining", "finetune": "fine-tuning"}
@@ -31,7 +30,7 @@ def headline(store: Store) -> str:
     Raises:
         ValueError: no final and no fine-tuning has finished.
     """
-    speed = _newest_speed(store.results)
+    speed = newest_speed(store.results)
     largest: dict[str, Mapping[str, Any]] = {}
     for experiment in sorted(summaries(store.records(), speed), key=_num_variants):
         largest[experiment["stage"]] = experiment
@@ -45,16 +44,6 @@ def headline(store: Store) -> str:
 
 def _num_variants(experiment: Mapping[str, Any]) -> int:
     return len(experiment["variants"])
-
-
-def _newest_speed(folder: Path) -> Mapping[str, Any]:
-    """Speeds are compared within one machine: the file that was measured into last."""
-    files = [found for path in folder.glob("speed-*.json") if (found := read_json(path))]
-    return max(files, key=_measured_at, default={})
-
-
-def _measured_at(speed: Mapping[str, Any]) -> str:
-    return max(own.get("measured_at", "") for own in speed.values())
 
 
 def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""What the cells found: one row a cell (CSV), one line a variant (JSON, Markdown), plots."""
+"""What the cells found: one row a cell (CSV), one line a variant (JSON, Markdown), pictures."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ HEADERS = (
 )
 HEAD = """# compare
 
-Written by `python launch/compare.py report` from `cells/*.json`. An experiment is named after the stage, \
-the tokens of a run, and a digest of setting, text and starting point; one line is \
-`python launch/compare.py STAGE --variants VARIANT --lrs LR --seeds SEEDS`.
+Written by `python launch/compare.py report` from `cells.jsonl.xz`, with pictures of every experiment (losses, \
+memory, ranks), one row a cell (`cells.csv`) and the lines below as JSON (`report.json`) in `runs/compare/report`. \
+An experiment is named after the stage, the tokens of a run, and a digest of setting, text and starting point; one \
+line is `python launch/compare.py STAGE --variants VARIANT --lrs LR --seeds SEEDS`.
 """
 NOTES = (
     "moments: bytes of the moments on the matrices as a share of AdamW's; with bases: the same and "
@@ -104,16 +105,19 @@ NOTES = (
     "host RAM: most resident bytes of the process, on a CPU the peak memory; PCIe: bytes that the "
     "training loop copied to and from the device in the whole run, blank where there is none.",
     "lr: `*` marks the lowest or highest rate that was tried: the best may lie beyond.",
-    "tokens/s and step times: `speed` measures all variants in alternation; `~` marks a variant it "
-    "has not measured, whose time is the training run's own, beside whatever else the machine did.",
+    "tokens/s and step times: `speed` measures all variants in alternation, and these are of the machine "
+    "that it ran on last; `~` marks a variant it has not measured there, whose time is the training run's "
+    "own, beside whatever else the machine did.",
 )
 
 
-def write_report(store: Store, speed_file: Path) -> Path:
-    """Write cells.csv, report.json, report.md and the plots beside the cells; returns the folder.
+def write_report(store: Store) -> Path:
+    """Write report.md beside the cells, and beside the unfinished runs the folder `report`.
 
-    Args:
-        speed_file: what :func:`measure_speed` wrote on this machine, if it did.
+    That folder, which git ignores, has cells.csv, report.json and the pictures.
+
+    Returns:
+        The folder of the pictures.
 
     Raises:
         ValueError: no cell has finished.
@@ -123,16 +127,33 @@ def write_report(store: Store, speed_file: Path) -> Path:
         raise ValueError(
             f"no finished cell in {store.results}: run `python launch/compare.py sweep`"
         )
-    speed = read_json(speed_file) or {}
-    _write_csv(store.results / "cells.csv", records)
-    experiments = summaries(records, speed)
-    write_rows(store.results / "report.json", {e["name"]: e for e in experiments})
-    sections = [HEAD, *(f"- {note}" for note in NOTES)]
+    experiments = summaries(records, newest_speed(store.results))
+    (store.results / "report.md").write_text(report_text(experiments), encoding="utf-8")
+    folder = store.runs / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_csv(folder / "cells.csv", records)
+    write_rows(folder / "report.json", {e["name"]: e for e in experiments})
     for experiment, own in zip(experiments, group(records), strict=True):
-        pictures = draw(experiment, own, store.results)
-        sections += ["", markdown(experiment), "", *(f"![]({path.name})" for path in pictures)]
-    (store.results / "report.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
-    return store.results
+        draw(experiment, own, folder)
+    return folder
+
+
+def report_text(experiments: Sequence[Mapping[str, Any]]) -> str:
+    """report.md: what its columns mean, then every experiment."""
+    sections = [HEAD, *(f"- {note}" for note in NOTES)]
+    for experiment in experiments:
+        sections += ["", markdown(experiment)]
+    return "\n".join(sections) + "\n"
+
+
+def newest_speed(folder: Path) -> Mapping[str, Any]:
+    """Speeds are compared within one machine: the file that was measured into last."""
+    files = [found for path in folder.glob("speed-*.json") if (found := read_json(path))]
+    return max(files, key=_measured_at, default={})
+
+
+def _measured_at(speed: Mapping[str, Any]) -> str:
+    return max(own.get("measured_at", "") for own in speed.values())
 
 
 def group(records: Sequence[Record]) -> list[list[Record]]:

@@ -111,11 +111,11 @@ def test_the_report_shows_what_the_backend_held_and_lost(
     store.write(cell(setting, data, "hmt_d4"), results["hmt_d4"])
     diverged = {"val_loss": None, "codec_error": {"attention_output": math.nan}}
     store.write(cell(setting, data, "hmt_proposed", 1.0), {**proposed, **diverged})
-    folder = write_report(store, tmp_path / "speed.json")
+    folder = write_report(store)
     with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
         rows = {(row["variant"], row["lr"]): row for row in csv.DictReader(file)}
     (experiment,) = json.loads((folder / "report.json").read_text(encoding="utf-8")).values()
-    shown = markdown_rows((folder / "report.md").read_text(encoding="utf-8"))
+    shown = markdown_rows((store.results / "report.md").read_text(encoding="utf-8"))
     own, line = shown["hmt_proposed"], experiment["variants"]["hmt_proposed"]
     error = ", ".join(f"{name} {value:.4f}" for name, value in proposed["codec_error"].items())
     assert own["codec error"] == rows["hmt_proposed", "0.01"]["codec_error"] == error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from compare_runs import TRAINED, cell, markdown_rows
 
-from comparison.cells import Setting, Store
+from comparison.cells import Setting, Store, add_cells
 from comparison.headline import headline
 from comparison.plots import draw, pictured
 from comparison.report import markdown, summaries, weight_decay, write_report
@@ -41,8 +41,8 @@ def test_speed_alternates_and_skips_with_a_reason(
 def test_the_report_writes_csv_json_markdown_and_plots(
     setting: Setting, store: Store, data: Any, results: Any
 ) -> None:
-    measure_speed(["adamw"], setting, data, 2, store.results / "speed.json")
-    folder = write_report(store, store.results / "speed.json")
+    measure_speed(["adamw"], setting, data, 2, store.results / "speed-toy.json")
+    folder = write_report(store)
     with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["variant"] for row in rows} == set(TRAINED)
@@ -52,12 +52,15 @@ def test_the_report_writes_csv_json_markdown_and_plots(
     assert own["val_loss"] == pytest.approx(results["adamw"]["val_loss"])
     assert own["speed_measured_alone"] is True
     assert own["lr_at_the_edge"] is True
-    text = (folder / "report.md").read_text(encoding="utf-8")
+    text = (store.results / "report.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in text for name in TRAINED)
+    assert folder == store.runs / "report"  # what is committed is the text alone
+    assert {path.name for path in store.results.iterdir() if path.name[0] != "."} == {
+        *("cells.jsonl.xz", "report.md", "speed-toy.json")
+    }
     for picture in ("loss", "memory"):
         name = f"{experiment['name']}-{picture}.png"
         assert (folder / name).stat().st_size > 5000
-        assert f"({name})" in text
 
 
 def test_ranks_are_drawn_where_there_are_several(
@@ -119,12 +122,12 @@ METRICS = {
 def test_the_report_has_every_metric_of_the_paper(
     store: Store, results: dict[str, dict[str, Any]]
 ) -> None:
-    folder = write_report(store, store.results / "speed.json")
+    folder = write_report(store)
     with open(folder / "cells.csv", encoding="utf-8", newline="") as file:
         row = next(own for own in csv.DictReader(file) if own["variant"] == "hmt_d4")
     (experiment,) = json.loads((folder / "report.json").read_text(encoding="utf-8")).values()
     line = experiment["variants"]["hmt_d4"]
-    shown = markdown_rows((folder / "report.md").read_text(encoding="utf-8"))["hmt_d4"]
+    shown = markdown_rows((store.results / "report.md").read_text(encoding="utf-8"))["hmt_d4"]
     for metric, (columns, headers) in METRICS.items():
         for where, keys in ((row, columns), (line, columns), (shown, headers)):
             assert set(keys) <= set(where), metric
@@ -173,7 +176,7 @@ def test_cells_with_one_weight_decay_at_every_rate_are_an_experiment_of_their_ow
     older = {key: value for key, value in record["setting"].items() if key != "decay"}
     record |= {"setting": {**older, "weight_decay": 0.1}, "key": "older"}
     record |= {"lr": 2 * newer.lr, "val_loss": 0.0}
-    (store.results / "cells" / "older.json").write_text(json.dumps(record))
+    add_cells(store.cells, [record])
     found = [weight_decay(experiment["setting"]) for experiment in summaries(store.records(), {})]
     assert sorted(found) == ["0.0001 / lr", "0.1"]
     assert best_rate(store, "adamw", setting, data.digest) == newer.lr
@@ -181,7 +184,7 @@ def test_cells_with_one_weight_decay_at_every_rate_are_an_experiment_of_their_ow
 
 def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compare\.py sweep"):
-        write_report(Store(tmp_path, tmp_path), tmp_path / "speed.json")
+        write_report(Store(tmp_path, tmp_path))
 
 
 def test_finals_are_compared_with_adamw_at_the_same_seeds(
