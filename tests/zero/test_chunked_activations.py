@@ -90,19 +90,30 @@ SECTIONS = {
 }
 
 
+INPUTS = ("without", "keep", "host", "int8")
+LOSSY = ("int8", "one layer", "attention in 8 bits")
+
+
 @pytest.mark.parametrize(
-    ("world", "stage", "gas", "sharing"), [(1, 2, 2, 1), (2, 3, 1, 1), (2, 2, 1, 2)]
+    ("world", "stage", "gas", "sharing", "sections"),
+    [
+        (1, 2, 2, 1, tuple(SECTIONS)),
+        (2, 3, 1, 1, (*INPUTS, "attention on host")),
+        (2, 2, 1, 2, (*INPUTS, "attention in 8 bits")),
+    ],
 )
 def test_training_is_the_same_however_inputs_are_held(
-    ranks: Ranks, world: int, stage: int, gas: int, sharing: int
+    ranks: Ranks, world: int, stage: int, gas: int, sharing: int, sections: tuple[str, ...]
 ) -> None:
     """Bit for bit where nothing is lost; in 8 bits gradients err by about 1 %."""
-    for found in ranks.run(runs, world, stage, gas, SECTIONS, sharing):
+    asked = {name: SECTIONS[name] for name in sections}
+    for found in ranks.run(runs, world, stage, gas, asked, sharing):
+        assert tuple(found) == sections
         exact = found["without"]
-        for name in ("keep", "host", "attention", "attention on host"):
+        for name in set(sections) - {"without", *LOSSY}:
             assert found[name]["losses"] == exact["losses"]
             assert furthest(found[name]["weights"], exact["weights"]) == 0
-        for name in ("int8", "one layer", "attention in 8 bits"):
+        for name in set(sections) & set(LOSSY):
             assert found[name]["losses"][0] == exact["losses"][0], "forward reads the original"
             assert found[name]["losses"] == pytest.approx(exact["losses"], rel=2e-3)
             assert found[name]["losses"] != exact["losses"]
@@ -131,12 +142,13 @@ def check_metrics(found: dict[str, Any], gas: int, world: int, sharing: int) -> 
     errors = found["int8"]["activation_error_per_component"]
     assert errors.keys() == set(PARTS)
     assert all(0 < error < 0.01 for error in errors.values())
-    held = found["attention"]["activation_bytes_per_component"]["attention_output"]
-    if sharing == 1:  # of two layers: outputs, and fp32 log-sum-exps of four heads
+    if "attention" in found:  # of two layers: outputs, and fp32 log-sum-exps of four heads
+        held = found["attention"]["activation_bytes_per_component"]["attention_output"]
         assert held == 2 * (each + tokens * 4 * 4)
-    held = found["one layer"]["activation_bytes_per_component"]
-    assert held["embedding"] == held["lm_head"] == each
-    assert held["residual"] == layers
+    if "one layer" in found:
+        held = found["one layer"]["activation_bytes_per_component"]
+        assert held["embedding"] == held["lm_head"] == each
+        assert held["residual"] == layers
 
 
 def to_files(folder: str) -> tuple[dict[str, Any], str]:
@@ -144,7 +156,9 @@ def to_files(folder: str) -> tuple[dict[str, Any], str]:
     section = policy("swap_ssd", nvme_path=folder, host_memory=2**20)
     found = {}
     for name, activations in (("without", None), ("ssd", section)):
-        engine = make_engine(config_with(2, activations), tiny_llama(use_cache=False))
+        config = config_with(2, activations)
+        config["hmt"]["fpdt"]["chunk_size"] = 2 * LENGTH  # many rows, so few pieces
+        engine = make_engine(config, tiny_llama(use_cache=False))
         losses = []
         for number in range(2):
             tokens = torch.cat([global_batch(number)] * 20)
