@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,13 @@ def without_frozen(stage: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def dropped_script(folder: str) -> None:
+    """``python zero_to_fp32.py . out`` in a checkpoint's folder, where DeepSpeed is imported already."""
+    os.chdir(folder)
+    sys.argv = ["zero_to_fp32.py", ".", "out"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 # -- tests --------------------------------------------------------------------------------------------
 
 
@@ -338,7 +345,7 @@ def test_what_does_not_fit_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert found["difference"] == 0
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_consolidation_gives_the_masters(
     ranks: Ranks, tmp_path: Path, stage: int, world: int
 ) -> None:
@@ -356,14 +363,13 @@ def test_consolidation_gives_the_masters(
         loaded = ranks.run(resumes_frozen_and_tied, 1, (stage + 1) % 4, str(tmp_path))[0]
         assert furthest(loaded, found["model"]) == 0
     if (stage, world) == (3, 2):
-        _run_dropped_script(tmp_path, own)
+        ranks.run(dropped_script, 1, str(tmp_path))
+        _same_as_script_wrote(tmp_path / "out", own)
 
 
-def _run_dropped_script(folder: Path, own: dict[str, torch.Tensor]) -> None:
-    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+def _same_as_script_wrote(folder: Path, own: dict[str, torch.Tensor]) -> None:
     merged: dict[str, torch.Tensor] = {}
-    for path in (folder / "out").glob("*.bin"):
+    for path in folder.glob("*.bin"):
         merged.update(torch.load(path, weights_only=True))
     for name, weight in own.items():
         assert torch.equal(merged[name], weight.float()), name

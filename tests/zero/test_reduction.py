@@ -144,7 +144,7 @@ def one_gather(stage: int) -> dict[str, int]:
     """Bytes of one step in which nothing refreshes, fp32."""
     options = {"rank": 4, "update_interval": 1000, "max_full_gradient_bytes": 10**9}
     engine = make_engine(ds_config(stage, options, gas=2))
-    train(engine, 3)
+    train(engine, 2)
     optimizer = engine.optimizer
     entries = [
         {
@@ -214,7 +214,7 @@ def beside_an_embedding(stage: int, bucket: int) -> dict[str, Any]:
     engine = make_engine(ds_config(stage, options, zero_optimization=zero), Vocabulary())
     reducer = engine.optimizer.reducer
     pooled, larger = [], []
-    for step in range(5):
+    for step in range(4):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 625, (12, 8), generator=generator)
         loss = engine(tokens.chunk(dist.get_world_size())[dist.get_rank()])
@@ -254,13 +254,13 @@ def test_all_ranks_fill_the_same_buckets_in_the_same_order(ranks: Ranks, stage: 
 
 
 def test_low_rank_sends_an_eighth_of_stock(ranks: Ranks) -> None:
-    """r = d/16, refreshes of one whole interval included, as issue 2 asks."""
-    result = ranks.run(sent_over_one_interval, 2, 200)[0]
+    """r = d/16, refreshes of one whole interval included, as issue 2 asks of 200 steps; fewer share them less."""
+    result = ranks.run(sent_over_one_interval, 2, 60)[0]
     assert result["refreshes"] >= 1
     assert 0 < result["sent"] <= result["stock"] / 8
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 2), (3, 3)])
 def test_bytes_sent_are_the_formula(ranks: Ranks, stage: int, world: int) -> None:
     """Gradients m (r + k) instead of m n; weights gathered as in ZeRO; nothing else but norms.
 
