@@ -152,7 +152,7 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     basis_cache._STAGING = STAGING
     cache_memory.SLAB_BYTES = plan_memory.SLAB_BYTES = SLAB
     found = {}
-    for name in names:
+    for number, name in enumerate(names):
         _, stage, options, place, block, rest = CASES[name]
         config = ds_config(stage, options, **rest)
         if place != "none":
@@ -161,8 +161,9 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
         config["hmt"] |= block
         if "snapshot" in block:
             config["hmt"]["snapshot"] = {"path": f"{folder}/{name}", "interval": 100, "keep": 2}
-        engine = make_engine(config, tiny_llama())
-        for step in range(4 if "old" in name else 2):
+        old = "old" in name
+        engine = make_engine(config, tiny_llama(layers=2 if old else 1 + number % 2))
+        for step in range(4 if old else 2):
             train_step(engine, step)
         facts = engine.run_facts(HMTConfig.from_block(config["hmt"]))
         problem = facts.problem(facts.workload(2, 16), named_machine("rtx4090", num_ssds=1))
