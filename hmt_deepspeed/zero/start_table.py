@@ -104,7 +104,7 @@ def _wrapped(words: Iterable[str]) -> str:
     first, *others = words
     lines = [first]
     for word in others:
-        is_full = len(lines[-1]) + len("; ") + len(word) > _WIDTH
+        is_full = len(lines[-1]) + len("; ") + len(word) >= _WIDTH  # another may follow
         lines[-1] += ";" if is_full else f"; {word}"
         lines += [f"    {word}"] * is_full
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from harness import Ranks
 from modes import MODES, SAME_LAYOUT, mode_engine, model_of
 from training import loss_of, micro_batches, tiny_llama, train, weights
 
-from hmt_deepspeed.zero.start_table import StartRow, start_rows
+from hmt_deepspeed.zero.start_table import StartRow, _wrapped, start_rows
 
 NAME = "model.layers.0.mlp.gate_proj.weight"
 FIXED = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**9, "scale": 1.0}
@@ -310,6 +310,9 @@ def test_the_start_table_fits_80_columns_and_says_of_all_what_is_true_of_all(
             for words in row.treatment:
                 assert words in table, (name, words)
         assert sum(row.weight_bytes for row in rows) == metrics["weight_bytes"], name
+    for length in range(20, 90):  # where a line ends makes no difference
+        told = _wrapped(["a" * length, "b" * 30, "c" * 30]).splitlines()
+        assert all(len(line) <= 80 for line in told if "a" * 80 not in line), length
     title = described["left"][1].splitlines()[0]
     assert title == "hmt: ZeRO stage 2, 1 ranks, bytes per rank; fp32 weights; fp32 states; whole"
 
