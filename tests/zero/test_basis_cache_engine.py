@@ -63,7 +63,6 @@ JOBS = {
         (3, MODES["module_rules"], SHARDED),
     ],
     2: [
-        (0, LOW_RANK, {}),
         (2, LOW_RANK, SHARDED),
         (3, LOW_RANK, {"gas": 2}),
         (3, MODES["share_basis"], {}),

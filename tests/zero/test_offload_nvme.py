@@ -185,7 +185,7 @@ def test_200_steps_are_zero_offloads(ranks: Ranks, tmp_path: Path) -> None:
     stock = ranks.run(exact_run, 1, "", True)[0]
     assert ours["skipped"] == stock["skipped"] == 2
     assert sum(norm > 0.5 for norm in ours["norms"]) >= 50  # clipped
-    # ten times the steps of test_the_numbers_are_zero_offloads, and ten times its tolerance
+    # twenty times the steps of test_the_numbers_are_zero_offloads, and ten times its tolerance
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
     assert furthest(ours["weights"], stock["weights"]) < 2e-3
 
@@ -199,7 +199,7 @@ def on_the_host(folder: str, offloaded_param: bool) -> dict[str, Any]:
     if offloaded_param:
         HostWeight._offloaded = property(lambda _: True)  # type: ignore[assignment]
     found = {}
-    for overlap, masters in (("forward", "fp32"), ("forward", "none"), ("backward", "fp32")):
+    for overlap, masters in (("forward", "none"), ("backward", "fp32")):
         options = {"method": "adamw", "master_weights": masters}
         config = offloaded(folder, 3, options, {"overlap": overlap}, bf16={"enabled": True})
         engine = make_engine(config, tiny_llama(layers=1))

@@ -26,7 +26,7 @@ from training import (
     weights,
 )
 
-STEPS = 8
+STEPS = 5
 
 
 def overlapped(
