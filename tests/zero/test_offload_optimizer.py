@@ -93,7 +93,8 @@ def compared(
     # Of one element the second of two ranks holds nothing, and takes part in its gather all the same.
     model.model.norm.scalar = torch.nn.Parameter(torch.ones(1))
     engine = make_engine(offloaded(config) if offload else config, model)
-    found = result(engine, train(engine, 5))  # every matrix refreshes
+    found = result(engine, train(engine, 5))
+    assert all(engine.optimizer.schedule.num_refreshes)  # five steps are enough for each matrix
     worker = engine.optimizer.host
     found["kinds"] = {
         (type(e.weight).__name__, e.matrix is None, e.weight.master is None)
