@@ -11,6 +11,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hmt_deepspeed.config.removed import REMOVED
+
 __all__ = ["field_problems", "walk_fields"]
 
 
@@ -158,6 +160,8 @@ def _unknown_key_text(
     key: str, path: str, model: type[BaseModel], root: type[BaseModel], name: str
 ) -> str:
     written = _normalised(key)
+    if f"{path}.{written}" in REMOVED:
+        return f"This key was removed: {REMOVED[f'{path}.{written}']}"
     section = path.partition("[")[0].rpartition(".")[0]  # around an object of patterns
     full_keys = [full for full, _ in walk_fields(root, name)]
     if "[" in path and written not in model.model_fields and f"{section}.{written}" in full_keys:

@@ -1,0 +1,8 @@
+"""Keys that earlier versions had, and what a user of one does now."""
+
+from __future__ import annotations
+
+__all__ = ["REMOVED"]
+
+# full key -> what replaced it, as a sentence of the error message
+REMOVED: dict[str, str] = {}
