@@ -6,7 +6,8 @@
     python launch/bench.py all                          every suite
     python launch/bench.py gpu                          1B, 3B and 7B shapes; skipped without a GPU
     python launch/bench.py kernels                      Triton kernels against eager torch; the same
-    python launch/bench.py table                        the committed results that have a target, as Markdown
+    python launch/bench.py table                        the generated tables of the Markdown files
+    python launch/bench.py table --write                the same, each into its file
 
 Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.
 """
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.results import RESULTS, headlines, machine, machine_slug, markdown  # noqa: E402
+from benchmarks.results import RESULTS, machine, machine_slug, markdown  # noqa: E402
 from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
 from benchmarks.suites import SUITES, run_case, why_skipped  # noqa: E402
 
@@ -45,9 +46,12 @@ def parse_arguments() -> argparse.Namespace:
         suite.add_argument("--rounds", type=_at_least_two, help="instead of each case's own number")
         suite.add_argument("--toy", action="store_true", help="tiny sizes, to try the code out")
         suite.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
-    table = commands.add_parser("table", help="print the results that have a target as Markdown")
-    table.add_argument("--output", type=Path, default=RESULTS, help="folder of the machine folders")
+    table = commands.add_parser("table", help="the generated tables of the Markdown files")
+    table.add_argument("--write", action="store_true", help="into their files")
+    table.add_argument("--output", type=Path, help="print what the suites wrote to this folder")
     args = parser.parse_args()
+    if args.command == "table" and args.write and args.output is not None:
+        parser.error("--write is of the committed results: it does not go with --output")
     if args.command != "table" and args.toy and args.output is None:
         parser.error("--toy needs --output: toy numbers do not belong among the results")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -104,18 +108,32 @@ def _run_alone(suite: str, case: str, args: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def print_table(folder: Path) -> int:
-    paths = [path for suite in SUITES for path in sorted(folder.glob(f"*/{suite}.json"))]
-    if not paths:
-        suites = " or ".join(f"`python launch/bench.py {suite}`" for suite in SUITES)
-        print(f"no results in {folder}: run {suites}", file=sys.stderr)
+def show_tables(output: Path | None, write: bool) -> int:
+    """Exit status: 1 where there is nothing to show."""
+    from benchmarks.tables import TABLES, markdown_files, results_table, with_tables
+
+    try:
+        if output is not None:
+            print(results_table(output))
+        elif not write:
+            for name, make in TABLES.items():
+                print(f"<!-- table: {name} -->\n{make()}\n<!-- end -->\n")
+        else:
+            for path in markdown_files():
+                old = path.read_text(encoding="utf-8")
+                if (new := with_tables(old)) != old:
+                    path.write_text(new, encoding="utf-8")
+                    print(f"wrote {os.path.relpath(path)}")
+    except ValueError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
         return 1
-    print(headlines({path: json.loads(path.read_text(encoding="utf-8")) for path in paths}))
     return 0
 
 
 if __name__ == "__main__":
     arguments = parse_arguments()
     sys.exit(
-        print_table(arguments.output) if arguments.command == "table" else run_suite(arguments)
+        show_tables(arguments.output, arguments.write)
+        if arguments.command == "table"
+        else run_suite(arguments)
     )

@@ -6,7 +6,7 @@
     python launch/compare.py speed                    their step times, in one process
     python launch/compare.py report                   Markdown, CSV, JSON and pictures of what there is
     python launch/compare.py merge --cells FILE       add the cells.jsonl.xz of another machine
-    python launch/compare.py table                    the README's: finals and fine-tuning against AdamW
+    python launch/compare.py table                    finals and fine-tuning against AdamW
 
 Every run is a cell: one line of launch/results/compare/cells.jsonl.xz. A finished cell is not run again and
 an interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on

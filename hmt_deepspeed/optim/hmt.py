@@ -59,7 +59,8 @@ class HMT(Optimizer):
     Args:
         params: a module, tensors, groups, or (name, parameter) pairs; fp32, bf16 or fp16.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; every group may have its own, of these only.
-        fields: the fields of ``hmt.optimizer``, with the same defaults and meaning (README).
+        fields: the fields of ``hmt.optimizer``, with the same defaults and meaning
+            (hmt_deepspeed/config/README.md).
 
     An optimizer that has patched a module is taken apart when another one, or an engine, is built on parameters of
     its own (:mod:`hmt_deepspeed.ownership`).

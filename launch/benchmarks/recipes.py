@@ -1,9 +1,9 @@
-"""What the planner predicts for the README's recipes: ``ds_configs/recipe_*.json`` on named machines."""
+"""What the planner predicts for the recipes: ``ds_configs/recipe_*.json`` on named machines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,18 @@ from hmt_deepspeed.planner.shapes import ModelShape
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 VOCABULARY = 32000
 GIB = 2**30
+GOALS = {  # of ds_configs/recipe_NAME.json
+    "7b_24gb": "7B on one RTX 4090, 64 GiB of host memory",
+    "13b_256gb_ram": "13B on one RTX 4090, 256 GiB of host memory",
+    "4_cards_pcie": "7B on four RTX 4090",
+    "1m_tokens": "7B, sequences of 1,048,576 tokens, two A100 80 GB",
+}
+COLUMNS = (  # of the table, with the kinds of measurement that they show
+    ("tokens/s", ("tokens/s",)),
+    ("GPU, GiB each", ("GPU memory",)),
+    ("host, GiB", ("host memory", "host memory of a rank")),
+    ("longest sequence", ("longest sequence",)),
+)
 NOTE = "predicted for a named machine, whose rates are taken from data sheets; not measured"
 
 
@@ -100,16 +112,45 @@ def recipes(setting: Setting) -> CaseResult:
     large = named_machine("rtx4090", num_gpus=1, host_memory=256 * GIB)
     four = named_machine("rtx4090", num_gpus=4, host_memory=256 * GIB)
     two = named_machine("a100-80g", num_gpus=2, host_memory=1024 * GIB)
-    asked: list[tuple[str, str, str, Machine, int]] = [
-        ("7b_24gb", "7b", "7B on one RTX 4090, 64 GiB of host memory", one, 2048),
-        ("13b_256gb_ram", "13b", "13B on one RTX 4090, 256 GiB of host memory", large, 2048),
-        ("4_cards_pcie", "7b", "7B on four RTX 4090", four, 4096),
+    asked: list[tuple[str, str, Machine, int]] = [
+        ("7b_24gb", "7b", one, 2048),
+        ("13b_256gb_ram", "13b", large, 2048),
+        ("4_cards_pcie", "7b", four, 4096),
     ]
-    for name, model, label, machine, seq_length in asked:
-        result.measurements += _planned(label, *_answer(name, model, machine, seq_length))
-    label = "7B, sequences of 1,048,576 tokens, two A100 80 GB"
-    result.measurements += _in_chunks(label, two, model_shape("7b", VOCABULARY), 2**20)
+    for name, model, machine, seq_length in asked:
+        result.measurements += _planned(GOALS[name], *_answer(name, model, machine, seq_length))
+    shape = model_shape("7b", VOCABULARY)
+    result.measurements += _in_chunks(GOALS["1m_tokens"], two, shape, 2**20)
     return result
+
+
+def recipe_table(results: Path) -> str:
+    """The newest predictions among the results, one line a recipe.
+
+    Raises:
+        ValueError: `results`/MACHINE/planner.json has none.
+    """
+    reports = [json.loads(path.read_text("utf-8")) for path in results.glob("*/planner.json")]
+    cases = [report["cases"]["recipes"] for report in reports if "recipes" in report["cases"]]
+    if not cases:
+        raise ValueError(f"no recipes in {results}: run `python launch/bench.py planner`")
+    newest = max(cases, key=lambda case: str(case["measured_at"]))
+    found = {measured["label"]: measured["value"] for measured in newest["measurements"]}
+    headers = ("goal", "JSON", *(header for header, _ in COLUMNS))
+    lines: list[Sequence[str]] = [headers, ["---"] * len(headers)]
+    for name, goal in GOALS.items():
+        path = f"recipe_{name}.json"
+        cells = [_cell(found, goal, kinds) for _, kinds in COLUMNS]
+        lines.append((goal, f"[{path}]({path})", *cells))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(found: Mapping[str, float], goal: str, kinds: tuple[str, ...]) -> str:
+    for kind in kinds:
+        if (value := found.get(f"{goal}: {kind}")) is not None:
+            shown = f"{value / GIB:.1f}" if "memory" in kind else f"{value:,.0f}"
+            return shown + (" a rank" if kind.endswith("of a rank") else "")
+    return "-"
 
 
 CASES: dict[str, Callable[[Setting], CaseResult]] = {"recipes": recipes}

@@ -1,4 +1,4 @@
-"""The README's table: finals and fine-tuning, every variant against AdamW at the same seeds."""
+"""Finals and fine-tuning as Markdown tables: every variant against AdamW at the same seeds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,43 @@ HEADERS = (
     "tokens/s",
 )
 
+# what the short table shows: name in words -> variant
+SHORT = {
+    "AdamW": "adamw",
+    "HMT, half the width, INT8 moments": "hmt_auto_side_int8_states_d2",
+    "HMT, 3/8 of the width, INT8, factored": "hmt_auto_side_int8_factored_3d8",
+    "HMT, a quarter, wide residual": "hmt_half_wide_residual_200",
+    "Fira, a quarter": "fira_interval_200",
+    "GaLore, a quarter": "galore_interval_200",
+    "APOLLO, a quarter": "apollo_interval_200",
+}
+SHORT_HEADERS = (
+    "optimizer",
+    "moments and bases",
+    "validation loss",
+    "against AdamW, by seed",
+    "tokens/s",
+)
+
+
+def short_headline(store: Store) -> str:
+    """The pretraining of `SHORT`'s variants, one line each."""
+    experiment = _largest(store)["final"]
+    variants = experiment["variants"]
+    rows = []
+    for name, variant in SHORT.items():
+        cells = dict(zip(HEADERS[2:], _cells(variants[variant], variants[BASELINE]), strict=True))
+        rows.append(
+            (
+                name,
+                cells["with bases"],
+                cells["validation loss"],
+                cells["against AdamW, by seed"],
+                cells["tokens/s"],
+            )
+        )
+    return _markdown(SHORT_HEADERS, rows)
+
 
 def headline(store: Store) -> str:
     """One line a variant of a stage's experiment with the most variants, seeds from the lowest.
@@ -30,16 +67,25 @@ def headline(store: Store) -> str:
     Raises:
         ValueError: no final and no fine-tuning has finished.
     """
-    speed = newest_speed(store.results)
-    largest: dict[str, Mapping[str, Any]] = {}
-    for experiment in sorted(summaries(store.records(), speed), key=_num_variants):
-        largest[experiment["stage"]] = experiment
+    largest = _largest(store)
     experiments = [largest[stage] for stage in STAGES if stage in largest]
     rows = [row for experiment in experiments for row in _rows(experiment)]
     if not rows:
         raise ValueError(f"no final in {store.results}: run `python launch/compare.py final`")
-    lines = [f"| {' | '.join(row)} |" for row in (HEADERS, ["---"] * len(HEADERS), *rows)]
-    return "\n".join(lines)
+    return _markdown(HEADERS, rows)
+
+
+def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
+
+
+def _largest(store: Store) -> dict[str, Mapping[str, Any]]:
+    """By stage: the experiment with the most variants."""
+    largest: dict[str, Mapping[str, Any]] = {}
+    experiments = summaries(store.records(), newest_speed(store.results))
+    for experiment in sorted(experiments, key=_num_variants):
+        largest[experiment["stage"]] = experiment
+    return largest
 
 
 def _num_variants(experiment: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What a case counted and what failed, as JSON, and as the README's table."""
+"""What a case counted and what failed, as JSON, and as a table."""
 
 from __future__ import annotations
 

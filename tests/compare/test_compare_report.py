@@ -1,4 +1,4 @@
-"""Speed, CSV, JSON, Markdown and plots of what there is, and the README's table."""
+"""Speed, CSV, JSON, Markdown plots and tables of what there is."""
 
 from __future__ import annotations
 

@@ -81,15 +81,6 @@ def test_the_committed_rows_are_what_the_code_says() -> None:
         assert committed[row.source, row.quantity] == pytest.approx(row.ours)
 
 
-def test_the_readme_quotes_the_committed_table() -> None:
-    text = (COMMITTED.parents[3] / "README.md").read_text(encoding="utf-8")
-    quoted = text.split("<!-- table: planner -->\n")[1].split("\n<!-- end -->")[0].splitlines()
-    lines = COMMITTED.with_suffix(".md").read_text(encoding="utf-8").splitlines()
-    assert quoted[:2] == lines[:2]
-    assert len(quoted) > 20
-    assert set(quoted) <= set(lines)
-
-
 @pytest.mark.slow
 def test_the_committed_lohan_rows_are_what_the_code_says() -> None:
     committed = {

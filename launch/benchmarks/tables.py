@@ -1,0 +1,109 @@
+"""The generated tables of the Markdown files, each between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.recipes import recipe_table
+from benchmarks.results import RESULTS, headlines
+from benchmarks.suites import SUITES
+from comparison.cells import Store
+from comparison.headline import headline, short_headline
+from hmt_deepspeed.config import HMTConfig, describe_fields
+from hmt_deepspeed.planner.reproduce import Row, table
+from reliability.results import markdown, read_records
+
+__all__ = ["ROOT", "TABLES", "markdown_files", "results_table", "tables_in", "with_tables"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_CLOSE = 0.05  # a paper's figure counts as found within this share
+
+
+def results_table(folder: Path = RESULTS) -> str:
+    """Every measurement with a target, of all suites below `folder`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    paths = [path for suite in SUITES for path in sorted(folder.glob(f"*/{suite}.json"))]
+    if not paths:
+        suites = " or ".join(f"`python launch/bench.py {suite}`" for suite in SUITES)
+        raise ValueError(f"no results in {folder}: run {suites}")
+    return headlines({path: json.loads(path.read_text(encoding="utf-8")) for path in paths})
+
+
+def config_table() -> str:
+    """Every key of the "hmt" block: one table a section, under the section's sentence."""
+    lines: list[str] = []
+    rows = [(key.removeprefix("hmt."), *rest) for key, *rest in describe_fields()]
+    for section, own in groupby(rows, lambda row: row[0].partition(".")[0]):
+        lines += ["", f"### `{section}`", "", HMTConfig.model_fields[section].description or "", ""]
+        lines += ["| key | legal | default | what it does |", "|---|---|---|---|"]
+        for key, legal, default, text in own:
+            cells = (f"`{key}`", legal, f"`{default}`", text)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def planner_table() -> str:
+    """How many of the papers' figures the planner finds, and those that it does not."""
+    path = RESULTS / "planner" / "reproduce.json"
+    records = json.loads(path.read_text(encoding="utf-8"))
+    rows = [Row(**{k: v for k, v in own.items() if k != "difference"}) for own in records]
+    missed = [row for row in rows if not _found(row)]
+    found = f"{len(rows) - len(missed)} of {len(rows)} figures are within {_CLOSE:.0%}, or true. The others:"
+    return f"{found}\n\n{table(missed)}"
+
+
+def _found(row: Row) -> bool:
+    if row.difference is None:
+        return row.paper == row.ours
+    return abs(row.difference) <= _CLOSE
+
+
+def _store() -> Store:
+    return Store(RESULTS / "compare", ROOT / "runs" / "compare")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "results": results_table,
+    "planner": planner_table,
+    "stress": lambda: markdown(read_records(RESULTS)),
+    "compare": lambda: headline(_store()),
+    "presets": lambda: short_headline(_store()),
+    "recipes": lambda: recipe_table(RESULTS),
+    "config": config_table,
+}
+
+
+def markdown_files() -> Iterator[Path]:
+    """The project's Markdown files, without those of hidden folders and of runs."""
+    for path in sorted(ROOT.rglob("*.md")):
+        top = path.relative_to(ROOT).parts[0]
+        if not top.startswith(".") and top != "runs":
+            yield path
+
+
+def tables_in(text: str) -> list[tuple[str, str]]:
+    """(name, content) of the marked tables of a Markdown text."""
+    return [(found[2], found[3].strip()) for found in _BLOCK.finditer(text)]
+
+
+def with_tables(text: str) -> str:
+    """The text with every marked table as the committed results and the models have it now.
+
+    Raises:
+        ValueError: a table has a name that no one makes.
+    """
+
+    def made(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise ValueError(f"table {found[2]}: unknown. Legal: {', '.join(TABLES)}")
+        return f"{found[1]}{TABLES[found[2]]()}\n{found[4]}"
+
+    return _BLOCK.sub(made, text)
