@@ -11,8 +11,6 @@ from typing import NamedTuple, cast
 __all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
 
 LOW_RANK = "lowrank_adamw"
-# Steps from a refresh to the earliest one that its energy can ask for: 20 to the first reading, two more ten apart.
-LEAST_STEPS_TO_EARLY = 40
 Given = Mapping[str, object]  # the fields that were written down, not the defaults
 
 
@@ -193,28 +191,6 @@ _RULES = (
         unread=True,
     ),
     _Rule(
-        ("early_refresh",),
-        "probes",
-        lambda given: (
-            given["early_refresh"] is not False
-            and given.get("probes") == 0
-            and given.get("residual") != "full"
-        ),
-        "Without probes nothing shows that a basis captures less: set it to false.",
-        unread=True,
-    ),
-    _Rule(
-        ("early_refresh",),
-        "update_interval",
-        lambda given: (
-            given["early_refresh"] is not False
-            and given.get("update_interval") in range(1, LEAST_STEPS_TO_EARLY)
-        ),
-        f"Every {{}} steps there is a new basis anyway, and a loss shows after {LEAST_STEPS_TO_EARLY} at the "
-        'earliest: remove it or set it to false, or "update_interval" to at least that.',
-        unread=True,
-    ),
-    _Rule(
         ("energy_estimate",),
         "probes",
         lambda given: (
@@ -231,13 +207,6 @@ _RULES = (
         _all(_is("energy_estimate", "out_of_sample"), _is("update_interval", 1)),
         'With a basis for every step there is no later gradient to look at: set it to "in_sample", or '
         '"update_interval" to 2 or more.',
-    ),
-    _Rule(
-        ("early_refresh",),
-        "range_finder",
-        lambda given: given["early_refresh"] is not False and given.get("range_finder") == "random",
-        "A random basis is as good as the next one: remove it or set it to false.",
-        unread=True,
     ),
     _Rule(
         ("max_full_gradient_bytes",),

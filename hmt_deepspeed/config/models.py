@@ -17,7 +17,6 @@ from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
     PositiveFloat,
-    PositiveFraction,
     PositiveInt,
     RankList,
     Regex,
@@ -138,11 +137,6 @@ class OptimizerConfig(StrictModel):
         default="staggered",
         description="When matrices refresh: each at a step of its own, spread over the interval, so that no "
         "step stalls; or together where an interval begins, as far as max_full_gradient_bytes allows.",
-    )
-    early_refresh: bool | PositiveFraction = Field(
-        default=True,
-        description="Refresh a basis before its time when the energy it captures falls below this share of what "
-        "it captured when it was new; true is 0.5.",
     )
     range_finder: RangeFinder = Field(
         default="randomized",

@@ -5,4 +5,6 @@ from __future__ import annotations
 __all__ = ["REMOVED"]
 
 # full key -> what replaced it, as a sentence of the error message
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "hmt.optimizer.early_refresh": "Remove it: a basis is replaced every update_interval steps and never earlier.",
+}

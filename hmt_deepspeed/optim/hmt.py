@@ -386,8 +386,6 @@ class HMT(Optimizer):
                     clipped = 1.0 if factor is None else factor.to(param.device)
                     self._slots[param].step(group, self._steps, clipped)
         self._steps, self._patches.accumulated.clipped = self._steps + 1, None
-        for number in self._policy.stale(self._steps):
-            self._schedule.advance(self._groups[number][0], self._steps)
         self._prepare()
         return loss
 

@@ -63,7 +63,6 @@ DEFAULTS: dict[str, object] = {
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "refresh": "staggered",
-    "early_refresh": True,
     "range_finder": "randomized",
     "basis_momentum": 0.0,
     "moment_transfer": "rotate",
@@ -184,10 +183,6 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
         _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
     if not _is_share(fallback):
         _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
-    early = options["early_refresh"]
-    if not isinstance(early, bool) and not (_is_share(early) and 0 < cast(float, early) < 1):
-        legal = "True, False or a number above 0 and below 1"
-        _refuse("early_refresh", early, legal, "True is 0.5, False turns it off")
     _check_module_rules(options["module_rules"])
     if conflicts := conflicts_of(given):
         raise ValueError(

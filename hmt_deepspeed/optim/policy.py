@@ -7,7 +7,6 @@ same ranks. Bytes are those of whole matrices, before sharding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import nan
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.rank import misses_threshold, select_rank
 from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
 from hmt_deepspeed.optim.rank_history import (
-    FADED,
     RankHistory,
-    StalenessTrigger,
     layer_type,
     predict_rank,
     prior_rank,
@@ -45,7 +42,6 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
         groups,
         budget,
         int(options["full_rank_budget"] * dense),
-        options["early_refresh"],
         options["energy_estimate"] == "out_of_sample",
     )
     least = policy.least_bytes()
@@ -65,15 +61,13 @@ _TINY = 1e-30
 
 
 class RankPolicy:
-    """Chooses where range finding starts, the rank of each group of matrices, and early refreshes.
+    """Chooses where range finding starts, and the rank of each group of matrices.
 
     Args:
         groups: matrices that take one basis together; alone, a group of one. The first member leads.
         rank_budget: bytes for the states of all matrices, or None: each by its energy threshold.
         full_rank_bytes: what matrices may take, together, for full-rank AdamW when no candidate
             reaches the threshold.
-        early: share of what its basis captured when it was new, below which a group refreshes before its
-            time; True: the usual one, False: never.
         out_of_sample: ranks are chosen by what bases are expected to capture of the gradients that follow,
             instead of what they capture of the one they are made from.
     """
@@ -83,7 +77,6 @@ class RankPolicy:
         groups: Sequence[Sequence[MatrixRule]],
         rank_budget: int | None,
         full_rank_bytes: int,
-        early: bool | float,
         out_of_sample: bool = False,
     ) -> None:
         self.groups = groups
@@ -94,9 +87,6 @@ class RankPolicy:
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
-        self._watched = [i for i, group in enumerate(groups) if _can_fade(group[0])]
-        fraction = FADED if early is True else early
-        self.trigger = StalenessTrigger(len(self._watched), fraction) if early else None
 
     def _leader(self, index: int) -> LowRankMatrix:
         leader = self.groups[index][0]
@@ -173,15 +163,17 @@ class RankPolicy:
         if curve is not None:
             return self._reaching(leader, curve)
         history = self.histories[leader.name]
-        if history.latest is None:
+        latest = history.latest
+        if latest is None:
             prior = prior_rank(self._types[leader.name], self.histories, leader.candidates)
             return leader.candidates[0] if prior is None else prior
         if not leader.measures_energy:
-            known = [rank for rank in leader.candidates if rank <= history.latest.rank]
+            known = [rank for rank in leader.candidates if rank <= latest.rank]
             return known[-1] if known else leader.candidates[0]
         now = self._log_norm(index)
         trend = now - self.log_norms.get(leader.name, now)
-        lost = self._energy_when_new(index, leader) - float(self._energy(index))
+        when_new = dict(zip(leader.candidates, latest.captured, strict=False)).get(latest.rank, 1.0)
+        lost = when_new - float(self._energy(index))
         sought = self.sought_energy(index)
         return predict_rank(leader.candidates, history, lost, trend, sought)
 
@@ -205,16 +197,6 @@ class RankPolicy:
         curve = self._windows.curve(leader)
         return later_energies(energies, self._windows.exponent(leader)) if curve is None else curve
 
-    def _energy_when_new(self, index: int, leader: LowRankMatrix) -> float:
-        """Captured energy soon after the last refresh, as the trigger saw it; before it looks, the spectrum's."""
-        seen = nan
-        if self.trigger is not None and index in self._watched:
-            seen = self.trigger.reference[self._watched.index(index)]
-        latest = self.histories[leader.name].latest
-        assert latest is not None
-        sketched = dict(zip(leader.candidates, latest.captured, strict=False))
-        return seen if seen == seen else sketched.get(latest.rank, 1.0)
-
     def choose(self, index: int, energies: Sequence[float], step: int) -> int:
         """Rank of group ``index``; its number of columns means full rank.
 
@@ -226,8 +208,6 @@ class RankPolicy:
         self.histories[leader.name].add(step, rank, energies)
         if leader.energy_weight:
             self.log_norms[leader.name] = self._log_norm(index)
-        if self.trigger is not None and index in self._watched:
-            self.trigger.refreshed(self._watched.index(index), step)
         return rank
 
     def _choose(self, index: int, leader: LowRankMatrix, energies: Sequence[float]) -> int:
@@ -343,16 +323,6 @@ class RankPolicy:
         leader = self._leader(index)
         return leader.full_rank and not leader.is_full_at(leader.candidates[-1])
 
-    # -- between refreshes ----------------------------------------------------------------------
-
-    def stale(self, step: int) -> list[int]:
-        """Groups that should refresh early; looks at the device once in some steps."""
-        if self.trigger is None or not self._watched or step % self.trigger.check_every:
-            return []
-        energies = [self._energy(i) for i in self._watched]
-        together = torch.stack([e.to(energies[0].device) for e in energies])
-        return [self._watched[place] for place in self.trigger.read(step, together)]
-
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -361,7 +331,6 @@ class RankPolicy:
             "histories": {name: h.to_list() for name, h in self.histories.items()},
             "candidates": {group[0].name: list(group[0].candidates) for group in self.groups},
             "log_norms": dict(self.log_norms),
-            "trigger": [] if self.trigger is None else self.trigger.to_list(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -375,8 +344,6 @@ class RankPolicy:
             if name in state["histories"] and candidates.get(name, own) == own:
                 self.histories[name] = RankHistory.from_list(state["histories"][name])
         self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
-        if self.trigger is not None and len(state["trigger"]) == len(self._watched):
-            self.trigger.load_list(state["trigger"])
 
 
 def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -> Sequence[int]:
@@ -388,12 +355,6 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
     if taken > budget or total_captured(spectra, best)[0] - held >= LEAST_GAIN * moved:
         return best
     return improve_ranks(spectra, present, budget, LEAST_GAIN)
-
-
-def _can_fade(leader: MatrixRule) -> bool:
-    """Whether a basis that captures less than when it was new would be seen, and a new one be better."""
-    settings = leader.settings
-    return not leader.redraws and (settings.residual == "full" or settings.probes != 0)
 
 
 def _is_full(leader: LowRankMatrix) -> bool | None:

@@ -1,4 +1,4 @@
-"""What past refreshes say about the next: rank history, priors by layer type, prediction, staleness.
+"""What past refreshes say about the next: rank history, priors by layer type, prediction.
 
 HMT paper, dynamic rank: "rank prediction from the gradient norm", "rank prior by layer type", and the rank
 history that the basis cache keeps. Everything here is plain numbers, for checkpoints and for any rank of
@@ -10,17 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log, nan
+from math import exp, log
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
 __all__ = [
-    "FADED",
     "RankHistory",
     "RankRecord",
-    "StalenessTrigger",
     "layer_type",
     "needed_rank",
     "predict_rank",
@@ -32,7 +28,6 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 # Share of a gradient's energy below which its growth is taken for noise: batches move even a smoothed norm by
 # some per cent.
 LEAST_ARRIVAL = 0.05
-FADED = 0.5  # share of what a basis captured when it was new, below which it is replaced early
 _LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 
@@ -164,86 +159,3 @@ def needed_rank(candidates: Sequence[int], captured: Sequence[float], threshold:
             return rank * (residual / allowed) ** (1.0 / power)
         before = rank, residual
     return candidates[len(captured) - 1]
-
-
-class StalenessTrigger:
-    """Which matrices should refresh early, because their basis holds much less than when it was new.
-
-    The smoothed energies live on the device. :meth:`read` takes them as one (num_matrices,) tensor and
-    looks at it every ``check_every`` steps only, so it costs one host sync in ``check_every`` steps; the
-    decision itself is made on plain numbers. All ranks must pass the same (reduced) energies.
-
-    A matrix fires when two readings in a row are below ``fraction`` of its reference, which is its first
-    reading ``min_steps`` or more after the refresh: not the energy that the range finder reports, since
-    a basis fits the gradient that it was made from better than the next ones. Having fired it is silent
-    until it is refreshed, or until a reading has regained two thirds of what ``fraction`` leaves out
-    (hysteresis).
-
-    A new basis costs moments, and drift alone takes some of what a basis captures, so the usual
-    ``fraction`` is what only a change of the data leaves.
-
-    Args:
-        num_matrices: length of the energies. fraction: in (0, 1).
-        min_steps: since the refresh, the horizon over which energies are smoothed or more.
-        check_every: steps between two readings.
-    """
-
-    def __init__(
-        self,
-        num_matrices: int,
-        fraction: float = FADED,
-        min_steps: int = 20,
-        check_every: int = 10,
-    ) -> None:
-        if not 0 < fraction < 1:
-            raise ValueError(f"fraction is {fraction}; legal: above 0 and below 1")
-        if min_steps < 1 or check_every < 1:
-            raise ValueError(
-                f"min_steps is {min_steps} and check_every {check_every}; legal: integers >= 1"
-            )
-        self.fraction, self.rearm = fraction, 1 - (1 - fraction) / 3
-        self.min_steps, self.check_every = min_steps, check_every
-        self.refreshed_at = [0] * num_matrices
-        self.reference = [nan] * num_matrices
-        self.low_readings = [0] * num_matrices
-        self.armed = [True] * num_matrices
-
-    def refreshed(self, index: int, step: int) -> None:
-        """Note that matrix ``index`` has a new basis from ``step`` on."""
-        self.refreshed_at[index], self.reference[index] = step, nan
-        self.low_readings[index], self.armed[index] = 0, True
-
-    def read(self, step: int, smoothed: Tensor) -> list[int]:
-        """Indices that fire at ``step``, given the smoothed captured energies (num_matrices,)."""
-        if step % self.check_every:
-            return []
-        return [i for i, energy in enumerate(smoothed.tolist()) if self._fires(i, step, energy)]
-
-    def _fires(self, index: int, step: int, energy: float) -> bool:
-        if step - self.refreshed_at[index] < self.min_steps:
-            return False
-        reference = self.reference[index]
-        if reference != reference:  # nan: the first reading of this basis
-            self.reference[index] = energy
-            return False
-        self.armed[index] |= energy > self.rearm * reference
-        low = energy < self.fraction * reference
-        self.low_readings[index] = self.low_readings[index] + 1 if low else 0
-        if self.armed[index] and self.low_readings[index] >= 2:
-            self.armed[index] = False
-            return True
-        return False
-
-    def to_list(self) -> list[list[float]]:
-        """``[refreshed_at, reference, low_readings, armed]`` of every matrix: plain numbers."""
-        columns = (self.refreshed_at, self.reference, self.low_readings, self.armed)
-        return [[float(value) for value in row] for row in zip(*columns, strict=True)]
-
-    def load_list(self, saved: Sequence[Sequence[float]]) -> None:
-        """Undo :meth:`to_list`, for as many matrices."""
-        if len(saved) != len(self.reference):
-            raise ValueError(f"{len(saved)} saved matrices; this trigger has {len(self.reference)}")
-        self.refreshed_at = [int(row[0]) for row in saved]
-        self.reference = [row[1] for row in saved]
-        self.low_readings = [int(row[2]) for row in saved]
-        self.armed = [bool(row[3]) for row in saved]

@@ -79,15 +79,6 @@ class RefreshSchedule:
                 alive += self.group_bytes[place]
         return sorted(chosen)
 
-    def advance(self, index: int, step: int) -> None:
-        """Make matrix ``index``, and its group, due from ``step`` on: an early refresh.
-
-        It queues behind those that have been due for longer and counts against the same budget; nobody
-        else's next time moves.
-        """
-        for member in self.groups[self.group_of[index]]:
-            self.next_refresh[member] = min(self.next_refresh[member], step)
-
     def postpone(self, index: int, step: int) -> None:
         """Matrix ``index``, and its group, had no gradient to refresh from at ``step``: they go on being due,
         behind those that wait now, so that parameters that nobody uses keep nobody waiting."""
@@ -99,16 +90,11 @@ class RefreshSchedule:
 
         Each group has its own phase of the interval, evenly spread over them, or all have one. A refresh
         that had to wait for the budget does not move the later ones: they would drift into one another.
-        Nor does an early one, but a regular one less than a quarter of the interval after it is left out.
         """
         place = len(self.groups) if self.together else self.group_of[index] + 1
         phase = ceil(self.interval * place / len(self.groups))
-        wait = (phase - step - 1) % self.interval + 1
-        was_early = self.num_refreshes[index] and (self.next_refresh[index] - phase) % self.interval
-        if was_early and 4 * wait < self.interval:
-            wait += self.interval
         self.num_refreshes[index] += 1
-        self.next_refresh[index] = step + wait
+        self.next_refresh[index] = step + (phase - step - 1) % self.interval + 1
 
     def take_times(self, old: RefreshSchedule) -> None:
         """Carry over the times of the matrices that both schedules have."""

@@ -331,8 +331,6 @@ class HMTZeroOptimizer(OptimizerInterface):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
             self.overlap.end_step()
             self.step_count += 1
-            for number in self.policy.stale(self.step_count):
-                self.schedule.advance(self.groups[number][0], self.step_count)
             self._begin_window()
         self._gather_persistent_parameters()
         self.communication_bytes = self.collectives.reset_counter()

@@ -83,7 +83,6 @@ def _engine(shape: Shape, dtype: str, contender: Contender, matrices: int) -> An
     options = {
         "rank": min(RANK, shape.hidden // 2),
         "update_interval": 10**6,
-        "early_refresh": False,
         "projected_backward": "auto" if contender.projected else False,
         "max_full_gradient_bytes": matrices,
     }

@@ -56,7 +56,7 @@ def _engine(shape: Shape, dtype: str, activations: dict[str, Any], **planner: An
     config["optimizer"]["type"] = "HMT"
     elements = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
     options = {"rank": min(RANK, shape.hidden // 2), "update_interval": 10**6}
-    options |= {"early_refresh": False, "max_full_gradient_bytes": 4 * elements}
+    options |= {"max_full_gradient_bytes": 4 * elements}
     config["hmt"] = {"optimizer": options, "activations": activations}
     if planner:
         config["hmt"]["planner"] = planner

@@ -66,8 +66,6 @@ def _hmt(**options: Any) -> dict[str, Any]:
     return {**common, **refresh, **options}
 
 
-# When most of the variants below ran, true stood for this share; now it stands for 0.5.
-_EARLY = {"early_refresh": 0.85}
 _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4", "d/2"]}
 # Five candidates, d/8 to d/2, and the bytes, bases included, that d/4 takes everywhere.
 _FINE = {**_ENERGY, "rank_candidates": ["d/8", "3d/16", "d/4", "3d/8", "d/2"]}
@@ -93,7 +91,7 @@ VARIANTS: dict[str, Variant] = {
     "fira": Variant("fira", _galore(norm_growth_limit=1.01), _QUARTER),
     "apollo": Variant("apollo", _apollo(rank="d/4", scale=1.0, scale_type="channel"), _QUARTER),
     "apollo_mini": Variant("apollo", _apollo(rank=1, scale=128.0, scale_type="tensor"), _QUARTER),
-    "hmt_d4": Variant("hmt", _hmt(**_EARLY), _QUARTER),
+    "hmt_d4": Variant("hmt", _hmt(), _QUARTER),
     "hmt_d2": Variant("hmt", _hmt(rank="d/2"), _QUARTER),
     "hmt_d32": Variant("hmt", _hmt(rank="d/32"), _QUARTER),  # a thirtieth of the moments
     "hmt_energy": Variant(
@@ -105,39 +103,33 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     # the paper's "Proposed": ranks by energy and the activations above
-    "hmt_proposed": Variant("hmt", _hmt(**_EARLY, **_ENERGY, activations=ACTIVATIONS), _QUARTER),
-    "hmt_auto_side_energy": Variant("hmt", _hmt(**_EARLY, **_ENERGY), _QUARTER),  # its ranks alone
-    "hmt_auto_side_d4": Variant("hmt", _hmt(**_EARLY, projection="auto"), _QUARTER),
-    # the same at the default's share: what later ablations are to be read beside
-    "hmt_d4_early_05": Variant("hmt", _hmt(early_refresh=0.5), _QUARTER),
-    "hmt_auto_side_d4_early_05": Variant(
-        "hmt", _hmt(projection="auto", early_refresh=0.5), _QUARTER
-    ),
+    "hmt_proposed": Variant("hmt", _hmt(**_ENERGY, activations=ACTIVATIONS), _QUARTER),
+    "hmt_auto_side_energy": Variant("hmt", _hmt(**_ENERGY), _QUARTER),  # its ranks alone
+    "hmt_auto_side_d4": Variant("hmt", _hmt(projection="auto"), _QUARTER),
+    "hmt_d4_early_05": Variant("hmt", _hmt(), _QUARTER),
+    "hmt_auto_side_d4_early_05": Variant("hmt", _hmt(projection="auto"), _QUARTER),
     # ranks where a basis captures least of the gradients that follow it: queries and keys
     "hmt_queries_keys_d2": Variant(
         "hmt",
-        _hmt(**_EARLY, projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
+        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"rank": "d/2"}}),
         _QUARTER,
     ),
     # the same strength of their updates at d/4
     "hmt_queries_keys_scaled": Variant(
         "hmt",
-        _hmt(
-            **_EARLY, projection="auto", module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}}
-        ),
+        _hmt(projection="auto", module_rules={r"\.[qk]_proj\b": {"scale": 0.25 * 2**0.5}}),
         _QUARTER,
     ),
     # ranks by the energy of the gradients that a basis is made from, and of those that follow it
     "hmt_budget_in_sample": Variant("hmt", _hmt(**_BYTES_OF_D4), _QUARTER),
-    "hmt_budget_out_of_sample": Variant("hmt", _hmt(**_EARLY, **_BYTES_OF_D4, **_LATER), _QUARTER),
+    "hmt_budget_out_of_sample": Variant("hmt", _hmt(**_BYTES_OF_D4, **_LATER), _QUARTER),
     "hmt_energy_out_of_sample": Variant(
-        "hmt", _hmt(**_EARLY, **_FINE, **_LATER, energy_threshold=0.7), _QUARTER
+        "hmt", _hmt(**_FINE, **_LATER, energy_threshold=0.7), _QUARTER
     ),
     # fewer columns where they matter less: not the energy but its worth differs between layer types
     "hmt_energy_by_type": Variant(
         "hmt",
         _hmt(
-            **_EARLY,
             **_FINE,
             **_LATER,
             energy_threshold=0.65,
@@ -146,7 +138,7 @@ VARIANTS: dict[str, Variant] = {
         _QUARTER,
     ),
     "hmt_equal_energy_out_of_sample": Variant(
-        "hmt", _hmt(**_EARLY, **{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
+        "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),
     # bases that remember past gradients
     "hmt_basis_momentum_08_d4": Variant(
@@ -167,32 +159,30 @@ VARIANTS: dict[str, Variant] = {
     "hmt_auto_side_d4_interval_200": Variant(
         "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
     ),
-    # before their time where they drift, or never; and then with a residual as wide as the basis, none, or whole
+    # with a residual as wide as the basis, none, or whole
     "hmt_early_085_interval_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=0.85), _QUARTER
+        "hmt", _hmt(projection="auto", update_interval=200), _QUARTER
     ),
-    "hmt_not_early_200": Variant(
-        "hmt", _hmt(projection="auto", update_interval=200, early_refresh=False), _QUARTER
-    ),
+    "hmt_not_early_200": Variant("hmt", _hmt(projection="auto", update_interval=200), _QUARTER),
     "hmt_wide_residual_200": Variant(
         "hmt",
-        _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/4"),
+        _hmt(projection="auto", update_interval=200, probes="d/4"),
         _QUARTER,
     ),
     "hmt_no_residual_200": Variant(
         "hmt",
-        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="none"),
+        _hmt(projection="auto", update_interval=200, residual="none"),
         _QUARTER,
     ),
     "hmt_full_residual_200": Variant(
         "hmt",
-        _hmt(projection="auto", update_interval=200, early_refresh=False, residual="full"),
+        _hmt(projection="auto", update_interval=200, residual="full"),
         _QUARTER,
     ),
     # half as wide, for the time that the columns take
     "hmt_half_wide_residual_200": Variant(
         "hmt",
-        _hmt(projection="auto", update_interval=200, early_refresh=False, probes="d/8"),
+        _hmt(projection="auto", update_interval=200, probes="d/8"),
         _QUARTER,
     ),
     # ranks by energy and by budget under the same residual, and a fixed rank of more columns
@@ -203,7 +193,6 @@ VARIANTS: dict[str, Variant] = {
             **_LATER,
             energy_threshold=0.7,
             update_interval=200,
-            early_refresh=False,
             probes="d/4",
         ),
         _QUARTER,
@@ -214,7 +203,6 @@ VARIANTS: dict[str, Variant] = {
             **_BYTES_OF_D4,
             **_LATER,
             update_interval=200,
-            early_refresh=False,
             probes="d/4",
         ),
         _QUARTER,
@@ -225,16 +213,13 @@ VARIANTS: dict[str, Variant] = {
             projection="auto",
             rank="3d/8",
             update_interval=200,
-            early_refresh=False,
             probes="d/4",
         ),
         _QUARTER,
     ),
-    "hmt_auto_side_d2": Variant("hmt", _hmt(**_EARLY, projection="auto", rank="d/2"), _QUARTER_D2),
-    "hmt_two_sided_d2": Variant(
-        "hmt", _hmt(**_EARLY, projection="two_sided", rank="d/2"), _QUARTER
-    ),
-    "hmt_auto_side_5d16": Variant("hmt", _hmt(**_EARLY, projection="auto", rank="5d/16"), _QUARTER),
+    "hmt_auto_side_d2": Variant("hmt", _hmt(projection="auto", rank="d/2"), _QUARTER_D2),
+    "hmt_two_sided_d2": Variant("hmt", _hmt(projection="two_sided", rank="d/2"), _QUARTER),
+    "hmt_auto_side_5d16": Variant("hmt", _hmt(projection="auto", rank="5d/16"), _QUARTER),
     "hmt_shared_d4": Variant("hmt", _hmt(share_basis=True), _QUARTER),
     "hmt_full_residual_d4": Variant("hmt", _hmt(residual="full"), _QUARTER),
     "hmt_apollo": Variant("hmt", {"method": "apollo", "update_interval": INTERVAL}, _QUARTER),
@@ -266,17 +251,15 @@ VARIANTS: dict[str, Variant] = {
     "hmt_int8_states_d4": Variant("hmt", _hmt(state_dtype="int8"), _QUARTER),
     # four times the rank in the same bytes: an eighth and a thirtieth (hmt_d32) of the moments' bytes
     "hmt_auto_side_int8_states_d2": Variant(
-        "hmt", _hmt(**_EARLY, projection="auto", rank="d/2", state_dtype="int8"), _QUARTER_D2
+        "hmt", _hmt(projection="auto", rank="d/2", state_dtype="int8"), _QUARTER_D2
     ),
     "hmt_auto_side_int8_states_d8": Variant(
-        "hmt", _hmt(**_EARLY, projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
+        "hmt", _hmt(projection="auto", rank="d/8", state_dtype="int8"), _QUARTER
     ),
     # a first moment in INT8 and a factored second one: half the bytes of the same rank, 5 % and less
     "hmt_auto_side_int8_factored_3d8": Variant(
         "hmt",
-        _hmt(
-            **_EARLY, projection="auto", rank="3d/8", state_dtype="int8", second_moment="factored"
-        ),
+        _hmt(projection="auto", rank="3d/8", state_dtype="int8", second_moment="factored"),
         _QUARTER_3D8,
     ),
     "hmt_auto_side_int8_factored_d4": Variant(
@@ -284,34 +267,30 @@ VARIANTS: dict[str, Variant] = {
     ),
     # what the activations alone cost: the same without them are hmt_auto_side_d4 and adamw
     "hmt_auto_side_d4_activations": Variant(
-        "hmt", _hmt(**_EARLY, projection="auto", activations=ACTIVATIONS), _QUARTER
+        "hmt", _hmt(projection="auto", activations=ACTIVATIONS), _QUARTER
     ),
     "adamw_activations": Variant("adamw", {"activations": ACTIVATIONS}, (1e-3, 5e-4, 2e-3)),
     # updates as large as AdamW's at every rank, at AdamW's learning rates
-    "hmt_matched_d4": Variant("hmt", _hmt(**_EARLY, projection="auto", **_MATCH), _MATCHED),
+    "hmt_matched_d4": Variant("hmt", _hmt(projection="auto", **_MATCH), _MATCHED),
     # ablations of the rule at d/4: the factor, no residual, its columns and scale, the moments across a
     # refresh, when bases are refreshed, the finder
-    "hmt_auto_side_d4_scale_035": Variant(
-        "hmt", _hmt(**_EARLY, projection="auto", scale=0.35), _QUARTER
-    ),
-    "hmt_auto_side_d4_scale_050": Variant(
-        "hmt", _hmt(**_EARLY, projection="auto", scale=0.5), _QUARTER
-    ),
+    "hmt_auto_side_d4_scale_035": Variant("hmt", _hmt(projection="auto", scale=0.35), _QUARTER),
+    "hmt_auto_side_d4_scale_050": Variant("hmt", _hmt(projection="auto", scale=0.5), _QUARTER),
     "hmt_auto_side_d4_whole": Variant("hmt", _hmt(projection="auto", scale=1.0), _WHOLE),
-    "hmt_d4_no_residual": Variant("hmt", _hmt(**_EARLY, residual="none"), _QUARTER),
-    "hmt_d4_probes_8": Variant("hmt", _hmt(**_EARLY, probes=8), _QUARTER),
-    "hmt_d4_probes_32": Variant("hmt", _hmt(**_EARLY, probes=32), _QUARTER),
-    "hmt_d4_residual_1": Variant("hmt", _hmt(**_EARLY, residual_scale=1.0), _QUARTER),
-    "hmt_d4_residual_4": Variant("hmt", _hmt(**_EARLY, residual_scale=4.0), _QUARTER),
-    "hmt_d4_unlimited": Variant("hmt", _hmt(**_EARLY, norm_growth_limit=None), _QUARTER),
+    "hmt_d4_no_residual": Variant("hmt", _hmt(residual="none"), _QUARTER),
+    "hmt_d4_probes_8": Variant("hmt", _hmt(probes=8), _QUARTER),
+    "hmt_d4_probes_32": Variant("hmt", _hmt(probes=32), _QUARTER),
+    "hmt_d4_residual_1": Variant("hmt", _hmt(residual_scale=1.0), _QUARTER),
+    "hmt_d4_residual_4": Variant("hmt", _hmt(residual_scale=4.0), _QUARTER),
+    "hmt_d4_unlimited": Variant("hmt", _hmt(norm_growth_limit=None), _QUARTER),
     "hmt_d4_staggered": Variant("hmt", _hmt(refresh="staggered"), _QUARTER),
-    "hmt_d4_keep": Variant("hmt", _hmt(**_EARLY, moment_transfer="keep"), _QUARTER),
-    "hmt_d4_reset": Variant("hmt", _hmt(**_EARLY, moment_transfer="reset"), _QUARTER),
+    "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
+    "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
     "hmt_d4_random": Variant(
         "hmt", _hmt(range_finder="random", max_full_gradient_bytes="auto"), _QUARTER
     ),
     # Above (n - r) / k of every matrix: the estimate of the residual is the unbiased one.
-    "hmt_d4_residual_unbiased": Variant("hmt", _hmt(**_EARLY, residual_scale=64.0), _QUARTER),
+    "hmt_d4_residual_unbiased": Variant("hmt", _hmt(residual_scale=64.0), _QUARTER),
     "hmt_auto_side_d4_no_residual": Variant(
         "hmt", _hmt(projection="auto", residual="none"), _QUARTER
     ),
@@ -322,7 +301,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_left_d4": Variant("hmt", _hmt(projection="left"), _QUARTER),
     "hmt_subspace_d4": Variant("hmt", _hmt(range_finder="subspace"), _QUARTER),
     "hmt_bf16_states_d4": Variant("hmt", _hmt(state_dtype="bf16"), _QUARTER),
-    "hmt_int8_weights_d4": Variant("hmt", _hmt(**_EARLY, weight_dtype="int8"), _QUARTER),
+    "hmt_int8_weights_d4": Variant("hmt", _hmt(weight_dtype="int8"), _QUARTER),
     # Embeddings and head are on AdamW elsewhere.
     "hmt_apollo_head": Variant(
         "hmt",

@@ -155,4 +155,4 @@ def test_committed_cells_keep_their_keys() -> None:
             own = {field.name: record[field.name] for field in fields(Cell)}
             assert Cell(**{**own, "setting": Setting(**record["setting"])}).key == record["key"]
             same.add(record["variant"])
-    assert {"adamw", "hmt_auto_side_d4"} <= same
+    assert {"adamw", "hmt_apollo_mini"} <= same

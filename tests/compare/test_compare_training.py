@@ -157,14 +157,12 @@ def test_a_finished_cell_is_kept_small(
 def test_resume_is_bit_equal(
     variant: str, setting: Setting, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped before a refresh: of every interval of 6 steps, or of 50 where an early one needs that many."""
-    usual, (steps, stop, save) = VARIANTS[variant], (60, 23, 20)
-    if "early_refresh" not in usual.options:
-        steps, stop, save = 14, 5, 4
-        often = {key: 6 for key in ("update_proj_gap", "update_interval") if key in usual.options}
-        assert bool(often) != ("adamw" in variant)
-        refreshed_often = replace(usual, options={**usual.options, **often})
-        monkeypatch.setitem(table.VARIANTS, variant, refreshed_often)
+    """Stopped before a refresh: every interval has 6 steps."""
+    usual, steps, stop, save = VARIANTS[variant], 14, 5, 4
+    often = {key: 6 for key in ("update_proj_gap", "update_interval") if key in usual.options}
+    assert bool(often) != ("adamw" in variant)
+    refreshed_often = replace(usual, options={**usual.options, **often})
+    monkeypatch.setitem(table.VARIANTS, variant, refreshed_often)
     own = replace(cell(setting, data, variant), tokens=steps * setting.step_tokens)
     whole = train_cell(own, data, Store(tmp_path / "a", tmp_path / "a"))
     parts = Store(tmp_path / "b", tmp_path / "b")

@@ -7,6 +7,7 @@ from blocks import ACTIVATIONS, DEFAULTS, POLICY, problem_of_field, problems_of
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig, describe_fields
+from hmt_deepspeed.config.removed import REMOVED
 
 # --- accepted ---------------------------------------------------------------------------------
 
@@ -35,8 +36,6 @@ def test_defaults(block):
         ({"rank_budget": 1}, "rank_budget", 1.0),
         ({"rank_budget": 1e-3}, "rank_budget", 1e-3),
         ({"full_rank_budget": 1}, "full_rank_budget", 1.0),
-        ({"early_refresh": False}, "early_refresh", False),
-        ({"early_refresh": 0.85}, "early_refresh", 0.85),
         ({"basis_momentum": 0}, "basis_momentum", 0.0),
         ({"basis_momentum": 0.9}, "basis_momentum", 0.9),
         ({"energy_estimate": "out_of_sample"}, "energy_estimate", "out_of_sample"),
@@ -125,7 +124,7 @@ NAME_FIELDS = [
     "weight_dtype",
     "scale_type",
 ]
-BOOL_FIELDS = ["early_refresh", "share_basis", "rank_stabilized"]
+BOOL_FIELDS = ["share_basis", "rank_stabilized"]
 NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
 REGEX_FIELDS = ["target_modules", "exclude_modules"]
 
@@ -308,6 +307,15 @@ def test_unlike_any_key_gets_all_legal_keys():
     assert f"Legal: {', '.join(DEFAULTS)}." in text
 
 
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_says_what_to_do_now(key):
+    _, *sections, name = key.split(".")
+    block = {name: 1}
+    for section in reversed(sections):
+        block = {section: block}
+    assert problems_of(block) == {key: f"got 1. This key was removed: {REMOVED[key]}"}
+
+
 def test_key_that_is_no_string():
     assert "hmt.optimizer.7" in problems_of({"optimizer": {7: 1}})
 
@@ -414,7 +422,6 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("projection", '"right", "left", "auto" or "two_sided"'),
         ("rank_budget", "a number > 0 and <= 1 or null"),
         ("full_rank_budget", "a number >= 0 and <= 1"),
-        ("early_refresh", "true, false or a number > 0 and < 1"),
         ("refresh", '"staggered" or "together"'),
         ("module_rules", "an object of regular expressions and objects"),
         ("rank", '"auto" or an integer >= 1'),

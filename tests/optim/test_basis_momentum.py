@@ -211,15 +211,13 @@ def test_a_basis_that_remembers_holds_more_of_noisy_gradients(options):
     assert shares[remembering] > 0.45  # nine tenths of what lasts, which is half
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_basis_that_the_gradients_have_left_is_not_remembered(early):
+def test_a_basis_that_the_gradients_have_left_is_not_remembered():
     """As many directions as columns: whatever of the old basis is kept takes the place of a new direction."""
     sources = [Source(4, 0.05)]
     weights, optimizer = construct(
         sources,
         rank_candidates=(4,),
-        update_interval=1000 if early else 40,
-        early_refresh=early,
+        update_interval=40,
         basis_momentum=0.8,
     )
     for _ in train(weights, optimizer, sources, 100):
@@ -228,6 +226,6 @@ def test_a_basis_that_the_gradients_have_left_is_not_remembered(early):
     sources[0].turn(seed=77)
     for _ in train(weights, optimizer, sources, 80):
         pass
-    assert optimizer._schedule.num_refreshes[0] == refreshes + (1 if early else 2)
+    assert optimizer._schedule.num_refreshes[0] == refreshes + 2
     # with a memory of as much as gradients had there when it was new, less than 0.1
     assert optimizer.matrices["param_0"].smoothed_energy() > 0.7

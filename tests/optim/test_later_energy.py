@@ -244,9 +244,7 @@ def test_the_gradient_that_made_a_basis_is_no_later_one(interval):
 
 def test_a_window_without_a_later_gradient_says_nothing():
     sources = [BatchNoise(12, 0.4, 2)]
-    weights, optimizer = construct(
-        sources, update_interval=3, energy_estimate="out_of_sample", early_refresh=False
-    )
+    weights, optimizer = construct(sources, update_interval=3, energy_estimate="out_of_sample")
     for step in range(9):
         weights[0].grad = sources[0]() if step % 3 == 0 else None
         optimizer.step()
@@ -258,7 +256,7 @@ def test_a_window_without_a_later_gradient_says_nothing():
 
 def test_members_that_share_a_basis_count_by_their_energy():
     large, small = matrix_named("a"), matrix_named("b")
-    policy = RankPolicy([[large, small]], None, 0, early=False, out_of_sample=True)
+    policy = RankPolicy([[large, small]], None, 0, out_of_sample=True)
     policy.close_windows({})  # nothing is known yet
     policy.choose(0, [0.96, 0.99], step=0)
     for matrix, inside, total in ((large, 6.0, 12.0), (small, 1.0, 4.0)):
@@ -293,7 +291,6 @@ def test_a_window_shows_what_bases_of_smaller_ranks_hold(options):
         energy_threshold=0.99,  # the largest
         energy_estimate="out_of_sample",
         update_interval=100,
-        early_refresh=False,
         **({} if "residual" in options else {"probes": 40}),
         **options,
     )
@@ -317,7 +314,7 @@ def test_who_gives_bytes_back_refreshes_first():
         matrix.adopt(matrix.seeded_basis(8, 1))
     groups = [[rising], [falling]]
     budget = rising.moment_bytes_at(20) + rising.basis_bytes_at(20)
-    policy = RankPolicy(groups, budget, 0, early=False, out_of_sample=True)
+    policy = RankPolicy(groups, budget, 0, out_of_sample=True)
     assert policy.ordered([0, 1]) == [0, 1]  # nothing is known yet
     for index, (later, fading) in enumerate((((0.1, 0.2), 0.05), ((0.8, 0.81), 0.001))):
         policy.choose(index, [0.8, 0.9, 0.95], step=0)
@@ -354,23 +351,6 @@ def test_known_energies_save_the_sketching_of_what_is_not_chosen(monkeypatch):
     assert sum(widths["in_sample"][3:]) > 2 * sum(widths["out_of_sample"][3:])
 
 
-def test_a_shared_basis_is_left_when_it_fails_any_member_that_weighs():
-    """The leader's energy stays; nearly all of the group's gradient is another member's."""
-    settings, device = MatrixSettings(rank=8), torch.device("cpu")
-    group = [
-        LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device) for name in "ab"
-    ]
-    policy, fired = RankPolicy([group], None, 0, early=True), []
-    policy.choose(0, [0.9], step=0)
-    for step in range(1, 120):
-        for matrix, inside in zip(group, (0.9, 0.9 if step < 50 else 0.1), strict=True):
-            weight = 1.0 if matrix is group[0] else 9.0
-            matrix.follow(torch.tensor(inside * weight), torch.tensor(weight), 1.0)
-        fired += [step] * len(policy.stale(step))
-    assert len(fired) == 1
-    assert 60 <= fired[0] <= 80
-
-
 def test_the_norm_of_a_group_is_of_all_its_gradients():
     """What grows is the second member; a wider sketch is predicted from the group's norm."""
     settings, device = MatrixSettings(rank_candidates=(4, 8)), torch.device("cpu")
@@ -379,6 +359,6 @@ def test_the_norm_of_a_group_is_of_all_its_gradients():
     ]
     for matrix, total in zip(group, (9.0, 16.0), strict=True):
         matrix.follow(torch.tensor(1.0), torch.tensor(total), 1.0)
-    policy = RankPolicy([group], None, 0, early=False)
+    policy = RankPolicy([group], None, 0)
     policy.choose(0, [0.96, 0.99], step=0)
     assert policy.log_norms["a"] == pytest.approx(log(5.0))

@@ -130,7 +130,7 @@ def test_rank_changes_at_a_refresh(projection, transfer):
 def test_stabilized_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
     """The first step of Adam is the sign of the gradient, in a basis too: its root mean square is lr."""
     weight = nn.Parameter(torch.zeros(shape))
-    options = {"rank": rank, "projection": projection, "residual": "none", "early_refresh": False}
+    options = {"rank": rank, "projection": projection, "residual": "none"}
     optimizer = HMT([weight], lr=1e-3, scale=1.0, rank_stabilized=True, **options)
     weight.grad = next(gradients(shape, 1))
     optimizer.step()

@@ -2,24 +2,19 @@
 
 import itertools
 from math import log
-from statistics import mean
 
 import pytest
 import torch
 
-from hmt_deepspeed.conflicts import LEAST_STEPS_TO_EARLY
 from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, random_basis
-from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.rank import select_rank
 from hmt_deepspeed.optim.rank_history import (
     RankHistory,
-    StalenessTrigger,
     layer_type,
     needed_rank,
     predict_rank,
     prior_rank,
 )
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 CPU = torch.device("cpu")
 CANDIDATES = (8, 16, 32, 64)
@@ -246,160 +241,3 @@ def test_norm_and_energy_each_save_columns(scenario, without):
     assert ranks == same_ranks
     assert columns == sketched(scenario, last_rank)[0]
     assert columns < 0.6 * more, (columns, more)  # 72 of 152 where the width is doubled in vain
-
-
-# -- staleness ----------------------------------------------------------------------------------------
-
-
-class Layer:
-    """A gradient with a dominant subspace, its basis, and the probes' noisy, smoothed energy."""
-
-    def __init__(self, *labels):
-        self.signal = orthonormal(64, 8, *labels, "signal")
-        self.basis, self.smoothed = self.signal, 0.9
-        self.noise = generator(*labels, "noise")
-
-    def observe(self):
-        """Captured energy of this step (a tenth of it is noise that no basis holds), smoothed like matrix.py's."""
-        held = 0.9 * (self.signal.t() @ self.basis).square().sum().item() / 8
-        seen = held + 0.05 * torch.randn((), generator=self.noise).item()
-        self.smoothed += 0.1 * (seen - self.smoothed)
-        return held
-
-
-def mean_energy(early, steps=400, interval=200, change_at=57):
-    """Energy held over a run in which layer 0 changes abruptly; the steps at which a trigger fired."""
-    layers, trigger, fired = [Layer("a"), Layer("b")], StalenessTrigger(2), []
-    held = []
-    for step in range(steps):
-        if step == change_at:
-            layers[0].signal = orthonormal(64, 8, "changed")
-        held.append(layers[0].observe())
-        layers[1].observe()
-        due = [0, 1] if step and step % interval == 0 else []
-        found = trigger.read(step, torch.tensor([layer.smoothed for layer in layers]))
-        fired += [(step, index) for index in found]
-        for index in due + (found if early else []):
-            layers[index].basis = layers[index].signal
-            trigger.refreshed(index, step)
-    return mean(held), fired
-
-
-def test_early_refresh_regains_energy_after_an_abrupt_change():
-    waiting, _ = mean_energy(early=False)
-    early, fired = mean_energy(early=True)
-    assert [index for _, index in fired] == [0]  # the layer that changed, once
-    assert 57 < fired[0][0] <= 90
-    # .8 of energy missed for the 143 steps up to the interval's end, or for those until it fires.
-    assert early - waiting > 0.8 * (200 - fired[0][0]) / 400 - 0.05
-    assert early > waiting + 0.2
-
-
-@pytest.mark.parametrize(("fraction", "fires"), [(0.5, False), (0.85, True)])
-def test_a_basis_that_fades_slowly_is_left_until_it_holds_less_than_the_fraction(fraction, fires):
-    """Three tenths of the energy lost in 200 steps."""
-    trigger = StalenessTrigger(1, fraction)
-    fired = [s for s in range(200) if trigger.read(s, torch.tensor([0.8 * 0.5 ** (s / 400)]))]
-    assert bool(fired) == fires
-
-
-def test_no_firing_on_stationary_noise():
-    """1,000 steps, 50 layers, readings smoothed over ten steps with noise of 5 %: nothing fires."""
-    draw, energies, trigger = (
-        torch.Generator().manual_seed(0),
-        torch.full((50,), 0.7),
-        StalenessTrigger(50),
-    )
-    for step in range(1000):
-        energies += 0.1 * (0.7 + 0.05 * torch.randn(50, generator=draw) - energies)
-        if step and step % 200 == 0:
-            for index in range(50):
-                trigger.refreshed(index, step)
-        assert trigger.read(step, energies) == []
-
-
-def test_trigger_is_silent_until_refreshed_or_recovered():
-    trigger = StalenessTrigger(1, fraction=0.8, min_steps=2, check_every=1)
-    values = [0.1, 0.1, 1.0, 0.7, 0.9, 0.7, 0.7, 0.7, 0.9, 0.7, 0.7, 0.95, 0.7, 0.7]
-    fired = [s for s, v in enumerate(values) if trigger.read(s, torch.tensor([v]))]
-    # Steps 0, 1 are too early, 2 is the reference; a single low reading (3) is not enough; 6 fires;
-    # .9 does not re-arm, .95 does.
-    assert fired == [6, 13]
-    trigger.refreshed(0, 14)
-    assert [
-        s for s in range(14, 20) if trigger.read(s, torch.tensor([0.5]))
-    ] == []  # a new reference
-    assert trigger.reference == [0.5]
-    assert [s for s in range(20, 30) if trigger.read(s, torch.tensor([float("nan")]))] == []
-
-
-def test_the_trigger_fires_no_earlier_than_the_least_interval_that_leaves_it_something_to_do():
-    trigger = StalenessTrigger(1)
-    trigger.refreshed(0, 0)
-    energies = {20: 1.0}  # the reference, and nothing afterwards
-    fired = [s for s in range(60) if trigger.read(s, torch.tensor([energies.get(s, 0.0)]))]
-    assert fired == [LEAST_STEPS_TO_EARLY]
-
-
-def test_trigger_reads_the_device_once_per_interval():
-    class Counted:
-        reads = 0
-
-        def tolist(self):
-            self.reads += 1
-            return [0.5]
-
-    energies, trigger = Counted(), StalenessTrigger(1, check_every=10)
-    for step in range(100):
-        trigger.read(step, energies)
-    assert energies.reads == 10
-
-
-def test_matrices_on_several_devices_are_read_together():
-    class Matrix:
-        redraws, settings = False, MatrixSettings()
-
-        def __init__(self, device):
-            self.name, self.device = device, device
-
-        def smoothed_energy(self):
-            return torch.zeros((), device=self.device)
-
-    class Trigger:
-        check_every = 1
-
-        def read(self, step, smoothed):
-            assert smoothed.device.type == "meta"
-            return [1]
-
-    policy = RankPolicy([[Matrix("meta")], [Matrix("cpu")]], None, 0, early=True)
-    policy.trigger = Trigger()
-    assert policy.stale(1) == [1]
-
-
-def test_trigger_state_survives_a_round_trip():
-    def halves(resume):
-        trigger = StalenessTrigger(2, min_steps=5, check_every=5)
-        trigger.refreshed(1, 8)
-        fired = []
-        for step in range(60):
-            if resume and step == 37:
-                saved, trigger = trigger.to_list(), StalenessTrigger(2, min_steps=5, check_every=5)
-                trigger.load_list(saved)
-            level = 0.9 if step < 33 else 0.4
-            fired += [(step, i) for i in trigger.read(step, torch.tensor([level, 0.9]))]
-        return fired, trigger.to_list()
-
-    assert halves(resume=True) == halves(resume=False)
-    assert halves(resume=True)[0] == [(40, 0)]
-    with pytest.raises(ValueError, match="3 saved"):
-        StalenessTrigger(2).load_list([[0.0] * 4] * 3)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"fraction": 0.0}, {"fraction": 1.0}, {"min_steps": 0}, {"check_every": 0}],
-)
-def test_trigger_settings_out_of_range(wrong):
-    with pytest.raises(ValueError, match="legal"):
-        StalenessTrigger(1, **wrong)

@@ -104,64 +104,6 @@ def test_default_budget():
     assert default_full_gradient_bytes([]) == 0
 
 
-# -- early refresh ------------------------------------------------------------------------------------
-
-
-def settled(sizes, interval, budget, groups=()):
-    """A schedule after three intervals, and the step at which it stands."""
-    schedule, steps = RefreshSchedule(sizes, interval, budget, groups), 3 * interval
-    run(schedule, steps)
-    return schedule, steps
-
-
-def test_early_refresh_comes_at_once_and_moves_nobody_else():
-    schedule, step = settled([4] * 10, 50, 8)
-    before = list(schedule.next_refresh)
-    late = max(range(10), key=lambda i: before[i])
-    schedule.advance(late, step)
-    assert late in schedule.due(step)
-    for index in schedule.due(step):
-        schedule.refreshed(index, step)
-    others = [i for i in range(10) if before[i] > step and i != late]
-    assert all(schedule.next_refresh[i] == before[i] for i in others)
-    assert schedule.next_refresh[late] == before[late]  # its own phase stays too
-
-
-def test_early_refresh_that_takes_the_place_of_a_regular_one():
-    schedule, step = settled([4] * 10, 50, 8)
-    index = min(
-        (i for i in range(10) if schedule.next_refresh[i] > step),
-        key=schedule.next_refresh.__getitem__,
-    )
-    soon = schedule.next_refresh[index]
-    assert soon - step < 50 / 4
-    schedule.advance(index, step)
-    schedule.refreshed(index, step)
-    assert schedule.next_refresh[index] == soon + 50
-    schedule.refreshed(index, soon + 50)  # back in its phase: the next is a whole interval away
-    assert schedule.next_refresh[index] == soon + 100
-
-
-def test_early_refreshes_are_bounded_by_the_budget_and_wait_their_turn():
-    sizes, budget = [4] * 12, 8
-    schedule, step = settled(sizes, 48, budget)
-    step = next(s for s in range(step, step + 48) if schedule.due(s)) - 1
-    overdue = schedule.due(step + 1)
-    for index in range(12):
-        schedule.advance(index, step + 1)
-    seen = []
-    for now in range(step + 1, step + 7):
-        due = schedule.due(now)
-        assert sum(sizes[i] for i in due) <= budget
-        for index in due:
-            schedule.refreshed(index, now)
-        seen += due
-    assert sorted(seen) == list(range(12))
-    assert set(overdue) <= set(seen)
-    schedule.advance(0, 10**6)  # asking for later than it is due changes nothing
-    assert schedule.next_refresh[0] < 10**6
-
-
 # -- groups -------------------------------------------------------------------------------------------
 
 
@@ -181,8 +123,6 @@ def test_a_group_refreshes_together_and_counts_its_bytes_together():
     late = [sum(1 for g in schedule.groups if g[0] in due) for due in per_step[3 * interval :]]
     assert max(late) == 1
     assert sum(late) == 3 * len(schedule.groups)
-    schedule.advance(4, 6 * interval)
-    assert {3, 4} <= set(schedule.due(6 * interval))
 
 
 def test_a_group_with_a_member_left_over_is_due_again():

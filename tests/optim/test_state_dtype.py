@@ -82,8 +82,6 @@ def test_training_follows_fp32(rule, dtype):
         start = layer.weight.detach().clone()
         # One basis: near-equal singular vectors would turn by any rounding, and Adam with them.
         once = {} if rule.get("method") == "adamw" else {"update_interval": 100}
-        if "method" not in rule:
-            once["early_refresh"] = False
         fixed = {**rule, **once}
         losses[kind] = train(layer, construct(layer, fixed, kind), batches(layer, 60))
         moved[kind] = layer.weight.detach() - start

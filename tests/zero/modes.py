@@ -57,7 +57,6 @@ SAME_LAYOUT: dict[str, dict[str, Any]] = {
     "keep": {**LOW_RANK, "moment_transfer": "keep"},
     "bf16 states": {**LOW_RANK, "projection": "auto", "state_dtype": "bf16"},
     "bf16 core": {**LOW_RANK, "projection": "two_sided", "state_dtype": "bf16"},
-    "early refresh": {**LOW_RANK, "update_interval": 50, "energy_threshold": 0.9},
     "int8": INT8,
     "int8, factored": {**INT8, "projection": "auto", "second_moment": "factored"},
 }

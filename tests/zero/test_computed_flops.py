@@ -17,7 +17,7 @@ from training import (
     tiny_llama,
 )
 
-RIGHT = {"rank": 8, "update_interval": 1000, "early_refresh": False}
+RIGHT = {"rank": 8, "update_interval": 1000}
 RECOMPUTE = {"policy": {"attention_qkv": "recompute", "mlp_intermediate": "recompute"}}
 
 

@@ -15,7 +15,6 @@ ADAMW = {"method": "adamw"}
 FIXED = {
     "rank": 8,
     "update_interval": 1000,
-    "early_refresh": False,
     "max_full_gradient_bytes": 10**7,
 }
 OFTEN = {**FIXED, "update_interval": 1}  # and leaves it in the next

@@ -33,7 +33,7 @@ def run() -> dict[str, Any]:
 
     RankPolicy._choose = choose  # type: ignore[method-assign]
     options = {"rank_candidates": [SMALL, 16], "energy_threshold": 0.99, "update_interval": 1000}
-    options |= {"max_full_gradient_bytes": 10**7, "early_refresh": False}
+    options |= {"max_full_gradient_bytes": 10**7}
     config = ds_config(2, options, bf16={"enabled": True})
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     engine = make_engine(config, tiny_llama(layers=LAYERS))

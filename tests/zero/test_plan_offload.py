@@ -13,7 +13,6 @@ from training import HIDDEN, ds_config, make_engine, tiny_llama, train_step
 FIXED = {
     "rank": 8,
     "update_interval": 1000,
-    "early_refresh": False,
     "max_full_gradient_bytes": 10**7,
 }
 # name -> (fields of hmt.optimizer, ZeRO stage, accumulation)

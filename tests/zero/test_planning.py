@@ -26,7 +26,7 @@ RERUN = "activation_rerun_flops_per_component"
 
 def engine_of(planner: dict[str, Any] | None, options: Any = None, **activations: str) -> Any:
     """No matrix refreshes after the first step; ``planner`` None: no activations section at all."""
-    options = {"update_interval": 1000, "early_refresh": False, **(options or {"rank": 8})}
+    options = {"update_interval": 1000, **(options or {"rank": 8})}
     config = ds_config(2, {**options, "max_full_gradient_bytes": 10**7})
     if planner is not None:
         config["hmt"] |= {"activations": {"policy": "plan", **activations}, "planner": planner}
@@ -359,7 +359,7 @@ def test_ranks_are_looked_at_after_refreshes_only() -> None:
 
 def run_refreshing(folder: str) -> dict[str, Any]:
     """Five to seven of 21 matrices refresh in every step; at first as many as the bytes allow."""
-    options = {"rank": 8, "early_refresh": False, "update_interval": 4}
+    options = {"rank": 8, "update_interval": 4}
     config = ds_config(2, {**options, "max_full_gradient_bytes": 60_000})
     planner = {"profile": f"{folder}/tight/profile.json"}
     config["hmt"] |= {"activations": {"policy": "plan"}, "planner": planner}
