@@ -200,7 +200,7 @@ def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     assert (
         "gradient bytes of low-rank matrices / m·n" not in done.stdout
     )  # no target: in the file only
-    assert "foundations.md`" in done.stdout
+    assert "foundations.md)" in done.stdout
     assert "torch" in done.stdout
 
 

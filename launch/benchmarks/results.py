@@ -176,9 +176,10 @@ def headlines(reports: Mapping[Path, Mapping[str, Any]]) -> str:
                 origins.setdefault(_origin(case), []).append(name)
     lines = ["Measured on:", "", *_origin_lines(origins), ""]
     lines += [_row(["suite", *HEADERS]), _row(["---"] * (len(HEADERS) + 1)), *rows, ""]
-    files = [
-        f"`{os.path.relpath(path.with_suffix('.md'), RESULTS.parents[1])}`" for path in reports
-    ]
+    files = []
+    for path in reports:
+        page = os.path.relpath(path.with_suffix(".md"), RESULTS.parent)  # from launch/README.md
+        files.append(f"[{path.parent.name} {path.stem}]({page})")
     lines.append(f"All rows, with notes and the commands that repeat them: {', '.join(files)}.")
     return "\n".join(lines)
 
