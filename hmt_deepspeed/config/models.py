@@ -185,14 +185,10 @@ class OptimizerConfig(StrictModel):
     )
     scale: Scale = Field(
         default="auto",
-        description='Factor on the update; "auto" is each method\'s published value: 0.25 (GaLore), '
-        "1 (APOLLO, under the root), 128 (Mini), 128 / rank (APOLLO, per tensor).",
-    )
-    rank_stabilized: bool = Field(
-        default=False,
-        description="Equal updates at every rank: scale is then the root mean square of the update inside the "
-        'basis as a share of AdamW\'s, which otherwise is scale x sqrt(r / n) for n columns; "auto" is 0.125, what '
-        "GaLore's 0.25 comes to at a quarter of the columns.",
+        description='Factor on the update. "auto": inside its basis a low-rank update has the root mean square of '
+        "AdamW's at every rank and side, so AdamW's lr and weight_decay hold; of APOLLO the published value, 1 (under "
+        "the root), 128 (Mini) or 128 / rank (per tensor). A number is GaLore's alpha, there 0.25, and 1 in the HMT "
+        "paper: the root mean square is then that x sqrt(r / n) for n columns.",
     )
     scale_type: ScaleType = Field(
         default="auto",

@@ -19,7 +19,6 @@ from hmt_deepspeed.optim.state import stored_bytes
 __all__ = ["LowRankMatrix", "adopt_together", "overlap_of"]
 
 MAX_RESIDUAL_SCALE = 8.0
-PUBLISHED_SCALE = 0.25  # GaLore's; at a quarter of the columns half of that in root mean square
 
 
 class LowRankMatrix(ProjectedMatrix):
@@ -178,11 +177,10 @@ class LowRankMatrix(ProjectedMatrix):
 
     @property
     def scale(self) -> float:
-        """Factor on the update, at full rank too: the learning rate is one for all ranks."""
+        """Factor on the update, at full rank too; "auto" is ``1 / rms_share``: AdamW's learning rate is one for
+        all ranks and sides."""
         wanted = self.settings.scale
-        if self.settings.rank_stabilized:
-            return (PUBLISHED_SCALE / 2 if wanted is None else wanted) / self.rms_share
-        return PUBLISHED_SCALE if wanted is None else wanted
+        return 1 / self.rms_share if wanted is None else wanted
 
     @property
     def rms_share(self) -> float:

@@ -35,7 +35,8 @@ class MatrixSettings:
     rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``; None is a
     quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has it as far as :meth:`ranks`
     says.
-    scale: factor on the update; ``rank_stabilized``: on its root mean square, whatever the rank.
+    scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
+    every rank, and is APOLLO's published one.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     residual_scale: c of the probe residual, up to the unbiased (n-r)/k. norm_growth_limit: limit on the
     residual's norm, of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per
@@ -57,7 +58,6 @@ class MatrixSettings:
     probes: int | None = None
     residual_scale: float | None = None
     scale: float | None = None
-    rank_stabilized: bool = False
     scale_type: str | None = None
     norm_growth_limit: float | None = 1.01
     state_dtype: str = "fp32"

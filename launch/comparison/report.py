@@ -233,7 +233,8 @@ def summarize(
     """
     first = records[0]
     lines, skipped = {}, {}
-    for name in [n for n in VARIANTS if any(r["variant"] == n for r in records)]:
+    measured = {r["variant"] for r in records}
+    for name in [*(n for n in VARIANTS if n in measured), *sorted(measured - VARIANTS.keys())]:
         own = [r for r in records if r["variant"] == name]
         reasons = [r["skipped"] for r in own if "skipped" in r]
         finished = [r for r in own if r.get("val_loss") is not None]

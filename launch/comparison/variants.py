@@ -70,9 +70,7 @@ _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4
 # Five candidates, d/8 to d/2, and the bytes, bases included, that d/4 takes everywhere.
 _FINE = {**_ENERGY, "rank_candidates": ["d/8", "3d/16", "d/4", "3d/8", "d/2"]}
 _BYTES_OF_D4 = {**_FINE, "rank_budget": 0.322}
-_MATCH = {"scale": 1.0, "rank_stabilized": True}
-# Of the strength that 0.25 has at d/4, at every rank: all ranks ask for the same learning rate.
-_EQUAL = {"scale": 0.125, "rank_stabilized": True}
+_MATCH = {"scale": "auto"}
 _LATER = {"energy_estimate": "out_of_sample"}
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
@@ -136,9 +134,6 @@ VARIANTS: dict[str, Variant] = {
             module_rules={r"\.[qk]_proj\b": {"energy_threshold": 0.85}},
         ),
         _QUARTER,
-    ),
-    "hmt_equal_energy_out_of_sample": Variant(
-        "hmt", _hmt(**{**_FINE, **_LATER, **_EQUAL}, energy_threshold=0.7), _QUARTER
     ),
     # bases that remember past gradients
     "hmt_basis_momentum_08_d4": Variant(
@@ -311,7 +306,7 @@ VARIANTS: dict[str, Variant] = {
         ),
         _QUARTER,
     ),
-    "hmt_defaults": Variant("hmt", {}, _QUARTER),
+    "hmt_defaults": Variant("hmt", {}, _MATCHED),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }

@@ -24,7 +24,6 @@ DEFAULTS = {
     "residual_scale": "auto",
     "projected_backward": "auto",
     "scale": "auto",
-    "rank_stabilized": False,
     "scale_type": "auto",
     "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",

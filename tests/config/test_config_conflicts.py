@@ -29,7 +29,6 @@ LOW_RANK_ONLY = {
     "residual_scale": 1.0,
     "projected_backward": False,
     "scale": 1.0,
-    "rank_stabilized": True,
     "scale_type": "tensor",
     "norm_growth_limit": None,
     "max_full_gradient_bytes": 1,

@@ -53,7 +53,6 @@ def test_defaults(block):
         ({"projected_backward": True}, "projected_backward", True),
         ({"projected_backward": False}, "projected_backward", False),
         ({"scale": 1}, "scale", 1.0),
-        ({"rank_stabilized": True}, "rank_stabilized", True),
         ({"norm_growth_limit": None}, "norm_growth_limit", None),
         ({"norm_growth_limit": 1}, "norm_growth_limit", 1.0),
         ({"max_full_gradient_bytes": 1}, "max_full_gradient_bytes", 1),
@@ -124,7 +123,7 @@ NAME_FIELDS = [
     "weight_dtype",
     "scale_type",
 ]
-BOOL_FIELDS = ["share_basis", "rank_stabilized"]
+BOOL_FIELDS = ["share_basis"]
 NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
 REGEX_FIELDS = ["target_modules", "exclude_modules"]
 

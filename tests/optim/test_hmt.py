@@ -100,7 +100,8 @@ def test_fixed_basis_is_galores():
     reference = GaLoreAdamW(
         [{"params": [theirs], **galore}], lr=1e-2, eps=1e-12, no_deprecation_warning=True
     )
-    optimizer = HMT([ours], lr=1e-2, eps=1e-12, rank=rank, residual="none", update_interval=10**6)
+    options = {"rank": rank, "scale": 0.25, "residual": "none", "update_interval": 10**6}
+    optimizer = HMT([ours], lr=1e-2, eps=1e-12, **options)
     for i, gradient in enumerate(gradients):
         theirs.grad, ours.grad = gradient.clone(), gradient.clone()
         reference.step()

@@ -30,7 +30,9 @@ def test_options_and_settings():
     assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
     assert (settings.scale, settings.norm_growth_limit) == (None, 1.01)
     matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
-    assert matrix.scale == 0.25  # each method resolves its own "auto"
+    assert (
+        matrix.scale == 1.0
+    )  # of a basis that spans all columns; each method resolves its own "auto"
     options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, probes=3).options
     assert matrix_settings(options).norm_growth_limit is None
     assert matrix_settings(options).probes == 3
@@ -78,10 +80,8 @@ def test_options_and_settings():
         ("projected_backward", "yes", "auto"),
         ("projected_backward", 0, "auto"),
         ("share_basis", 1, "False"),
-        ("rank_stabilized", 0.0, "False"),
         ("scale", 0, "> 0"),
         ("scale", "rms", "a number > 0"),
-        ("rank_stabilized", None, "False"),
         ("norm_growth_limit", 0.9, ">= 1"),
         ("max_full_gradient_bytes", 0, ">= 1"),
         ("master_weights", "bf16", "fp32"),

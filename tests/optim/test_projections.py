@@ -127,35 +127,33 @@ def test_rank_changes_at_a_refresh(projection, transfer):
 @pytest.mark.parametrize("shape", [TALL, WIDE])
 @pytest.mark.parametrize("projection", ["right", "left", "auto", "two_sided"])
 @pytest.mark.parametrize("rank", [2, 6, 12])
-def test_stabilized_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
+def test_updates_are_as_large_as_adamws_at_every_rank(shape, projection, rank):
     """The first step of Adam is the sign of the gradient, in a basis too: its root mean square is lr."""
     weight = nn.Parameter(torch.zeros(shape))
     options = {"rank": rank, "projection": projection, "residual": "none"}
-    optimizer = HMT([weight], lr=1e-3, scale=1.0, rank_stabilized=True, **options)
+    optimizer = HMT([weight], lr=1e-3, **options)
     weight.grad = next(gradients(shape, 1))
     optimizer.step()
     # The basis is orthonormal to fp32 rounding, and eps takes 1e-8 of a gradient of order 1.
     assert weight.detach().square().mean().sqrt().item() == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_the_stabilized_default_is_the_published_scale_at_a_quarter_of_the_columns():
+def test_a_scale_that_is_a_number_is_the_factor_itself():
     matrices = []
-    for rank, stabilized in ((8, False), (8, True), (2, True)):
+    for scale in (0.25, "auto"):
         weight = nn.Parameter(torch.zeros(40, 32))
-        optimizer = HMT([weight], rank=rank, rank_stabilized=stabilized)
+        optimizer = HMT([weight], rank=8, scale=scale)
         weight.grad = next(gradients((40, 32), 1))
         optimizer.step()
         matrices += optimizer.matrices.values()
-    assert [matrix.scale for matrix in matrices] == [0.25, 0.25, 0.5]
+    assert [matrix.scale for matrix in matrices] == [0.25, 2.0]
 
 
-def test_stabilized_updates_follow_the_rank_and_are_adamws_at_full_rank():
+def test_updates_follow_the_rank_and_are_adamws_at_full_rank():
     weight = nn.Parameter(torch.zeros(24, 32))
     optimizer = HMT(
         [weight],
         lr=1e-3,
-        scale=1.0,
-        rank_stabilized=True,
         residual="none",
         rank_candidates=(4, 8),
         update_interval=2,
