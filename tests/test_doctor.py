@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'no_such' matches no layer",
     ),
     "shared sequences": (
-        {"hmt": {"fpdt": {"enabled": True, "sequence_parallel_size": 2}}},
+        {"hmt": {"fpdt": {"sequence_parallel_size": 2}}},
         "sequence_parallel_size is 2, but there are 1 ranks",
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from hmt_deepspeed.conflicts import Conflict, Given
 
-__all__ = ["conflict_problems", "fpdt_conflicts", "snapshot_conflicts"]
+__all__ = ["conflict_problems", "snapshot_conflicts"]
 
 
 def conflict_problems(
@@ -47,11 +47,3 @@ def snapshot_conflicts(given: Given) -> list[Conflict]:
         advice = 'It needs a folder: set "path", or remove it.'
         return [Conflict("interval", interval, ("path",), advice)]
     return []
-
-
-def fpdt_conflicts(given: Given) -> list[Conflict]:
-    """Fields of an `hmt.fpdt` that nobody turned on; with ``enabled: false`` they are kept for later."""
-    if "enabled" in given:
-        return []
-    advice = 'Nothing runs in chunks without "enabled": set it to true, or to false to keep this for later.'
-    return [Conflict(key, value, ("enabled",), advice) for key, value in given.items()]

@@ -12,7 +12,7 @@ from hmt_deepspeed.config.activations import (
     ActivationsConfig,
     activation_conflicts,
 )
-from hmt_deepspeed.config.conflicts import conflict_problems, fpdt_conflicts, snapshot_conflicts
+from hmt_deepspeed.config.conflicts import conflict_problems, snapshot_conflicts
 from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
@@ -261,13 +261,10 @@ class OptimizerConfig(StrictModel):
 
 
 class FpdtConfig(StrictModel):
-    """`hmt.fpdt`: decoder layers in chunks of tokens."""
+    """`hmt.fpdt`: where the block has this section, every stage of the decoder layers, the last norm and the loss
+    run in chunks of tokens; a layer keeps its input, and attention's output where `hmt.activations` says so.
+    """
 
-    enabled: bool = Field(
-        default=False,
-        description="Run every stage of the decoder layers, the last norm and the loss in chunks of tokens; "
-        "a layer keeps its input, and attention's output where hmt.activations says so.",
-    )
     chunk_size: Auto | PositiveInt = Field(
         default=65536,
         description="Tokens of a chunk in attention; projections and MLP take a quarter at once. auto: the "
@@ -284,13 +281,6 @@ class FpdtConfig(StrictModel):
         "part of every chunk.",
     )
 
-    @model_validator(mode="after")
-    def _refuse_conflicts(self) -> FpdtConfig:
-        conflicts = fpdt_conflicts({key: getattr(self, key) for key in self.model_fields_set})
-        if conflicts:
-            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
-        return self
-
 
 class OffloadConfig(StrictModel):
     """`hmt.offload`: how the work on states in host memory or on an SSD goes beside the device's."""
@@ -301,12 +291,6 @@ class OffloadConfig(StrictModel):
         "updated: during backward, before the verdict over clipping and overflow; after it, beside the next "
         "forward; or inside step. Every choice gives the same numbers.",
     )
-    schedule: Literal["optimised", "naive", "serial"] = Field(
-        default="optimised",
-        description="Order of reading, updating and writing states on an SSD, for comparison (LoHan, figure 7): "
-        "all three at once, beside the device's work; one after another, beside the device's work; or one after "
-        "another, after backward. Every choice gives the same numbers.",
-    )
 
 
 _NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy": "plan"}.'
@@ -314,19 +298,18 @@ _NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy"
 
 _PLANNED_CHUNKS = (
     "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
-    "turn hmt.fpdt off."
+    "remove hmt.fpdt."
 )
 
 
 def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
     """Of a raw block whose planner section nobody reads, or whose plan FPDT would not follow."""
-    activations, fpdt = block.get("activations"), block.get("fpdt")
+    activations = block.get("activations")
     if any(".activations.policy" in key for key in known_bad):
         return {}
     if isinstance(activations, dict) and activations.get("policy") == "plan":
-        chunked = isinstance(fpdt, dict) and fpdt.get("enabled") is True
         key = f"{BLOCK_NAME}.activations.policy"
-        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if chunked else {}
+        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if "fpdt" in block else {}
     if block.get("planner", {}) == {} or any(".planner" in key for key in known_bad):
         return {}
     if PlannerConfig.model_validate(block["planner"]) == PlannerConfig():
@@ -399,7 +382,10 @@ class HMTConfig(StrictModel):
     planner: PlannerConfig = Field(
         default_factory=PlannerConfig, description="The plan of a run's activations."
     )
-    fpdt: FpdtConfig = Field(default_factory=FpdtConfig, description="Long sequences in chunks.")
+    fpdt: FpdtConfig = Field(
+        default_factory=FpdtConfig,
+        description="Long sequences in chunks; they are where this is given.",
+    )
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig, description="The work on states in host memory or on an SSD."
     )
@@ -415,7 +401,7 @@ class HMTConfig(StrictModel):
     def _refuse_idle_planner(self) -> HMTConfig:
         if self.planner != PlannerConfig() and not self.activations.is_planned:
             raise ValueError(_NOTHING_PLANS)
-        if self.activations.is_planned and self.fpdt.enabled:
+        if self.activations.is_planned and self.gives("fpdt"):
             raise ValueError(_PLANNED_CHUNKS)
         return self
 
@@ -443,7 +429,6 @@ class HMTConfig(StrictModel):
         for section, find in (
             ("optimizer", conflicts_of),
             ("activations", activation_conflicts),
-            ("fpdt", fpdt_conflicts),
             ("snapshot", snapshot_conflicts),
         ):
             prefix = f"{BLOCK_NAME}.{section}"

@@ -30,8 +30,8 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _REFUSAL = (
     "FPDT computes a part in chunks, whose backward runs autograd itself: it gives first gradients, but was called "
-    "{}. Legal: loss.backward(), and torch.autograd.grad without create_graph. For the other, set hmt.fpdt.enabled to "
-    "false (or choose another attn_implementation)."
+    "{}. Legal: loss.backward(), and torch.autograd.grad without create_graph. For the other, remove "
+    "hmt.fpdt (or choose another attn_implementation)."
 )
 
 

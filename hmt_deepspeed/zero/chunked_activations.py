@@ -287,13 +287,13 @@ def refused_beside_chunks(
             elif choice not in (None, "recompute") and component != "layernorm":
                 yield (
                     f'hmt.activations.{place}.{component} is {choice!r}, legal is "recompute" with '
-                    "hmt.fpdt.enabled: a layer in chunks computes all but its input again. Remove it, or set "
+                    "hmt.fpdt: a layer in chunks computes all but its input again. Remove it, or set "
                     f"one of {', '.join(CHUNKED)}."
                 )
     given = config.model_fields_set
     if config.components:
         yield (
-            f"hmt.activations.components is {config.components!r}, legal is {{}} with hmt.fpdt.enabled, which "
+            f"hmt.activations.components is {config.components!r}, legal is {{}} with hmt.fpdt, which "
             "knows its families: remove it."
         )
     for key in ("rounding", "block_size", "error_interval"):
@@ -306,6 +306,6 @@ def refused_beside_chunks(
     for key, value in checkpointing.items():
         if value:
             yield (
-                f"activation_checkpointing.{key} is {value!r}, legal with hmt.fpdt.enabled is to leave it out: "
+                f"activation_checkpointing.{key} is {value!r}, legal with hmt.fpdt is to leave it out: "
                 'layers in chunks are no checkpoints. "residual": "swap_host" moves their inputs to the host.'
             )

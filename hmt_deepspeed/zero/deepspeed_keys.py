@@ -231,7 +231,7 @@ KEYS: Mapping[str, Honoured | DeepSpeeds | Refused] = {
     # other engines, other parallelism
     "sequence_parallel_size": Refused(
         (1,),
-        'HMT shares a sequence among ranks by "hmt": {"fpdt": {"enabled": true, "sequence_parallel_size": N}}; '
+        'HMT shares a sequence among ranks by "hmt": {"fpdt": {"sequence_parallel_size": N}}; '
         "or use data parallelism over all ranks.",
     ),
     "data_parallel_size": DeepSpeeds("initialize, for a mesh with sequence_parallel_size"),

@@ -118,7 +118,7 @@ def dry_run(
             held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
             tables.append(_activations(config, hmt, engine.module))
-        if hmt.fpdt.enabled:
+        if hmt.gives("fpdt"):
             notes.append(_fpdt(hmt, engine.module, ranks))
     return DryRun(
         options is not None,

@@ -128,7 +128,8 @@ class HMTEngine(InferenceEngine):
         release(model)
         home = next((param.device for param in model.parameters()), None)
         try:
-            prepare_for_fpdt(model, hmt.fpdt, self._tenure.undo)
+            if hmt.gives("fpdt"):
+                prepare_for_fpdt(model, self._tenure.undo)
             self._to_encode: list[nn.Linear] = []
             if options is not None and options["weight_dtype"] == "int8":
                 dtype = torch.bfloat16 if config_class.bfloat16_config.enabled else None
@@ -154,19 +155,12 @@ class HMTEngine(InferenceEngine):
         self._num_open_modules = len(FWD_MODULE_STACK)
         if hmt.gives("activations"):
             self.hmt_activations = self._activations(
-                config, hmt.activations, in_chunks=hmt.fpdt.enabled
+                config, hmt.activations, in_chunks=hmt.gives("fpdt")
             )
         if hmt.activations.is_planned:
             self.hmt_planner = self._run_planner(config, hmt)
-        fpdt = hmt.fpdt
-        if fpdt.enabled and fpdt.chunk_size == "auto":
-            fpdt = with_chunk_size(fpdt, self.run_facts(hmt), self)
-        held = self.hmt_activations
-        holders = (
-            (held.holders, held.attention_holders) if isinstance(held, ChunkedActivations) else ()
-        )
-        self.hmt_fpdt = install_fpdt(self.module, fpdt, self.optimizer, *holders)
-        if self.hmt_fpdt is not None:
+        if hmt.gives("fpdt"):
+            self.hmt_fpdt = self._fpdt(hmt)
             self._tenure.undo.callback(self.hmt_fpdt.remove)
         self.hmt_metrics = StepMetrics(self)
         self._tenure.undo.callback(self.hmt_metrics.close)
@@ -178,6 +172,16 @@ class HMTEngine(InferenceEngine):
             parts += [self.hmt_snapshots] if self.hmt_snapshots is not None else []
             for part in parts:
                 print(part.describe(), flush=True)
+
+    def _fpdt(self, hmt: HMTConfig) -> Installation:
+        fpdt = hmt.fpdt
+        if fpdt.chunk_size == "auto":
+            fpdt = with_chunk_size(fpdt, self.run_facts(hmt), self)
+        held = self.hmt_activations
+        holders = (
+            (held.holders, held.attention_holders) if isinstance(held, ChunkedActivations) else ()
+        )
+        return install_fpdt(self.module, fpdt, self.optimizer, *holders)
 
     def _activations(
         self, config: dict[str, Any], settings: ActivationsConfig, in_chunks: bool = False

@@ -34,14 +34,13 @@ class Resolved:
     """What the block says of HMT's optimizer once "auto" is decided.
 
     options: fields of ``hmt.optimizer``. stage: the JSON's, which DeepSpeed is not told when it is 0.
-    overlap: "none", "backward" or "forward". schedule: ``hmt.offload.schedule``. cache: how bases wait in host
-    memory, None without the section. in_chunks: ``hmt.fpdt.enabled``, whose leaves of ZeRO-3 all ranks use alike.
+    overlap: "none", "backward" or "forward". cache: how bases wait in host memory,
+    None without the section. in_chunks: with ``hmt.fpdt``, whose leaves of ZeRO-3 all ranks use alike.
     """
 
     options: dict[str, Any]
     stage: int
     overlap: str
-    schedule: str
     cache: CacheSettings | None
     in_chunks: bool
 
@@ -53,9 +52,8 @@ class Resolved:
             options,
             int(parsed.zero_optimization_stage),
             resolved_overlap(parsed, offload),
-            hmt.offload.schedule,
             _cache_settings(hmt),
-            hmt.fpdt.enabled,
+            hmt.gives("fpdt"),
         )
 
 
@@ -88,15 +86,14 @@ def host_settings(engine: DeepSpeedEngine, resolved: Resolved) -> HostSettings |
     pinned, overlap = bool(config.pin_memory), resolved.overlap
     if config.device == OffloadDeviceEnum.cpu:
         return HostSettings(pinned, overlap)
-    pipelined = resolved.schedule == "optimised"
     return HostSettings(
         pinned,
         overlap,
         SsdSettings(
             path=str(config.nvme_path),
             num_buffers=config.buffer_count,
-            read_ahead=pipelined and _unless_off(config, "pipeline_read"),
-            write_behind=pipelined and _unless_off(config, "pipeline_write"),
+            read_ahead=_unless_off(config, "pipeline_read"),
+            write_behind=_unless_off(config, "pipeline_write"),
             aio=aio_section(engine),
         ),
     )

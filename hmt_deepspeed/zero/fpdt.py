@@ -19,20 +19,19 @@ from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
 __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
 
-def prepare_for_fpdt(model: Any, config: FpdtConfig, undo: ExitStack) -> None:
+def prepare_for_fpdt(model: Any, undo: ExitStack) -> None:
     """Before DeepSpeed's engine takes the model. Raises ValueError for a model that FPDT cannot run.
 
     A decoder layer becomes one leaf of ZeRO-3: its parameters are gathered once before its forward and
     once before its backward, and stay for all of it. By its submodules they would be gathered for every
     chunk, and partitioned again before the chunk's gradients are. ``undo`` makes them ordinary again.
     """
-    if config.enabled:
-        clear_for_fpdt(model)
-        kind = type(decoder_layers(model)[0])
-        ordinary = {m for m in model.modules() if isinstance(m, kind) and not z3_leaf_module(m)}
-        for module in set_z3_leaf_modules(model, [kind]):
-            if module in ordinary:
-                undo.callback(vars(module).pop, "_z3_leaf", None)
+    clear_for_fpdt(model)
+    kind = type(decoder_layers(model)[0])
+    ordinary = {m for m in model.modules() if isinstance(m, kind) and not z3_leaf_module(m)}
+    for module in set_z3_leaf_modules(model, [kind]):
+        if module in ordinary:
+            undo.callback(vars(module).pop, "_z3_leaf", None)
 
 
 def install_fpdt(
@@ -41,7 +40,7 @@ def install_fpdt(
     optimizer: HMTZeroOptimizer | None,
     holders: Mapping[nn.Module, Holder] | None = None,
     attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
-) -> Installation | None:
+) -> Installation:
     """After the engine and its optimizer have placed and patched the model, with a number as chunk size.
 
     Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
@@ -51,8 +50,6 @@ def install_fpdt(
         holders, attention_holders: of inputs and of attention between forward and backward, see
             :class:`ChunkedActivations`.
     """
-    if not config.enabled:
-        return None
     assert config.chunk_size != "auto", "resolved before, see fpdt_chunk.py"
     return install(
         model,

@@ -53,8 +53,8 @@ def hmt_options(config: dict[str, Any], client_optimizer: Any) -> dict[str, Any]
             )
         return dict(client_optimizer.options)
     if client_optimizer is not None or named != OPTIMIZER_NAME:
-        ours = ("optimizer", "offload", "basis_cache", "snapshot")
-        of_ours = hmt.fpdt.enabled or any(hmt.gives(section) for section in ours)
+        ours = ("optimizer", "fpdt", "offload", "basis_cache", "snapshot")
+        of_ours = any(hmt.gives(section) for section in ours)
         if hmt.gives("activations") and not of_ours:
             return None
         other = type(client_optimizer).__name__ if client_optimizer is not None else named

@@ -29,7 +29,7 @@ MIN_BUFFERS = 3  # for a read, an update and a write at once
 
 @dataclass(frozen=True)
 class SsdSettings:
-    """``offload_optimizer`` on "nvme" and ``hmt.offload.schedule``.
+    """``offload_optimizer`` on "nvme".
 
     path: ``nvme_path``. num_buffers: ``buffer_count``. read_ahead, write_behind: what of the I/O goes beside
     updates. aio: DeepSpeed's ``aio`` section, None where the JSON has none.

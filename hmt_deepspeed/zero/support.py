@@ -76,7 +76,7 @@ def check_activations(
     activations = hmt.activations
     if options is None:
         _check_stock_stage_3(config)
-    if hmt.fpdt.enabled:
+    if hmt.gives("fpdt"):
         refused = refused_beside_chunks(activations, config.get("activation_checkpointing") or {})
         if messages := list(refused):
             raise ValueError("\n".join(messages))
@@ -309,16 +309,12 @@ def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:
 def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
     """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
 
-    The schedules that exist for comparison say it themselves: "serial" is after backward, "naive" beside it.
-
     "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
     never lets weights be read that a gate does not see, as "forward" does below stage 3.
     """
-    wanted, schedule = offload.get("overlap", "auto"), offload.get("schedule", "optimised")
+    wanted = offload.get("overlap", "auto")
     if wanted != "auto":
         return wanted
-    if schedule != "optimised":
-        return {"naive": "backward", "serial": "none"}[schedule]
     if not (parsed.gradient_clipping or checks_overflow(parsed)):
         return "backward"
     return "forward" if parsed.zero_optimization_stage == 3 else "none"
@@ -342,7 +338,8 @@ def _zero(parsed: Any, options: dict[str, Any], given: dict[str, str]) -> Iterat
         remedy = "There is nothing to overlap: remove the key, or add offload_optimizer."
         legal = 'unset without "offload_optimizer"'
         yield "hmt.offload.overlap", given["overlap"], legal, remedy
-    yield from _schedule(offload, given)
+    if offload is not None and offload.device == OffloadDeviceEnum.nvme:
+        yield from _states_on_ssd(offload)
     param = zero.offload_param
     if param is not None and param.device == OffloadDeviceEnum.nvme:
         yield from _nvme(zero.stage, param)
@@ -369,37 +366,14 @@ def _offload_optimizer(
         )
 
 
-def _schedule(offload: Any, given: dict[str, str]) -> Iterator[Refusal]:
-    """``hmt.offload.schedule`` with what it orders, and what says the same or otherwise."""
+def _states_on_ssd(offload: Any) -> Iterator[Refusal]:
     section = "zero_optimization.offload_optimizer"
-    schedule = given.get("schedule", "optimised")
-    if offload is None or offload.device != OffloadDeviceEnum.nvme:
-        if "schedule" in given:
-            remedy = "Nothing is read or written that could be ordered: remove the key."
-            legal = 'unset without states on an SSD ("offload_optimizer": {"device": "nvme"})'
-            yield "hmt.offload.schedule", schedule, legal, remedy
-        return
     if offload.nvme_path is None:
         remedy = "Name one that every rank can write."
         yield f"{section}.nvme_path", None, "a folder on the SSD", remedy
-    least = MIN_BUFFERS if schedule == "optimised" else 1
-    if offload.buffer_count < least:
+    if offload.buffer_count < MIN_BUFFERS:
         remedy = "Each holds a piece of the states that is being read, updated or written."
-        legal = f'at least {least} with "schedule": "{schedule}"'
-        yield f"{section}.buffer_count", offload.buffer_count, legal, remedy
-    if schedule == "optimised":
-        return
-    for key in ("pipeline_read", "pipeline_write"):
-        if getattr(offload, key):
-            legal = f'false with "hmt": {{"offload": {{"schedule": "{schedule}"}}}}'
-            remedy = "That schedule reads, updates and writes in turn: remove one of the two."
-            yield f"{section}.{key}", True, legal, remedy
-    legal_overlaps = {"naive": ("auto", "backward", "forward"), "serial": ("auto", "none")}
-    overlap = given.get("overlap", "auto")
-    if overlap not in legal_overlaps[schedule]:
-        legal = " or ".join(f'"{name}"' for name in legal_overlaps[schedule])
-        remedy = "The schedule says when the host works: remove one of the two."
-        yield "hmt.offload.overlap", overlap, f'{legal} with "schedule": "{schedule}"', remedy
+        yield f"{section}.buffer_count", offload.buffer_count, f"at least {MIN_BUFFERS}", remedy
 
 
 def _nvme(stage: int, param: Any) -> Iterator[Refusal]:

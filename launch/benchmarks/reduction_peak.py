@@ -72,7 +72,7 @@ def count(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     config["optimizer"]["type"] = "HMT"
     config["hmt"] = {
         "optimizer": arguments["optimizer"],
-        "fpdt": {"enabled": True, "chunk_size": shape.sequence // 8},
+        "fpdt": {"chunk_size": shape.sequence // 8},
     }
     model = llama(shape)
     engine, *_ = hmt_deepspeed.initialize(

@@ -31,7 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             "activations": {"policy": {"mlp_intermediate": "swap_host", "residual": "int8"}},
         }
     },
-    "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"enabled": True, "chunk_size": 7}}},
+    "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 7}}},
     "APOLLO": {"hmt": {"optimizer": {"method": "apollo", "rank": 4}}},
 }
 

@@ -68,7 +68,7 @@ def random_config(seed: int, nvme_path: str) -> dict[str, Any]:
     if draw.random() < 0.98:
         config["hmt"] = _block(draw, nvme_path)
     if draw.random() < 0.85:
-        _make_consistent(config, nvme_path)
+        _make_consistent(draw, config, nvme_path)
     if draw.random() < 0.1:
         config["optimizer"]["type"] = "AdamW"
         config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's would compile first
@@ -213,14 +213,12 @@ def _quoted(legal: str) -> list[str]:
     return [f'"{part}"' for part in legal.split('"')[1::2]]
 
 
-def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
+def _make_consistent(draw: Draw, config: dict[str, Any], nvme_path: str) -> None:
     """Mend what most draws get wrong, so that enough of them train."""
     block, zero = config.get("hmt", {}), config["zero_optimization"]
     states = zero.get("offload_optimizer", {}).get("device", "none")
     if states == "none":
         block.pop("offload", None)
-    if states != "nvme":
-        block.get("offload", {}).pop("schedule", None)
     if zero["stage"] == 0:
         zero.pop("offload_optimizer", None)
         block.pop("offload", None)
@@ -230,11 +228,8 @@ def _make_consistent(config: dict[str, Any], nvme_path: str) -> None:
         zero.pop(key, None)
     for key in ("torch_autocast", "tensor_parallel"):
         config.pop(key, None)
-    fpdt = block.get("fpdt", {})
-    if fpdt.get("enabled"):
-        block.pop("activations", None)
-    if fpdt and "enabled" not in fpdt:
-        block.pop("fpdt")
+    if {"fpdt", "activations"} <= block.keys():
+        block.pop(draw.choice(["fpdt", "activations"]))
     snapshot = block.get("snapshot", {})
     if ("path" in snapshot) != (snapshot.get("interval", 0) > 0):
         block.pop("snapshot")

@@ -54,7 +54,7 @@ def run_fpdt_case(seed: int, small: bool) -> CaseReport:
             "ZeRO-2",
             fp16={"enabled": True},
             wall_clock_breakdown=True,
-            hmt={"optimizer": _OPTIMIZER, "fpdt": {"enabled": True, "chunk_size": 8}},
+            hmt={"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 8}},
         ),
     )
 

@@ -192,14 +192,9 @@ def test_a_plan_is_a_policy_that_computes_everything_again_until_it_is_made():
             "an integer >= 1048576",
         ),
         (
-            {"activations": {"policy": "plan"}, "fpdt": {"enabled": True}},
+            {"activations": {"policy": "plan"}, "fpdt": {}},
             "hmt.activations.policy",
-            "turn hmt.fpdt off",
-        ),
-        (
-            {"fpdt": {"chunk_size": 4096}},
-            "hmt.fpdt.chunk_size",
-            'Nothing runs in chunks without "enabled"',
+            "remove hmt.fpdt",
         ),
     ],
 )

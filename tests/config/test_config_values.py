@@ -364,7 +364,7 @@ def test_every_problem_is_listed_at_once():
 
 
 PLANNER = ("gpu_memory", "host_memory", "lossy", "profile", "plan", "save_plan")
-FPDT = ("enabled", "chunk_size", "offload_kv", "sequence_parallel_size")
+FPDT = ("chunk_size", "offload_kv", "sequence_parallel_size")
 BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases", "old_moments")
 SNAPSHOT = ("path", "interval", "keep")
 
@@ -377,7 +377,7 @@ def test_every_field_is_described_once():
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
     fields += [f"hmt.planner.{key}" for key in PLANNER]
     fields += [f"hmt.fpdt.{key}" for key in FPDT]
-    fields += ["hmt.offload.overlap", "hmt.offload.schedule"]
+    fields += ["hmt.offload.overlap"]
     fields += [f"hmt.basis_cache.{key}" for key in BASIS_CACHE]
     fields += [f"hmt.snapshot.{key}" for key in SNAPSHOT]
     assert [row[0] for row in rows] == fields
@@ -400,7 +400,6 @@ def test_described_defaults_are_the_defaults():
     [
         {"chunk_size": 0},
         {"chunk_size": "half"},
-        {"enabled": 1},
         {"chunk": 8},
         {"sequence_parallel_size": 0},
     ],

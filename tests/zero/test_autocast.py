@@ -27,7 +27,7 @@ RECOMPUTED = {
 OPTIMIZERS = {"adamw": {"method": "adamw"}, "int8 weights": {**LOW_RANK, "weight_dtype": "int8"}}
 SECTIONS = {
     "recompute": {"activations": {"policy": RECOMPUTED}},
-    "chunks": {"fpdt": {"enabled": True, "chunk_size": 5}},
+    "chunks": {"fpdt": {"chunk_size": 5}},
 }
 STEPS = 3
 

@@ -40,7 +40,7 @@ def config_with(
 ) -> dict[str, Any]:
     """16 tokens in two chunks of four pieces; shared in four, of the last of which rank 1 has no token."""
     config = ds_config(stage, **changes)
-    config["hmt"]["fpdt"] = {"enabled": True, "chunk_size": 8 if sharing == 1 else 5}
+    config["hmt"]["fpdt"] = {"chunk_size": 8 if sharing == 1 else 5}
     config["hmt"]["fpdt"]["sequence_parallel_size"] = sharing
     if activations is not None:
         config["hmt"]["activations"] = activations
@@ -223,7 +223,7 @@ def test_deepspeeds_keys_are_refused() -> None:
     assert "swap_host" in message
 
 
-@pytest.mark.parametrize("other", [{"fpdt": {"enabled": True}}, {"offload": {"overlap": "none"}}])
+@pytest.mark.parametrize("other", [{"fpdt": {}}, {"offload": {"overlap": "none"}}])
 def test_what_is_not_activations_is_refused_under_another_optimizer(other: dict[str, Any]) -> None:
     """Activations alone go with any."""
     from hmt_deepspeed.zero.selection import hmt_options

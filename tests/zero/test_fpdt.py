@@ -20,12 +20,13 @@ from training import (
     train_step,
 )
 
-CHUNKS = {"enabled": True, "chunk_size": 5}  # 16 tokens in four chunks
+CHUNKS = {"chunk_size": 5}  # 16 tokens in four chunks
 
 
 def config_with(stage: int, fpdt: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
     config = ds_config(stage, **changes)
-    config["hmt"]["fpdt"] = fpdt or {}
+    if fpdt is not None:
+        config["hmt"]["fpdt"] = fpdt
     return config
 
 

@@ -33,7 +33,7 @@ def chosen() -> dict[str, Any]:
     fpdt_chunk.fpdt_chunk_size = noting
     fpdt.install = installing
     config = ds_config(2)
-    config["hmt"]["fpdt"] = {"enabled": True, "chunk_size": "auto"}
+    config["hmt"]["fpdt"] = {"chunk_size": "auto"}
     model = tiny_llama(use_cache=False)
     model.config.max_position_embeddings = POSITIONS
     make_engine(config, model).destroy()

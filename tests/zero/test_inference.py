@@ -62,7 +62,7 @@ def infers(folder: str) -> dict[Any, Any]:
         "plan": {"activations": {"policy": "plan"}, "planner": {"gpu_memory": 10**10}},
         "others": {
             "optimizer": {"rank": 4, "weight_dtype": "int8"},
-            "fpdt": {"enabled": True},
+            "fpdt": {},
             "offload": {"overlap": "backward"},
             "basis_cache": {},
             "snapshot": {"path": f"{folder}/snapshots", "interval": 1},

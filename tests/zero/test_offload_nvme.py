@@ -309,11 +309,20 @@ def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
 # -- schedules ---------------------------------------------------------------------------------------------
 
 
+IN_TURN = {"pipeline_read": False, "pipeline_write": False}
+# overlap, and keys of offload_optimizer
+SCHEDULES: dict[str, tuple[str, dict[str, bool]]] = {
+    "optimised": ("backward", {}),
+    "naive": ("backward", IN_TURN),
+    "serial": ("none", IN_TURN),
+}
+
+
 def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     """Losses, and what was read, updated and written in the third step, before or after backward's end."""
     small_chunks()
-    offload = {"schedule": schedule} | ({"overlap": "backward"} if schedule == "optimised" else {})
-    config = offloaded(folder, 1, ADAMW, offload, gradient_clipping=0.0)
+    overlap, pipeline = SCHEDULES[schedule]
+    config = offloaded(folder, 1, ADAMW, {"overlap": overlap}, pipeline, gradient_clipping=0.0)
     engine = make_engine(config, tiny_llama(layers=1))
     ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
     losses = train(engine, 2)
@@ -358,10 +367,7 @@ def overlapping(events: list[Any], one: str, other: str) -> int:
 
 
 def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> None:
-    runs = {
-        name: ranks.run(scheduled, 1, str(tmp_path), name)[0]
-        for name in ("optimised", "naive", "serial")
-    }
+    runs = {name: ranks.run(scheduled, 1, str(tmp_path), name)[0] for name in SCHEDULES}
     for name, found in runs.items():
         events, ended = found["events"], found["backward"]
         updates = [e for e in events if e.verb == "update"]

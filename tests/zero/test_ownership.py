@@ -48,7 +48,7 @@ def config_of(name: str) -> dict[str, Any]:
     if "activations" in kind:
         config["hmt"]["activations"] = HELD
     if "fpdt" in kind:
-        config["hmt"]["fpdt"] = {"enabled": True, "chunk_size": 8}
+        config["hmt"]["fpdt"] = {"chunk_size": 8}
     if "int8" in kind:
         config["hmt"]["optimizer"] = {**LOW_RANK, "weight_dtype": "int8"}
     if "overlap" in kind:

@@ -96,7 +96,7 @@ def config_of(row: dict[str, Any], plain: bool) -> dict[str, Any]:
         config["zero_optimization"]["offload_optimizer"] = {"device": row["offload"], **path}
         hmt["offload"] = {"overlap": row["overlap"]}
     if row["fpdt"]:
-        hmt["fpdt"] = {"enabled": True, "chunk_size": 5}
+        hmt["fpdt"] = {"chunk_size": 5}
     if row["basis_cache"]:
         hmt["basis_cache"] = {}
     if row["snapshot"]:

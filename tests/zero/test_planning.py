@@ -392,18 +392,16 @@ def on_ssd(
     activations: Any = None,
     options: Any = None,
     planner: Any = None,
-    **offload: str,
+    **section: bool,
 ) -> Any:
     from hmt_deepspeed.zero import host_worker
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 4096, 4  # several pieces for the larger matrices
     config = ds_config(2, options or {"method": "adamw"})
-    device = {"device": "nvme", "nvme_path": f"{folder}/states"}
+    device = {"device": "nvme", "nvme_path": f"{folder}/states", **section}
     config["zero_optimization"]["offload_optimizer"] = device
     if activations is not None:
         config["hmt"] |= {"activations": activations, "planner": planner or {}}
-    if offload:
-        config["hmt"]["offload"] = offload
     return make_engine(config, tiny_llama(layers=LAYERS))
 
 
@@ -435,9 +433,9 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     }
     planner.save(Path(folder))
     engine.destroy()
-    serial = on_ssd(folder, {"policy": "plan"}, schedule="serial")
-    found["serial"] = serial.hmt_planner.facts.setup.schedule
-    serial.destroy()
+    in_turn = on_ssd(folder, {"policy": "plan"}, pipeline_read=False, pipeline_write=False)
+    found["in turn"] = in_turn.hmt_planner.facts.setup.schedule
+    in_turn.destroy()
     low_rank = {"rank": 8, "max_full_gradient_bytes": 10**7}
     profile = {"profile": f"{folder}/profile.json"}
     engine = on_ssd(folder, {"policy": "plan"}, low_rank, profile)
@@ -482,7 +480,7 @@ def test_a_plan_beside_states_on_an_ssd(ranks: Ranks, tmp_path: Path) -> None:
     assert adam["predicted"] == pytest.approx(1e-9 * nanoseconds)
     assert 0 < adam["measured"] < rows["iteration"]["measured"]
     assert rows["busy: gpu"]["measured"] is None
-    assert (found["schedule"], found["serial"]) == ("optimised", "naive")
+    assert (found["schedule"], found["in turn"]) == ("optimised", "naive")
     for kind in ("gradients", "pools", "state buffers"):
         row = rows[f"host: {kind}"]
         assert row["predicted"] == row["measured"] > 0, kind
