@@ -49,7 +49,6 @@ _READ_BY_ALL = frozenset({"method", "master_weights", "state_dtype", "module_rul
 _READ_BY_APOLLO = _READ_BY_ALL | {
     "rank",
     "update_interval",
-    "refresh",
     "scale",
     "scale_type",
     "norm_growth_limit",

@@ -49,7 +49,6 @@ Residual = Literal["none", "probe", "full"]
 ScaleType = Literal["auto", "channel", "tensor"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
-Refresh = Literal["staggered", "together"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
 MomentTransfer = Literal["rotate", "keep", "reset"]
 Scale = Auto | PositiveFloat
@@ -131,12 +130,8 @@ class OptimizerConfig(StrictModel):
     update_interval: int = Field(
         default=200,
         ge=1,
-        description="Optimizer steps between two basis refreshes of one matrix.",
-    )
-    refresh: Refresh = Field(
-        default="staggered",
-        description="When matrices refresh: each at a step of its own, spread over the interval, so that no "
-        "step stalls; or together where an interval begins, as far as max_full_gradient_bytes allows.",
+        description="Optimizer steps between two bases of one matrix. The first bases come as fast as "
+        "max_full_gradient_bytes allows; then each matrix has a step of its own, spread over the interval.",
     )
     range_finder: RangeFinder = Field(
         default="randomized",

@@ -9,6 +9,7 @@ REMOVED: dict[str, str] = {
     "hmt.fpdt.enabled": 'Remove it: chunks are on where the block has the section "fpdt", and off without it.',
     "hmt.offload.schedule": "Remove it: states on an SSD are read, updated and written all at once. For one after "
     "another set pipeline_read and pipeline_write of zero_optimization.offload_optimizer to false.",
+    "hmt.optimizer.refresh": 'Remove it: each matrix refreshes at a step of its own, as with "staggered".',
     "hmt.optimizer.early_refresh": "Remove it: a basis is replaced every update_interval steps and never earlier.",
     "hmt.optimizer.rank_stabilized": 'Remove it, and leave "scale" at "auto" for updates with AdamW\'s root mean '
     "square at every rank, or write the factor on the update (the default was 0.25).",

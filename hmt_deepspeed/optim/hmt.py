@@ -204,8 +204,7 @@ class HMT(Optimizer):
                 'Raise it, use "auto", or exclude the module.'
             )
         old, interval = self._schedule, int(self.options["update_interval"])
-        together = self.options["refresh"] == "together"
-        new = self._schedule = RefreshSchedule(sizes, interval, budget, together=together)
+        new = self._schedule = RefreshSchedule(sizes, interval, budget)
         new.take_times(old)
         self._form_groups()
 

@@ -2,8 +2,7 @@
 
 A refresh needs the matrix's full gradient. The bytes of full gradients alive at once are bounded, so
 at the first step as many matrices refresh as the bound allows, the others in the steps that follow.
-Their next refreshes are spread evenly over one interval (``staggered``), so that no step stalls, or all
-due where the next interval begins (``together``), as the first ones were; both repeat every interval.
+Their next refreshes are spread evenly over one interval, so that no step stalls, and repeat every interval.
 Matrices that share a basis form a group and refresh at once.
 """
 
@@ -32,7 +31,6 @@ class RefreshSchedule:
         budget: bytes of full gradients alive at once, >= the largest matrix and the largest group.
         groups: indices that refresh together and count their bytes together; whoever is in none is
             alone.
-        together: all are due where an interval begins, instead of each at a step of its own.
 
     Attributes:
         next_refresh, num_refreshes: per matrix: the step from which it is due, and how often it was
@@ -48,12 +46,10 @@ class RefreshSchedule:
         interval: int,
         budget: int,
         groups: Sequence[Sequence[int]] = (),
-        together: bool = False,
     ) -> None:
         self.matrix_bytes = list(matrix_bytes)
         self.interval = interval
         self.budget = budget
-        self.together = together
         count = len(self.matrix_bytes)
         self.groups = _all_groups(groups, count)
         self.group_of = {index: place for place, g in enumerate(self.groups) for index in g}
@@ -88,11 +84,10 @@ class RefreshSchedule:
     def refreshed(self, index: int, step: int) -> None:
         """Note that matrix ``index`` refreshed at ``step`` and set its next time.
 
-        Each group has its own phase of the interval, evenly spread over them, or all have one. A refresh
-        that had to wait for the budget does not move the later ones: they would drift into one another.
+        Each group has its own phase of the interval, evenly spread over them. A refresh that had to wait
+        for the budget does not move the later ones: they would drift into one another.
         """
-        place = len(self.groups) if self.together else self.group_of[index] + 1
-        phase = ceil(self.interval * place / len(self.groups))
+        phase = ceil(self.interval * (self.group_of[index] + 1) / len(self.groups))
         self.num_refreshes[index] += 1
         self.next_refresh[index] = step + (phase - step - 1) % self.interval + 1
 
@@ -106,7 +101,7 @@ class RefreshSchedule:
         sizes, budget = self.matrix_bytes, self.budget
         if not fixed_budget:
             budget = max(budget, default_full_gradient_bytes(sizes, groups))
-        new = RefreshSchedule(sizes, self.interval, budget, groups, self.together)
+        new = RefreshSchedule(sizes, self.interval, budget, groups)
         new.take_times(self)
         return new
 

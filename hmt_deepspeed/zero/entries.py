@@ -321,8 +321,7 @@ def build_schedule(
             f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the full gradient of {largest} "
             f'takes {max(nbytes)} bytes. Give at least that, or "auto".'
         )
-    together = options["refresh"] == "together"
-    return RefreshSchedule(nbytes, options["update_interval"], budget, together=together)
+    return RefreshSchedule(nbytes, options["update_interval"], budget)
 
 
 def whole_shape(param: nn.Parameter) -> tuple[int, ...]:

@@ -17,8 +17,6 @@ INTERVAL = 50
 # Full gradients that HMT may hold at once. By its default, a thirty-second of all, the matrices of the small
 # model wait up to 28 steps for their first basis: nothing in 10,000 steps, much in a few hundred.
 FIRST_ROUND = "gradients/4"
-# The peers refresh all bases in one step; HMT in as many as the bytes above ask for, one after the other.
-REFRESH = "together"
 # The HMT paper's table of activations, and X [Q | P] held of projected linears' inputs, of which the table
 # says nothing. Every tenth step measures what encoding loses.
 ACTIVATIONS = {
@@ -62,8 +60,7 @@ def _apollo(**options: Any) -> dict[str, Any]:
 
 def _hmt(**options: Any) -> dict[str, Any]:
     common = {"rank": "d/4", "scale": 0.25, "update_interval": INTERVAL}
-    refresh = {"refresh": REFRESH, "max_full_gradient_bytes": FIRST_ROUND}
-    return {**common, **refresh, **options}
+    return {**common, "max_full_gradient_bytes": FIRST_ROUND, **options}
 
 
 _ENERGY = {"projection": "auto", "rank": "auto", "rank_candidates": ["d/8", "d/4", "d/2"]}
@@ -225,11 +222,8 @@ VARIANTS: dict[str, Variant] = {
     "hmt_apollo_mini_interval_200": Variant(
         "hmt", {"method": "apollo_mini", "update_interval": 200}, _QUARTER
     ),
-    # apollo_torch draws all projections anew in one step
     "hmt_apollo_mini_together": Variant(
-        "hmt",
-        {"method": "apollo_mini", "update_interval": INTERVAL, "refresh": REFRESH},
-        _QUARTER,
+        "hmt", {"method": "apollo_mini", "update_interval": INTERVAL}, _QUARTER
     ),
     # Mini's rule at more than rank 1
     "hmt_apollo_tensor_d32": Variant(
@@ -239,7 +233,6 @@ VARIANTS: dict[str, Variant] = {
             "scale_type": "tensor",
             "rank": "d/32",
             "update_interval": INTERVAL,
-            "refresh": REFRESH,
         },
         _QUARTER,
     ),
@@ -278,7 +271,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_d4_residual_1": Variant("hmt", _hmt(residual_scale=1.0), _QUARTER),
     "hmt_d4_residual_4": Variant("hmt", _hmt(residual_scale=4.0), _QUARTER),
     "hmt_d4_unlimited": Variant("hmt", _hmt(norm_growth_limit=None), _QUARTER),
-    "hmt_d4_staggered": Variant("hmt", _hmt(refresh="staggered"), _QUARTER),
+    "hmt_d4_staggered": Variant("hmt", _hmt(), _QUARTER),
     "hmt_d4_keep": Variant("hmt", _hmt(moment_transfer="keep"), _QUARTER),
     "hmt_d4_reset": Variant("hmt", _hmt(moment_transfer="reset"), _QUARTER),
     "hmt_d4_random": Variant(

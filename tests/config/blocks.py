@@ -14,7 +14,6 @@ DEFAULTS = {
     "rank_budget": None,
     "full_rank_budget": 0.0,
     "update_interval": 200,
-    "refresh": "staggered",
     "range_finder": "randomized",
     "basis_momentum": 0.0,
     "moment_transfer": "rotate",
@@ -60,7 +59,6 @@ KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "see
 KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "rank",
     "update_interval",
-    "refresh",
     "scale",
     "scale_type",
     "norm_growth_limit",

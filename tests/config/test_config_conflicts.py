@@ -13,7 +13,6 @@ LOW_RANK_ONLY = {
     "rank": 8,
     "rank_budget": 0.5,
     "full_rank_budget": 0.5,
-    "refresh": "together",
     "range_finder": "svd",
     "basis_momentum": 0.5,
     "moment_transfer": "keep",
@@ -163,7 +162,7 @@ _RANDOM = {"range_finder": "random", "rank": 8}
         *[
             ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": method})
             for method in ("apollo", "apollo_mini", "lowrank_adamw")
-            for key in ("update_interval", "refresh", "norm_growth_limit", "projected_backward")
+            for key in ("update_interval", "norm_growth_limit", "projected_backward")
         ],
         ({"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9}, {"rank": "auto"}),
         ({"rank": 8, "rank_budget": 0.5}, {"rank": "auto"}),

@@ -83,7 +83,7 @@ def test_adamw_keeps_its_own_fields():
 
 def test_apollo_keeps_its_own_fields():
     kept = {"rank": 4, "update_interval": 9, "scale": 2.0, "norm_growth_limit": None}
-    kept |= {"scale_type": "tensor", "refresh": "together"}
+    kept |= {"scale_type": "tensor"}
     kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
     config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
     assert (config.rank, config.scale, config.module_rules["w"].rank) == (4, 2.0, 2)
@@ -420,7 +420,6 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("projection", '"right", "left", "auto" or "two_sided"'),
         ("rank_budget", "a number > 0 and <= 1 or null"),
         ("full_rank_budget", "a number >= 0 and <= 1"),
-        ("refresh", '"staggered" or "together"'),
         ("module_rules", "an object of regular expressions and objects"),
         ("rank", '"auto" or an integer >= 1'),
         ("rank_candidates", "a non-empty, strictly increasing list of integers >= 1"),

@@ -66,7 +66,6 @@ def test_options_and_settings():
         ("second_moment", "rank1", "factored"),
         ("share_basis", "auto", "False"),
         ("energy_estimate", "later", "out_of_sample"),
-        ("refresh", "at once", "staggered"),
         ("rank_budget", 0, "above 0"),
         ("rank_budget", 1.5, "at most 1"),
         ("full_rank_budget", -0.1, "from 0 to 1"),

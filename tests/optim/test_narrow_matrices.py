@@ -85,8 +85,9 @@ def test_where_the_smaller_side_is_projected_a_lowered_rank_is_adamw():
     """Exact, though with ``scale``: 1 here. Bases come in the first step."""
     lowered, dense = Narrow(), Narrow()
     rules = {"classifier|router": {"projection": "left"}, "trunk": {"method": "adamw"}}
-    at_once = {"refresh": "together", "max_full_gradient_bytes": 2**20}
-    first = HMT(lowered, lr=1e-2, rank=RANK, scale=1.0, module_rules=rules, **at_once)
+    first = HMT(
+        lowered, lr=1e-2, rank=RANK, scale=1.0, module_rules=rules, max_full_gradient_bytes=2**20
+    )
     second = HMT(dense, lr=1e-2, method="adamw")
     losses = train(lowered, first, 20), train(dense, second, 20)
     assert all(first.matrices[name].full_rank for name in ("classifier.weight", "router.weight"))

@@ -71,13 +71,6 @@ def test_a_large_matrix_does_not_starve():
     assert len(times[0]) >= 3
 
 
-def test_together_all_are_due_where_an_interval_begins_as_the_budget_allows():
-    times, per_step = run(RefreshSchedule([4] * 10, 50, 12, together=True), 160)
-    assert [len(due) for due in per_step[:4]] == [3, 3, 3, 1]
-    for index, own in enumerate(times):
-        assert own == [index // 3 + 50 * interval for interval in range(4)]
-
-
 def test_unrefreshed_stays_due():
     schedule = RefreshSchedule([1, 1], 10, 1)
     assert schedule.due(0) == schedule.due(0) == [0]
