@@ -1,6 +1,6 @@
 """The HMT paper's experiment: optimizers side by side on one model, data, order and token count.
 
-    python launch/compare.py sweep                    learning rates of the experiment's variants
+    python launch/compare.py sweep                    learning rates of the variants
     python launch/compare.py final                    the best of them, seeds 0 1 2
     python launch/compare.py finetune                 from a checkpoint that it pretrains itself
     python launch/compare.py speed                    their step times, in one process
@@ -34,7 +34,7 @@ from comparison.headline import headline  # noqa: E402
 from comparison.report import write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import Plan, run_one, run_queue  # noqa: E402
-from comparison.variants import EXPERIMENT, INTERVAL, VARIANTS, select  # noqa: E402
+from comparison.variants import INTERVAL, VARIANTS, select  # noqa: E402
 from hmt_deepspeed.train.data import DEFAULT_CACHE  # noqa: E402
 
 TRAINS = ("sweep", "final", "finetune")
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--variants",
         type=_words,
-        help=f"comma-separated; default: {', '.join(EXPERIMENT)}; all: {', '.join(VARIANTS)}",
+        help=f"comma-separated; default: all of {', '.join(VARIANTS)}",
     )
     add("--lrs", type=_rates, help="instead of the table's learning rates, comma-separated")
     add("--seeds", type=_seeds, help="of weights and order of the data; 0, in the final 0,1,2")

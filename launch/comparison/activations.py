@@ -19,7 +19,7 @@ class Backend:
     resumed cell goes on as the uninterrupted one.
 
     Args:
-        block: `hmt.activations`, as JSON holds it.
+        block: the "hmt" block, as JSON holds it.
 
     Attributes:
         step: of the coming forward, from 0.
@@ -33,7 +33,7 @@ class Backend:
         # Imports DeepSpeed, which processes of other variants need not hold.
         from hmt_deepspeed.zero.activations import Activations
 
-        config = HMTConfig.from_block({"activations": dict(block)}).activations
+        config = HMTConfig.from_block(dict(block)).activations
         if config.is_planned:
             raise ValueError(
                 'hmt.activations.policy is "plan", which an engine carries out: write the policy out'

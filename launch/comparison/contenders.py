@@ -1,7 +1,7 @@
 """From an entry of the table to a model and an optimizer that can train it.
 
-Embeddings, head and norms are on AdamW, but for `hmt_apollo_head`'s embeddings and head, and under adapters,
-where they are frozen. Weight decay, betas, eps and clipping are the same for all. One learning rate serves all
+Embeddings, head and norms are on AdamW, but for presets that say otherwise, and under adapters, where they are
+frozen. Weight decay, betas, eps and clipping are the same for all. One learning rate serves all
 parameters, as in the papers.
 """
 
@@ -20,7 +20,7 @@ from comparison.activations import Backend
 from comparison.fira import Fira
 from comparison.variants import VARIANTS, Variant, resolve
 from hmt_deepspeed import HMT
-from hmt_deepspeed.optim.options import DEFAULTS
+from hmt_deepspeed.config import HMTConfig
 
 
 class Unavailable(RuntimeError):
@@ -72,7 +72,7 @@ class Contender:
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr
 
     def close(self) -> None:
         if self.activations is not None:
@@ -99,9 +99,7 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
     """
     variant: Variant = VARIANTS[name]
     matrices = matrix_names(model)
-    weights = dict(model.named_parameters())
-    gradient_bytes = sum(weights[name].nbytes for name in matrices)
-    options = resolve(variant.options, hidden, gradient_bytes)
+    options = resolve(variant.options, hidden)
     builder, legal = BUILDERS[variant.kind]
     unknown = sorted(set(options) - set(legal))
     if unknown:
@@ -109,7 +107,6 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
             f"variant {name!r}: unknown option {', '.join(unknown)}; "
             f"legal for {variant.kind}: {', '.join(legal) or 'none'}"
         )
-    block = options.pop("activations", None)
     try:
         made, optimizer = builder(model, matrices, options, hyper)
     except ModuleNotFoundError as error:
@@ -118,7 +115,8 @@ def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:
         raise Unavailable(f"{error.name} is not installed: pip install {wanted}") from error
     except adapters.Missing as error:
         raise Unavailable(str(error)) from error
-    backend = None if block is None else Backend(made, block)
+    block = options if variant.kind == "hmt" else {}
+    backend = Backend(made, block) if HMTConfig.from_block(block).gives("activations") else None
     return Contender(made, optimizer, matrices, backend)
 
 
@@ -139,11 +137,7 @@ def _groups(
 def _adamw(
     model: nn.Module, matrices: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper
 ) -> Built:
-    scale = options.get("scale", 1.0)
-    # The decay, like the low-rank methods', is at the whole rate.
-    scaled = {"lr_scale": scale, "weight_decay": hyper.weight_decay / scale}
-    groups = _groups(model, matrices, scaled)
-    return model, torch.optim.AdamW(groups, fused=True, **hyper.adamw())
+    return model, torch.optim.AdamW(model.parameters(), fused=True, **hyper.adamw())
 
 
 def _galore(
@@ -169,8 +163,9 @@ def _fira(
     return model, Fira(_groups(model, matrices, options), **hyper.adamw())
 
 
-def _hmt(model: nn.Module, _: tuple[str, ...], options: Mapping[str, Any], hyper: Hyper) -> Built:
-    return model, HMT(model, **{"seed": hyper.seed, **options, **hyper.adamw()})
+def _hmt(model: nn.Module, _: tuple[str, ...], block: Mapping[str, Any], hyper: Hyper) -> Built:
+    fields = HMTConfig.from_block(dict(block)).optimizer.model_dump(exclude_unset=True)
+    return model, HMT(model, **{"seed": hyper.seed, **fields, **hyper.adamw()})
 
 
 def _adapter(quantized: bool) -> Builder:
@@ -188,11 +183,11 @@ _PROJECTION = ("rank", "update_proj_gap", "scale", "proj_type")
 
 # kind -> who builds it, and the options it may be given.
 BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
-    "adamw": (_adamw, ("scale", "activations")),
+    "adamw": (_adamw, ()),
     "galore": (_galore, _PROJECTION),
     "apollo": (_apollo, (*_PROJECTION, "proj", "scale_type")),
     "fira": (_fira, ("rank", "update_proj_gap", "scale", "norm_growth_limit")),
-    "hmt": (_hmt, (*DEFAULTS, "activations")),
+    "hmt": (_hmt, tuple(HMTConfig.model_fields)),
     "lora": (_adapter(quantized=False), ("rank", "alpha")),
     "qlora": (_adapter(quantized=True), ("rank", "alpha")),
 }

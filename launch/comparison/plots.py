@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison.variants import EXPERIMENT
+from comparison.variants import VARIANTS
 
 Record = dict[str, Any]
 # There are ten colours.
@@ -31,7 +31,7 @@ def draw(experiment: Mapping[str, Any], records: Sequence[Record], folder: Path)
 def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Record]:
     """One record a variant, at its best rate: of the seed that most variants have, else of its first.
 
-    Of more variants than the paper's experiment has, its own.
+    Of more variants than the table has, the table's.
     """
     runs = {
         name: {r["seed"]: r for r in records if _is_best(r, name, line["lr"])}
@@ -40,8 +40,8 @@ def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[s
     counts = Counter(seed for own in runs.values() for seed in sorted(own))
     common = min(counts, key=lambda seed: (-counts[seed], seed), default=None)
     shown = {name: own.get(common, own[min(own)]) for name, own in runs.items()}
-    if len(shown) > len(EXPERIMENT):
-        shown = {name: record for name, record in shown.items() if name in EXPERIMENT}
+    if len(shown) > len(VARIANTS):
+        shown = {name: record for name, record in shown.items() if name in VARIANTS}
     return shown
 
 

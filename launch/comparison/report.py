@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -214,6 +214,12 @@ def activation_error(record: Record) -> float | None:
     return record.get("activation_error") if known else None
 
 
+def _by_table(names: Iterable[str]) -> list[str]:
+    """Each name once: the table's in its order, then those that have left it, sorted."""
+    found = set(names)
+    return [name for name in VARIANTS if name in found] + sorted(found - set(VARIANTS))
+
+
 # -- one experiment ---------------------------------------------------------------------------------
 
 
@@ -233,8 +239,7 @@ def summarize(
     """
     first = records[0]
     lines, skipped = {}, {}
-    measured = {r["variant"] for r in records}
-    for name in [*(n for n in VARIANTS if n in measured), *sorted(measured - VARIANTS.keys())]:
+    for name in _by_table(record["variant"] for record in records):
         own = [r for r in records if r["variant"] == name]
         reasons = [r["skipped"] for r in own if "skipped" in r]
         finished = [r for r in own if r.get("val_loss") is not None]

@@ -35,8 +35,8 @@ def test_final_takes_the_best_rate_of_the_sweep(
     assert best_rate(store, "galore", setting, data.digest) == rate
     queue = make_queue(plan(setting, folder, "final", variants=("galore",)), store)
     assert [own.lr for own in queue.cells] == [rate]
-    with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_d2"):
-        make_queue(plan(setting, folder, "final", variants=("hmt_d2",)), store)
+    with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_left_d4"):
+        make_queue(plan(setting, folder, "final", variants=("hmt_left_d4",)), store)
 
 
 def test_finetuning_starts_from_a_base_model_of_other_text(
