@@ -163,9 +163,9 @@ class OptimizerConfig(StrictModel):
     )
     probes: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto",
-        description='Probe columns per matrix; "auto" is a quarter of its rank, at least 8; never more '
-        'than lie outside its basis. 0 only with "residual": "none" and without gradient clipping, whose '
-        "norm is estimated from them.",
+        description='Probe columns per matrix; "auto" is half of its rank and at least 8, and 8 with "residual": '
+        '"none"; never more than lie outside its basis. 0 only with "residual": "none" and without gradient '
+        "clipping, whose norm is estimated from them.",
     )
     residual_scale: Auto | PositiveFloat = Field(
         default="auto",

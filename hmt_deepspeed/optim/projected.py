@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.basis import (
     Subspace,
@@ -83,12 +84,12 @@ class ProjectedMatrix(MatrixRule):
     # -- shapes ---------------------------------------------------------------------------------
 
     def probes_for(self, rank: int) -> int:
-        """k at a rank: a quarter of it and at least 8, never more than the complement has."""
+        """k at a rank: as wanted, never more than the complement has."""
         if self.settings.residual == "full":
             return 0
         wanted = self.settings.probes
         if wanted is None:
-            wanted = max(8, rank // 4)
+            wanted = auto_probes(rank, self.settings.residual)
         return min(wanted, self.shape[1] - rank)
 
     @property

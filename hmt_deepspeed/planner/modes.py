@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.planner.flops import Projected
 from hmt_deepspeed.planner.shapes import (
     ModelShape,
@@ -198,8 +199,8 @@ class OptimizerMode:
         return "fp32" if small else self.state_dtype
 
     def probes_at(self, rank: int) -> int:
-        """k at a rank: a quarter of it and at least 8, when not given."""
-        return max(8, rank // 4) if self.probes is None else self.probes
+        """k at a rank."""
+        return auto_probes(rank, self.residual) if self.probes is None else self.probes
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {

@@ -194,3 +194,15 @@ def test_residual_scale_of_the_others_leaves_a_full_residual_firas():
         run(series, module_rules=rules, **fields)[0] for fields in ({}, {"residual_scale": 4.0})
     ]
     assert all(torch.equal(one, other) for one, other in zip(*paths, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("residual", "rank", "probes"),
+    [("probe", 32, 16), ("probe", 8, 8), ("probe", 60, 4), ("none", 32, 8), ("full", 32, 0)],
+)
+def test_probes_are_half_of_the_rank_where_they_carry_the_residual(residual, rank, probes):
+    weight = nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.randn(64, 64)
+    optimizer = HMT([weight], rank=rank, residual=residual, range_finder="random")
+    optimizer.step()
+    assert optimizer.matrices["param_0"].num_probes == probes

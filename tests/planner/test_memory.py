@@ -62,6 +62,7 @@ MODES = {
     # k and v have 32 rows: a rank of 32, and like others moments too few for 8 bits
     "int8 states": {"rank": 40, "state_dtype": "int8"},
     "full residual": {"rank": 16, "residual": "full"},
+    "no residual": {"rank": 40, "residual": "none"},
     "no probes": {"rank": 16, "residual": "none", "probes": 0},
     "targets": {"rank": 16, "target_modules": ("mlp",), "exclude_modules": ("down",)},
     "random basis": {"rank": 16, "range_finder": "random"},
@@ -217,7 +218,7 @@ def test_single_matrices_have_ranks_of_their_own():
         for mode in (wide, one, every, narrow)
     ]
     assert built[2] == built[3]
-    columns = 32 + 8 - (16 + 8)  # r + k of the one matrix, whose k is 8 at both
+    columns = 32 + 16 - (16 + 8)  # r + k of the one matrix, whose k is half of r
     assert built[0][1].projected_bytes - built[1][1].projected_bytes == columns * 2 * 16 * 2
     moments = [model_states(shape, mode).moments for mode in (wide, one)]
     rows = next(p for p in parameters(shape) if "q_proj" in p.name).shape[0]
