@@ -51,7 +51,6 @@ _READ_BY_APOLLO = _READ_BY_ALL | {
     "update_interval",
     "scale",
     "scale_type",
-    "norm_growth_limit",
     "projected_backward",
     "target_modules",
     "exclude_modules",
@@ -173,20 +172,6 @@ _RULES = (
         "residual",
         _is("residual", "full"),
         'With "residual": "full" there are no probes: remove it or set "probe".',
-        unread=True,
-    ),
-    _Rule(
-        ("residual_scale", "norm_growth_limit"),
-        "residual",
-        _is("residual", "none"),
-        'With "residual": "none" it is ignored: remove it or set "residual": "probe".',
-        unread=True,
-    ),
-    _Rule(
-        ("residual_scale",),
-        "residual",
-        _is("residual", "full"),
-        'The full residual is no estimate, its factor is 1: remove it or set "residual": "probe".',
         unread=True,
     ),
     _Rule(

@@ -167,11 +167,6 @@ class OptimizerConfig(StrictModel):
         '"none"; never more than lie outside its basis. 0 only with "residual": "none" and without gradient '
         "clipping, whose norm is estimated from them.",
     )
-    residual_scale: Auto | PositiveFloat = Field(
-        default="auto",
-        description="Factor c on the probe residual of a matrix with n columns; never above (n - r) / k, at "
-        'which it is unbiased, and with "auto" never above 8, since its noise grows with c.',
-    )
     projected_backward: Auto | bool = Field(
         default="auto",
         description="Backward forms the projected gradient without the full one: wherever it can, "
@@ -189,11 +184,6 @@ class OptimizerConfig(StrictModel):
         default="auto",
         description="APOLLO multiplies each channel of the gradient by a scale of its own, or the whole "
         'tensor by one; "auto" is channel for "apollo", tensor for "apollo_mini".',
-    )
-    norm_growth_limit: Auto | Annotated[float, Field(ge=1)] | None = Field(
-        default="auto",
-        description="The norm of the residual, or of APOLLO's whole update, may grow by at most this factor "
-        'from step to step; "auto" is 1.01, the published value of both; null turns the limit off.',
     )
     max_full_gradient_bytes: Auto | PositiveInt = Field(
         default="auto",

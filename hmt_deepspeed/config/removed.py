@@ -13,4 +13,7 @@ REMOVED: dict[str, str] = {
     "hmt.optimizer.early_refresh": "Remove it: a basis is replaced every update_interval steps and never earlier.",
     "hmt.optimizer.rank_stabilized": 'Remove it, and leave "scale" at "auto" for updates with AdamW\'s root mean '
     "square at every rank, or write the factor on the update (the default was 0.25).",
+    "hmt.optimizer.residual_scale": "Remove it: the factor on the probe residual is the unbiased (n - r) / k, at most 8.",
+    "hmt.optimizer.norm_growth_limit": "Remove it: the norm of the residual, or of APOLLO's update, grows by at most "
+    "1.01 from step to step.",
 }

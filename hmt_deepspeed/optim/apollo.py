@@ -109,14 +109,12 @@ class ApolloMatrix(MatrixRule):
             ratio = sums[0].sqrt() / (sums[1].sqrt() + _EPS)
             update *= ratio
             norm = norm * ratio
-        limit = self.settings.norm_growth_limit
-        if limit is not None:
-            # As published, the norm is that of the step before Adam's bias correction.
-            correction = self.moments.evidence[0].sqrt() / self.moments.first_evidence
-            uncorrected = norm / correction
-            factor = growth_factor(uncorrected, self.limited_norm, limit)
-            update *= factor
-            self.limited_norm.copy_(uncorrected * factor)
+        # As published, the norm is that of the step before Adam's bias correction.
+        correction = self.moments.evidence[0].sqrt() / self.moments.first_evidence
+        uncorrected = norm / correction
+        factor = growth_factor(uncorrected, self.limited_norm)
+        update *= factor
+        self.limited_norm.copy_(uncorrected * factor)
         return update.mul_(self.scale**0.5)
 
     @property

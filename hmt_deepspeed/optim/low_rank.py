@@ -141,22 +141,14 @@ class LowRankMatrix(ProjectedMatrix):
 
     @property
     def residual_scale(self) -> float:
-        """c of the probe residual; "auto" is the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE.
-
-        The unbiased estimate's noise grows with (n-r)/k, hence the ceiling.
-        """
-        wanted = self.settings.residual_scale
-        unbiased = (self.shape[1] - self.rank) / self.num_probes
-        return min(unbiased, MAX_RESIDUAL_SCALE if wanted is None else wanted)
+        """c of the probe residual: the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE, for its noise grows with it."""
+        return min((self.shape[1] - self.rank) / self.num_probes, MAX_RESIDUAL_SCALE)
 
     @property
     def limits(self) -> bool:
         """Whether the growth of the residual's norm is limited."""
         kind = self.settings.residual
-        has_residual = (kind == "full" and not self.full_rank) or (
-            kind == "probe" and self.num_probes > 0
-        )
-        return has_residual and self.settings.norm_growth_limit is not None
+        return (kind == "full" and not self.full_rank) or (kind == "probe" and self.num_probes > 0)
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
@@ -168,10 +160,9 @@ class LowRankMatrix(ProjectedMatrix):
         return update.mul_(self.scale)
 
     def _limit(self, residual: Tensor, sums: Tensor) -> None:
-        limit = self.settings.norm_growth_limit
-        if self.limits and limit is not None:
+        if self.limits:
             norm = sums[0].sqrt()
-            factor = growth_factor(norm, self.limited_norm, limit)
+            factor = growth_factor(norm, self.limited_norm)
             residual *= factor
             self.limited_norm.copy_(norm * factor)
 

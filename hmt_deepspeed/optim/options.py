@@ -21,7 +21,6 @@ from hmt_deepspeed.optim.state import STATE_DTYPES
 
 __all__ = ["check_group", "check_options", "complete_options", "matrix_settings", "module_rules"]
 
-DEFAULT_NORM_GROWTH_LIMIT = 1.01  # Fira's and APOLLO's published value
 _CHOICES: dict[str, tuple[object, ...]] = {
     "method": METHODS,
     "projected_backward": ("auto", True, False),
@@ -65,12 +64,10 @@ DEFAULTS: dict[str, object] = {
     "moment_transfer": "rotate",
     "residual": "probe",
     "probes": "auto",
-    "residual_scale": "auto",
     "share_basis": False,
     "projected_backward": "auto",
     "scale": "auto",
     "scale_type": "auto",
-    "norm_growth_limit": "auto",
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
     "second_moment": "full",
@@ -103,7 +100,7 @@ def matrix_settings(
 ) -> MatrixSettings | None:
     """Settings of the matrices from ``HMT.options`` or the fields of ``hmt.optimizer``.
 
-    "auto" becomes None where the matrix decides, else the published default. None for ``adamw``.
+    "auto" becomes None: the matrix decides. None for ``adamw``.
     ``written``: see :class:`MatrixSettings`.
 
     Raises:
@@ -113,7 +110,7 @@ def matrix_settings(
     def value(field: str) -> Any:
         given = options[field]
         if isinstance(given, str) and given == "auto" and field != "projection":
-            return DEFAULT_NORM_GROWTH_LIMIT if field == "norm_growth_limit" else None
+            return None
         return tuple(given) if isinstance(given, list) else given
 
     if options["method"] == DENSE:

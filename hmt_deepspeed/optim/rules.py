@@ -18,6 +18,7 @@ __all__ = [
     "probe_residual",
 ]
 
+GROWTH_LIMIT = 1.01  # Fira's and APOLLO's published value
 TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
 
 
@@ -85,12 +86,12 @@ def full_residual(direction: Tensor, projected: Tensor, gradient: Tensor, basis:
     return gradient.mul_(phi)
 
 
-def growth_factor(norm: Tensor, previous: Tensor, limit: float) -> Tensor:
-    """Factor <= 1 that keeps a norm from growing by more than ``limit`` per step (Fira, section 4.2).
+def growth_factor(norm: Tensor, previous: Tensor) -> Tensor:
+    """Factor <= 1 that keeps a norm from growing by more than GROWTH_LIMIT per step (Fira, section 4.2).
 
     ``previous`` of zero means that there was no step before: nothing is limited. 0-dim or vector, fp32.
     """
-    allowed = limit * previous
+    allowed = GROWTH_LIMIT * previous
     factor = (allowed / norm.clamp_min(TINY)).clamp(max=1.0)
     return torch.where(previous > 0, factor, torch.ones_like(factor))
 

@@ -38,8 +38,7 @@ class MatrixSettings:
     scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
     every rank, and is APOLLO's published one.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
-    residual_scale: c of the probe residual, up to the unbiased (n-r)/k. norm_growth_limit: limit on the
-    residual's norm, of APOLLO on the update's. scale_type: APOLLO's scale, one per ``channel`` or per
+    scale_type: APOLLO's scale, one per ``channel`` or per
     ``tensor``, as Mini's always is. state_dtype: storage of the moments, see :meth:`moments_dtype`. second_moment: ``full``, or
     ``factored`` as Adafactor's; APOLLO's is always full. written: keys of the values that a module rule
     gives, for messages.
@@ -56,10 +55,8 @@ class MatrixSettings:
     moment_transfer: str = "rotate"
     residual: str = "probe"
     probes: int | None = None
-    residual_scale: float | None = None
     scale: float | None = None
     scale_type: str | None = None
-    norm_growth_limit: float | None = 1.01
     state_dtype: str = "fp32"
     second_moment: str = "full"
     seed: int = 0
@@ -207,11 +204,6 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "moment_transfer": _one_of("rotate", "keep", "reset"),
     "residual": _one_of("none", "probe", "full"),
     "probes": (lambda v: v is None or _whole(v, 0), '"auto" or an integer >= 0', 'use "auto"'),
-    "residual_scale": (
-        lambda v: v is None or _number(v, 0),
-        '"auto" or a number > 0',
-        'set residual to "none" to drop the residual',
-    ),
     "scale": (
         lambda v: v is None or _number(v, 0),
         '"auto" or a number > 0',
@@ -221,11 +213,6 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         (None, "channel", "tensor").__contains__,
         '"auto", "channel" or "tensor"',
         "choose one of them",
-    ),
-    "norm_growth_limit": (
-        lambda v: v is None or v == 1 or _number(v, 1),
-        '"auto", None or a number >= 1',
-        "None turns the limit off",
     ),
     "state_dtype": _one_of(*STATE_DTYPES),
     "second_moment": _one_of(*SECOND_MOMENTS),

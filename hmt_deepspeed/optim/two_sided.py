@@ -160,8 +160,7 @@ class TwoSidedMatrix(LowRankMatrix):
 
     @property
     def limits(self) -> bool:
-        has_residual = self.settings.residual == "probe"
-        return has_residual and self.settings.norm_growth_limit is not None
+        return self.settings.residual == "probe"
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         self._limit(update, sums)

@@ -25,11 +25,9 @@ LOW_RANK_ONLY = {
     "update_interval": 10,
     "residual": "none",
     "probes": 4,
-    "residual_scale": 1.0,
     "projected_backward": False,
     "scale": 1.0,
     "scale_type": "tensor",
-    "norm_growth_limit": None,
     "max_full_gradient_bytes": 1,
     "target_modules": ["q_proj"],
     "exclude_modules": [],
@@ -50,8 +48,6 @@ CONFLICTS = [
     ({"update_interval": 1, "energy_estimate": "out_of_sample"}, {"energy_estimate"}),
     ({"probes": 0}, {"probes"}),
     ({"probes": 0, "residual": "probe"}, {"probes"}),
-    ({"residual": "none", "residual_scale": "auto"}, {"residual_scale"}),
-    ({"residual": "none", "norm_growth_limit": None}, {"norm_growth_limit"}),
     ({"rank": 8, "rank_budget": 0.5}, {"rank_budget"}),
     ({"rank": 8, "full_rank_budget": 0.5}, {"full_rank_budget"}),
     ({"range_finder": "random"}, {"range_finder"}),
@@ -71,8 +67,6 @@ CONFLICTS = [
     ({"residual": "full", "projected_backward": True}, {"projected_backward"}),
     ({"residual": "full", "projection": "two_sided"}, {"residual"}),
     ({"residual": "full", "probes": 4}, {"probes"}),
-    ({"residual": "full", "residual_scale": 2.0}, {"residual_scale"}),
-    ({"residual": "full", "residual_scale": "auto"}, {"residual_scale"}),
     (
         {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": 9},
         {"max_full_gradient_bytes"},
@@ -123,13 +117,13 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
     "fields",
     [
         {"rank": "auto", "rank_candidates": [8], "energy_threshold": 0.5},
-        {"rank": 8, "probes": 4, "residual_scale": 1.0, "norm_growth_limit": None},
+        {"rank": 8, "probes": 4},
         {"residual": "none", "probes": "auto"},
         {"residual": "probe", "probes": 1},
         {"method": "lowrank_adamw", "rank": 8},
         {"rank": 8, "range_finder": "random"},
         {"rank_budget": 0.5, "rank_candidates": [8]},
-        {"residual": "full", "projected_backward": "auto", "norm_growth_limit": 1.05},
+        {"residual": "full", "projected_backward": "auto"},
         {"share_basis": True, "projection": "right", "projected_backward": True},
         {"method": "apollo", "rank": 8, "projected_backward": "auto"},
         {"second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
@@ -162,15 +156,13 @@ _RANDOM = {"range_finder": "random", "rank": 8}
         *[
             ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": method})
             for method in ("apollo", "apollo_mini", "lowrank_adamw")
-            for key in ("update_interval", "norm_growth_limit", "projected_backward")
+            for key in ("update_interval", "projected_backward")
         ],
         ({"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9}, {"rank": "auto"}),
         ({"rank": 8, "rank_budget": 0.5}, {"rank": "auto"}),
         ({"projection": "two_sided", "full_rank_budget": 0.1}, {"projection": "right"}),
-        ({"residual": "full", "probes": 4, "residual_scale": 2.0}, {"residual": "probe"}),
+        ({"residual": "full", "probes": 4}, {"residual": "probe"}),
         ({"residual": "full", "weight_dtype": "int8"}, {"residual": "probe"}),
-        ({"residual": "none", "norm_growth_limit": None}, {"residual": "probe"}),
-        ({"residual": "none", "norm_growth_limit": None}, {"method": "apollo"}),
         ({**_RANDOM, "max_full_gradient_bytes": 9}, {"range_finder": "svd"}),
     ],
 )

@@ -49,12 +49,9 @@ def test_defaults(block):
         ({"residual": "none", "probes": 0}, "probes", 0),
         ({"residual": "none", "probes": 4}, "probes", 4),
         ({"probes": 1}, "probes", 1),
-        ({"residual_scale": 2}, "residual_scale", 2.0),
         ({"projected_backward": True}, "projected_backward", True),
         ({"projected_backward": False}, "projected_backward", False),
         ({"scale": 1}, "scale", 1.0),
-        ({"norm_growth_limit": None}, "norm_growth_limit", None),
-        ({"norm_growth_limit": 1}, "norm_growth_limit", 1.0),
         ({"max_full_gradient_bytes": 1}, "max_full_gradient_bytes", 1),
         ({"master_weights": "none"}, "master_weights", "none"),
         ({"weight_dtype": "int8"}, "weight_dtype", "int8"),
@@ -82,7 +79,7 @@ def test_adamw_keeps_its_own_fields():
 
 
 def test_apollo_keeps_its_own_fields():
-    kept = {"rank": 4, "update_interval": 9, "scale": 2.0, "norm_growth_limit": None}
+    kept = {"rank": 4, "update_interval": 9, "scale": 2.0}
     kept |= {"scale_type": "tensor"}
     kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
     config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
@@ -106,9 +103,7 @@ FLOAT_FIELDS = [
     "rank_budget",
     "full_rank_budget",
     "basis_momentum",
-    "residual_scale",
     "scale",
-    "norm_growth_limit",
 ]
 NAME_FIELDS = [
     "method",
@@ -124,7 +119,7 @@ NAME_FIELDS = [
     "scale_type",
 ]
 BOOL_FIELDS = ["share_basis"]
-NULLABLE_FIELDS = ("target_modules", "norm_growth_limit", "rank_budget")
+NULLABLE_FIELDS = ("target_modules", "rank_budget")
 REGEX_FIELDS = ["target_modules", "exclude_modules"]
 
 BAD_VALUES = [
@@ -146,9 +141,7 @@ BAD_VALUES = [
     ("rank_budget", 0),
     ("rank_budget", 1.01),
     ("full_rank_budget", 1.01),
-    ("residual_scale", 0),
     ("scale", 0.0),
-    ("norm_growth_limit", 0.999),
     ("target_modules", []),
     ("seed", 2**63),
 ]
@@ -255,7 +248,7 @@ def test_module_rule_of_a_bad_pattern(pattern):
         ({"rank": "64"}, "Write it without quotes."),
         ({"rank_candidates": ["64"]}, "Write it without quotes."),
         ({"projected_backward": "true"}, "Write it without quotes."),
-        ({"norm_growth_limit": "null"}, "Write it without quotes."),
+        ({"rank_budget": "null"}, "Write it without quotes."),
         ({"method": "lowrank-adam"}, 'Did you mean "lowrank_adamw"?'),
         ({"rank": "AUTO"}, 'Did you mean "auto"?'),
         ({"exclude_modules": ["("]}, "not a regular expression: missing )"),
@@ -345,8 +338,8 @@ def test_every_problem_is_listed_at_once():
                 "energy_threshold": 2,
                 "probs": 4,
                 "target_modules": ["(", "ok", "["],
-                "residual": "none",
-                "residual_scale": 1.0,
+                "residual": "full",
+                "probes": 4,
             },
         }
     )
@@ -356,7 +349,7 @@ def test_every_problem_is_listed_at_once():
         "hmt.optimizer.probs",
         "hmt.optimizer.target_modules[0]",
         "hmt.optimizer.target_modules[2]",
-        "hmt.optimizer.residual_scale",
+        "hmt.optimizer.probes",
     }
 
 
@@ -429,7 +422,6 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("probes", '"auto" or an integer >= 0'),
         ("projected_backward", '"auto", true or false'),
         ("scale", '"auto" or a number > 0'),
-        ("norm_growth_limit", '"auto", a number >= 1 or null'),
         ("target_modules", "null or a non-empty list of non-empty regular expressions"),
         ("seed", f"an integer >= 0 and <= {2**63 - 1}"),
     ],

@@ -27,14 +27,12 @@ def test_construction_with_tensors_allocates_nothing(monkeypatch):
 
 def test_options_and_settings():
     settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
-    assert (settings.rank, settings.probes, settings.residual_scale) == (None, None, None)
-    assert (settings.scale, settings.norm_growth_limit) == (None, 1.01)
+    assert (settings.rank, settings.probes, settings.scale) == (None, None, None)
     matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
     assert (
         matrix.scale == 1.0
     )  # of a basis that spans all columns; each method resolves its own "auto"
-    options = HMT([nn.Parameter(torch.ones(2))], norm_growth_limit=None, probes=3).options
-    assert matrix_settings(options).norm_growth_limit is None
+    options = HMT([nn.Parameter(torch.ones(2))], probes=3).options
     assert matrix_settings(options).probes == 3
 
 
@@ -75,13 +73,11 @@ def test_options_and_settings():
         ("module_rules", {"q": 4}, "mapping"),
         ("probes", 0, ">= 1"),
         ("probes", -1, ">= 0"),
-        ("residual_scale", 0.0, "> 0"),
         ("projected_backward", "yes", "auto"),
         ("projected_backward", 0, "auto"),
         ("share_basis", 1, "False"),
         ("scale", 0, "> 0"),
         ("scale", "rms", "a number > 0"),
-        ("norm_growth_limit", 0.9, ">= 1"),
         ("max_full_gradient_bytes", 0, ">= 1"),
         ("master_weights", "bf16", "fp32"),
         ("target_modules", "mlp", "list"),
@@ -108,7 +104,6 @@ UNREAD = [
     ("probes", {"method": "apollo", "probes": 4}),
     ("probes", {"residual": "full", "probes": 4}),
     ("energy_threshold", {"rank": 8, "energy_threshold": 0.95}),
-    ("residual_scale", {"residual": "full", "residual_scale": 2.0}),
     ("basis_momentum", {"range_finder": "random", "rank": 2, "basis_momentum": 0.5}),
     ("energy_estimate", {"rank": 8, "energy_estimate": "out_of_sample"}),
     ("energy_estimate", {"update_interval": 1, "energy_estimate": "out_of_sample"}),

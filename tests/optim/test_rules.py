@@ -98,7 +98,7 @@ def test_probe_residual_of_a_row_the_basis_misses_is_bounded():
     [(1.0, 1.0, 1.0), (2.0, 1.0, 0.505), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0), (0.0, 1.0, 1.0)],
 )
 def test_growth_factor(norm, previous, expected):
-    factor = growth_factor(torch.tensor(norm), torch.tensor(previous), 1.01)
+    factor = growth_factor(torch.tensor(norm), torch.tensor(previous))
     torch.testing.assert_close(factor, torch.tensor(expected))
 
 
@@ -106,5 +106,5 @@ def test_growth_is_limited_step_by_step():
     previous = torch.tensor(1.0)
     for _ in range(10):
         norm = torch.tensor(100.0)
-        previous = norm * growth_factor(norm, previous, 1.01)
+        previous = norm * growth_factor(norm, previous)
     torch.testing.assert_close(previous, torch.tensor(1.01**10))

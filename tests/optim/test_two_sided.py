@@ -86,7 +86,7 @@ def test_left_basis_spans_the_image_of_the_right_one():
 def test_residual_inside_the_right_span_is_exact():
     """What the core misses of ``A = G Q``, times ``||U|| / ||P^T A||``; probes add what is outside."""
     for residual in ("probe", "none"):
-        matrix = new_matrix(residual, probes=4, norm_growth_limit=None)
+        matrix = new_matrix(residual, probes=4)
         matrix.measured = True
         matrix.prepare(0)
         left, right = matrix.left_basis, matrix.basis
@@ -107,7 +107,7 @@ def test_residual_inside_the_right_span_is_exact():
 
 def test_residual_of_a_gradient_the_core_misses_is_bounded():
     """The core sees a thousandth: ``||S||`` takes its place, and the residual is ``c ||U||`` long."""
-    matrix = new_matrix("probe", probes=4, norm_growth_limit=None)
+    matrix = new_matrix("probe", probes=4)
     matrix.measured = True
     matrix.prepare(0)
     left, right = matrix.left_basis, matrix.basis
