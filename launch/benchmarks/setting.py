@@ -173,8 +173,8 @@ def stock_engine(shape: Shape, dtype: str) -> Any:
     return engine
 
 
-def alternating_options(shape: Shape, rank: int) -> dict[str, Any]:
-    """HMT at a fixed rank, refreshing one matrix in every second step.
+def alternating_options(shape: Shape, rank: int | None) -> dict[str, Any]:
+    """HMT at a fixed rank, or at the default block's (None), refreshing one matrix in every second step.
 
     Step 0 finds all bases at once, so that what follows is the steady state. With an interval of
     twice the number of matrices, ordinary steps and steps that refresh one matrix then alternate,
@@ -182,8 +182,9 @@ def alternating_options(shape: Shape, rank: int) -> dict[str, Any]:
     """
     matrices = 7 * shape.layers
     elements = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
+    chosen = {} if rank is None else {"rank": min(rank, shape.hidden // 2)}
     return {
-        "rank": min(rank, shape.hidden // 2),
+        **chosen,
         "update_interval": 2 * matrices,
         "max_full_gradient_bytes": 4 * elements,
     }

@@ -35,9 +35,10 @@ class Shape:
         return max(64, round(self.hidden * 8 / 3 / 64) * 64)
 
 
-# Named after the parameters in the linears; a vocabulary of 512 adds 2 x 512 x hidden.
+# Named after the parameters in the linears; a vocabulary of 512 adds 2 x 512 x hidden. A vocabulary of 258 is bytes.
 SHAPES = {
     "toy": Shape(64, 2, 4),
+    "2m": Shape(192, 4, 4),
     "3m": Shape(256, 4, 4),
     "6m": Shape(256, 8, 4),
     "10m": Shape(384, 6, 6),
