@@ -85,20 +85,6 @@ _RULES = (
         'A random basis has no spectrum to choose a rank by: set "rank" to a number.',
     ),
     _Rule(
-        ("basis_momentum",),
-        "range_finder",
-        lambda given: given["basis_momentum"] != 0 and given.get("range_finder") == "random",
-        "A random basis remembers nothing: remove it or set it to 0.",
-        unread=True,
-    ),
-    _Rule(
-        ("basis_momentum",),
-        "moment_transfer",
-        lambda given: given["basis_momentum"] != 0 and given.get("moment_transfer") == "keep",
-        "Kept moments are of the directions of older bases, and no memory of this one: remove it or set "
-        '"moment_transfer": "rotate".',
-    ),
-    _Rule(
         ("energy_threshold", "full_rank_budget"),
         "rank_budget",
         lambda given: given.get("rank_budget") is not None,

@@ -138,13 +138,6 @@ class OptimizerConfig(StrictModel):
         description="How a basis is found: randomised subspace iteration, one warm-started power step, "
         "a full SVD, or random from a seed, which needs no gradient and stores nothing.",
     )
-    basis_momentum: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Share of a new basis that past gradients have in it, by their energies along the old one, "
-        "which Adam's second moments hold; 0: a basis is of the latest gradient alone (GaLore's, the HMT paper's).",
-    )
     moment_transfer: MomentTransfer = Field(
         default="rotate",
         description="What becomes of the moments when a basis changes: rotated into it, kept as they "

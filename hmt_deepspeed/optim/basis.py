@@ -16,7 +16,6 @@ from hmt_deepspeed.optim.range_finder import (
     find_subspace,
     find_subspace_to_energy,
     range_finder,
-    remembered_rows,
 )
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "probe_columns",
     "random_basis",
     "range_finder",
-    "remembered_rows",
     "transfer_second_moment",
     "widened",
 ]

@@ -1,8 +1,7 @@
 """Energies of past gradients along the directions of a basis, which Adam's second moments hold.
 
 A mini-batch's gradient has noise of its own; second moments have averaged ``(G q_j)^2`` along every direction q_j
-of a basis, over many batches. By them a new basis remembers what the old one knew
-(:func:`hmt_deepspeed.optim.range_finder.remembered_rows`), and a rank is chosen by what it will hold
+of a basis, over many batches. By them a rank is chosen for what it will hold
 (:mod:`hmt_deepspeed.optim.later_energy`). Nothing is stored for it.
 """
 

@@ -60,7 +60,6 @@ DEFAULTS: dict[str, object] = {
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "range_finder": "randomized",
-    "basis_momentum": 0.0,
     "moment_transfer": "rotate",
     "residual": "probe",
     "probes": "auto",

@@ -97,8 +97,7 @@ class RankPolicy:
 
     def reads_columns(self, index: int) -> bool:
         """Whether group ``index`` needs the energies along its old basis' directions for a new one."""
-        settings = self._leader(index).settings
-        return settings.basis_momentum != 0 or (self._windows is not None and settings.rank is None)
+        return self._windows is not None and self._leader(index).settings.rank is None
 
     def close_windows(self, column_energies: Mapping[int, Tensor]) -> None:
         """Note what the bases of groups that refresh now have captured since their last refresh.
@@ -124,18 +123,6 @@ class RankPolicy:
         if budget is None or curve is None:
             return False
         return self._plan(index, curve, budget)[0] < leader.rank
-
-    def remembered(self, index: int, column_energies: Tensor) -> Tensor:
-        """Shares of past gradients' energy along each direction of a group's basis, (r,) fp32, for a new one.
-
-        Second moments compare the directions over many steps; what these hold together is that of recent steps,
-        so that a basis which the gradients have left is not remembered.
-
-        Args:
-            column_energies: see :meth:`close_windows`.
-        """
-        shares = column_energies / column_energies.sum().clamp_min(_TINY)
-        return shares * self._energy(index) if self._leader(index).measures_energy else shares
 
     def _energy(self, index: int) -> Tensor:
         """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""

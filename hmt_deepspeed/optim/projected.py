@@ -20,7 +20,6 @@ from hmt_deepspeed.optim.basis import (
     keyed_generator,
     probe_columns,
     random_basis,
-    remembered_rows,
     widened,
 )
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -179,13 +178,11 @@ class ProjectedMatrix(MatrixRule):
         step: int,
         first: int,
         sought: float,
-        past: Tensor | None = None,
         older: Tensor | None = None,
     ) -> Subspace | None:
         """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
         as many more as it takes to capture ``sought`` of its energy.
 
-        ``past``: energies of past gradients along the present basis, (r,), to be remembered in the new one.
         ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
         present one lacks start from it.
 
@@ -198,9 +195,6 @@ class ProjectedMatrix(MatrixRule):
             self.device, self.settings.seed, self.columns.owner, "sketch", step
         )
         start = self.basis if self.measured else None
-        remembered = None
-        if start is not None and past is not None:
-            remembered = remembered_rows(gradient, start, past, self.settings.basis_momentum)
         if start is not None and older is not None and older.shape[1] > start.shape[1]:
             start = widened(start, older)
         return find_subspace_to_energy(
@@ -210,7 +204,6 @@ class ProjectedMatrix(MatrixRule):
             sought,
             generator,
             start,
-            remembered,
             first=first,
         )
 

@@ -1,8 +1,6 @@
 """Range finders: the dominant row space of a gradient, its energies, and a rank that reaches a threshold.
 
 Shapes: G is m x n, a basis is n x r with orthonormal columns, a sketch has w = r + oversampling columns.
-Every finder takes ``remembered``, p x n rows that stand for past gradients (:func:`remembered_rows`): bases are
-then of G stacked on them, energies of G alone.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ __all__ = [
     "find_subspace",
     "find_subspace_to_energy",
     "range_finder",
-    "remembered_rows",
 ]
 
 OVERSAMPLING = 8
@@ -37,8 +34,8 @@ _TINY = torch.finfo(torch.float32).tiny
 class Subspace:
     """Result of a range finder.
 
-    basis: n x r, fp32, orthonormal columns in order of falling energy, of G and what is remembered.
-    energies: (r,) fp32, of G in the columns: without a memory the squared singular values sigma_i^2.
+    basis: n x r, fp32, orthonormal columns in order of falling energy.
+    energies: (r,) fp32, of G in the columns: the squared singular values sigma_i^2.
     total: 0-dim fp32, ||G||_F^2.
     products: columns multiplied by G or G^T on the way, oversampling included: 2 m n FLOPs each, and
         nearly the whole cost. 0 for an SVD, which multiplies none.
@@ -58,41 +55,17 @@ class Subspace:
         return sums[:-1].cumsum(0) / sums[-1].clamp_min(_TINY)
 
 
-class _Rows:
-    """G stacked on what is remembered, without a copy of G.
-
-    Args:
-        gradient: m x n, any float dtype. remembered: p x n fp32, or None.
-    """
-
-    def __init__(self, gradient: Tensor, remembered: Tensor | None) -> None:
-        self.gradient, self.remembered = gradient, remembered
-
-    def times(self, columns: Tensor) -> Tensor:
-        """``[G; M] V``, (m + p) x w fp32."""
-        image = _times(self.gradient, columns)
-        return image if self.remembered is None else torch.cat((image, self.remembered @ columns))
-
-    def transposed_times(self, columns: Tensor) -> Tensor:
-        """``[G; M]^T Y``, n x w fp32."""
-        m = self.gradient.shape[0]
-        raised = _transposed_times(self.gradient, columns[:m])
-        if self.remembered is not None:
-            raised.addmm_(self.remembered.t(), columns[m:])
-        return raised
-
-
 class _Sketch:
     """Directions of the row space found so far and their image: what widening starts from.
 
-    directions: n x w fp32, orthonormal. image: (m + p) x w fp32, ``[G; M] directions``.
+    directions: n x w fp32, orthonormal. image: m x w fp32, ``G directions``.
     """
 
-    def __init__(self, gradient: Tensor, remembered: Tensor | None) -> None:
-        self.gradient, self.rows = gradient, _Rows(gradient, remembered)
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
         n = gradient.shape[1]
         self.directions = gradient.new_empty((n, 0), dtype=torch.float32)
-        self.image = self.rows.times(self.directions)
+        self.image = _times(gradient, self.directions)
         self.total = _square_norm(gradient)
         self.products = 0
 
@@ -111,15 +84,15 @@ class _Sketch:
         new = self._outside(columns)
         for number in range(rounds):
             # V itself may be skew: its image is made orthonormal, and that is as good.
-            left = _cholesky_qr(self.rows.times(new), _ENOUGH)
-            raised = self._outside(self.rows.transposed_times(left))
+            left = _cholesky_qr(_times(self.gradient, new), _ENOUGH)
+            raised = self._outside(_transposed_times(self.gradient, left))
             new = _cholesky_qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
         # What cancellation left of the old columns. Twice: where the gradient has no more directions, the
         # columns are rounding errors, and a first pass leaves too few digits.
         for _ in range(2 if self.width else not rounds):
             new = _cholesky_qr(self._outside(new))
         self.directions = torch.cat((self.directions, new), dim=1)
-        self.image = torch.cat((self.image, self.rows.times(new)), dim=1)
+        self.image = torch.cat((self.image, _times(self.gradient, new)), dim=1)
 
     def widen(self, rank: int, generator: torch.Generator, rounds: int = COLD_ROUNDS) -> None:
         """Add Gaussian columns until there are ``rank`` and the oversampling."""
@@ -133,9 +106,6 @@ class _Sketch:
         # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
         energies, rotation = torch.linalg.eigh(self.image.t() @ self.image)
         energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
-        if self.rows.remembered is not None:
-            image = self.image[: self.gradient.shape[0]] @ rotation
-            energies = image.square().sum(0)
         return Subspace(self.directions @ rotation, energies, self.total, self.products)
 
     def _outside(self, columns: Tensor) -> Tensor:
@@ -149,7 +119,6 @@ def range_finder(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
-    remembered: Tensor | None = None,
     power_iterations: int = 1,
 ) -> Subspace:
     """Dominant right singular subspace of a gradient by randomised subspace iteration.
@@ -161,7 +130,6 @@ def range_finder(
         gradient: m x n, any float dtype; computed in fp32, without an m x n copy.
         rank: columns wanted, 1 <= rank <= min(m, n).
         generator: draws the Gaussian columns. start: n x r_old old basis, or None.
-        remembered: p x n fp32, or None.
         power_iterations: rounds of ``V <- orth(G^T orth(G V))`` from ``start``; one more for columns
             that nothing warms.
 
@@ -169,7 +137,7 @@ def range_finder(
         ValueError: rank out of range.
     """
     _check_rank(rank, gradient)
-    sketch = _Sketch(gradient, remembered)
+    sketch = _Sketch(gradient)
     if start is not None:
         warm = start[:, :rank]
         sketch.add(_completed(warm, warm.shape[1], gradient, generator), power_iterations)
@@ -182,28 +150,27 @@ def power_step(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
-    remembered: Tensor | None = None,
 ) -> Subspace:
     """One power step and QR from an old basis: two products with G instead of three.
 
     ``B = G^T orth(G V)``. Energies are the squared singular values of B, lower bounds of what the
     columns capture (2048 x 5461, r = 512: .0005 short after a drift that cost the old basis .07, .005
-    after one that cost it half); with a memory, which is not G's, a third product gives them exactly. So it does
-    where the old basis is narrower: what it lacks starts as Gaussian columns, for which one step is so little
+    after one that cost it half); where the old basis is narrower a third product gives them
+    exactly: what it lacks starts as Gaussian columns, for which one step is so little
     that the bounds are up to .09 low, and the columns themselves up to .03 (512 x 768, i^-0.6, 8 columns for 64).
     Without an old basis, and for arguments and errors: :func:`range_finder`.
     """
     _check_rank(rank, gradient)
     if start is None:
-        return range_finder(gradient, rank, generator, start, remembered)
-    warm, rows = start[:, :rank], _Rows(gradient, remembered)
+        return range_finder(gradient, rank, generator, start)
+    warm = start[:, :rank]
     columns = _completed(warm, rank, gradient, generator)
-    raised = rows.transposed_times(_cholesky_qr(rows.times(columns), _ENOUGH))
+    raised = _transposed_times(gradient, _cholesky_qr(_times(gradient, columns), _ENOUGH))
     energies, rotation = torch.linalg.eigh(raised.t() @ raised)
     # The rotated columns are orthogonal but for rounding, and QR of them keeps their order.
     basis = _cholesky_qr(raised @ rotation.flip(1)[:, :rank])
     energies, products = energies.flip(0)[:rank].clamp_min(0), 2 * columns.shape[1]
-    if remembered is not None or warm.shape[1] < rank:
+    if warm.shape[1] < rank:
         energies, products = _times(gradient, basis).square().sum(0), products + rank
     return Subspace(basis, energies, _square_norm(gradient), products)
 
@@ -213,20 +180,14 @@ def exact_subspace(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
-    remembered: Tensor | None = None,
 ) -> Subspace:
     """By ``torch.linalg.svd``: slow, for checking. ``generator`` and ``start`` are not looked at."""
     _check_rank(rank, gradient)
-    rows = gradient.float()
-    stacked = rows if remembered is None else torch.cat((rows, remembered))
-    _, sigma, right = torch.linalg.svd(stacked, full_matrices=False)
-    basis, energies = right[:rank].t().contiguous(), sigma[:rank].square()
-    if remembered is not None:
-        energies = (rows @ basis).square().sum(0)
-    return Subspace(basis, energies, _square_norm(gradient))
+    _, sigma, right = torch.linalg.svd(gradient.float(), full_matrices=False)
+    return Subspace(right[:rank].t().contiguous(), sigma[:rank].square(), _square_norm(gradient))
 
 
-RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None, Tensor | None], Subspace]
+RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None], Subspace]
 RANGE_FINDERS: dict[str, RangeFinder] = {
     "randomized": range_finder,
     "subspace": power_step,
@@ -240,7 +201,6 @@ def find_subspace(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
-    remembered: Tensor | None = None,
 ) -> Subspace:
     """Dominant right singular subspace by the range finder called ``kind``, see RANGE_FINDERS.
 
@@ -249,7 +209,7 @@ def find_subspace(
     """
     if kind not in RANGE_FINDERS:
         raise ValueError(f"range finder is {kind!r}; legal: {', '.join(RANGE_FINDERS)}")
-    return RANGE_FINDERS[kind](gradient, rank, generator, start, remembered)
+    return RANGE_FINDERS[kind](gradient, rank, generator, start)
 
 
 def find_subspace_to_energy(
@@ -259,7 +219,6 @@ def find_subspace_to_energy(
     threshold: float,
     generator: torch.Generator,
     start: Tensor | None = None,
-    remembered: Tensor | None = None,
     *,
     first: int,
 ) -> Subspace:
@@ -284,17 +243,17 @@ def find_subspace_to_energy(
     _check_rank(ranks[-1], gradient)
     wider = [rank for rank in ranks if rank >= first]
     if kind == "svd":  # one decomposition has them all
-        full = exact_subspace(gradient, ranks[-1], generator, start, remembered)
+        full = exact_subspace(gradient, ranks[-1], generator, start)
         captured = full.captured()
         rank = next((r for r in wider if captured[r - 1] >= threshold), wider[-1])
         return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
-    found = find_subspace(kind, gradient, first, generator, start, remembered)
+    found = find_subspace(kind, gradient, first, generator, start)
     sketch: _Sketch | None = None
     for rank in wider[1:]:
         if found.captured()[-1] >= threshold:
             break
         if sketch is None:
-            sketch = _Sketch(gradient, remembered)
+            sketch = _Sketch(gradient)
             sketch.add(found.basis, rounds=0)
             sketch.products += found.products
         if start is not None:
@@ -302,22 +261,6 @@ def find_subspace_to_energy(
         sketch.widen(rank, generator)
         found = sketch.subspace(rank)
     return found
-
-
-def remembered_rows(gradient: Tensor, basis: Tensor, energies: Tensor, momentum: float) -> Tensor:
-    """Rows that make a basis one of a running mean of gradients instead of the latest gradient: r x n, fp32.
-
-    Of ``S = b Q diag(e) Q^T + (1 - b) G^T G / ||G||_F^2``: a running mean of the gradients' covariance, as
-    Shampoo (1802.09568) and SOAP (2409.11321) keep it whole, known along the columns of Q only. ``G`` stacked on
-    these rows has that covariance, up to a factor.
-
-    Args:
-        gradient: m x n, any float dtype. basis: n x r, the old Q, any float dtype.
-        energies: (r,) fp32, e, shares of past gradients' energy along Q's columns; their sum is what Q held of
-            them. momentum: b, in (0, 1).
-    """
-    weights = energies * (_square_norm(gradient) * (momentum / (1 - momentum)))
-    return weights.sqrt().unsqueeze(1) * basis.float().t()
 
 
 def _check_rank(rank: int, gradient: Tensor) -> None:

@@ -38,24 +38,20 @@ def refresh_bases(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: i
     if given:
         policy.close_windows(columns)
     order = policy.ordered(given)
-    return {i for i in order if _refresh(i, due[i], columns.get(i), policy, step)}
+    return {i for i in order if _refresh(i, due[i], policy, step)}
 
 
 def _matrices(slots: Sequence[Slot]) -> list[LowRankMatrix]:
     return [cast(LowRankMatrix, slot.matrix) for slot in slots]
 
 
-def _refresh(
-    index: int, slots: Sequence[Slot], columns: Tensor | None, policy: RankPolicy, step: int
-) -> bool:
+def _refresh(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> bool:
     """Of one group; False where the gradient is zero or not finite."""
-    matrices, past = _matrices(slots), None
+    matrices = _matrices(slots)
     gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
     assert gradient is not None
-    if columns is not None and matrices[0].settings.basis_momentum:
-        past = policy.remembered(index, columns)
     first, sought = policy.first_width(index), policy.sought_energy(index)
-    found = matrices[0].find_basis(gradient, step, first, sought, past)
+    found = matrices[0].find_basis(gradient, step, first, sought)
     if found is not None:
         rank = policy.choose(index, matrices[0].captured_at_candidates(found), step)
         is_full = matrices[0].is_full_at(rank)

@@ -52,17 +52,11 @@ class BasisRefresh:
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
             return
-        columns = self._column_energies(refreshing, policy)
-        policy.close_windows(columns)
+        policy.close_windows(self._column_energies(refreshing, policy))
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
         history = self.bases.history
-        past = {
-            index: policy.remembered(index, energies)
-            for index, energies in columns.items()
-            if self._matrix(groups[index][0]).settings.basis_momentum
-        }
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         shape = (len(refreshing), most + history.most)
@@ -73,7 +67,7 @@ class BasisRefresh:
                 subspace = None
                 if self._gradient(group[0]).owner == self.collectives.rank:
                     first, sought = policy.first_width(index), policy.sought_energy(index)
-                    subspace = self._find(group, first, sought, past.get(index), step)
+                    subspace = self._find(group, first, sought, step)
             if subspace is not None:
                 found[place] = subspace
                 captured = leader.captured_at_candidates(subspace[0])
@@ -134,7 +128,7 @@ class BasisRefresh:
         return found
 
     def _find(
-        self, group: Sequence[int], first: int, sought: float, past: Tensor | None, step: int
+        self, group: Sequence[int], first: int, sought: float, step: int
     ) -> tuple[Subspace, Tensor] | None:
         """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
         parts = [self._gradient(i).full for i in group]
@@ -142,7 +136,7 @@ class BasisRefresh:
         if gradient is None:
             return None
         older = self.bases.recall(self.low_rank[group[0]])
-        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, past, older)
+        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, older)
         # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
         alone = next(part for part in parts if part is not None)
         return None if found is None else (found, alone)

@@ -15,7 +15,6 @@ DEFAULTS = {
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "range_finder": "randomized",
-    "basis_momentum": 0.0,
     "moment_transfer": "rotate",
     "residual": "probe",
     "share_basis": False,

@@ -14,7 +14,6 @@ LOW_RANK_ONLY = {
     "rank_budget": 0.5,
     "full_rank_budget": 0.5,
     "range_finder": "svd",
-    "basis_momentum": 0.5,
     "moment_transfer": "keep",
     "second_moment": "factored",
     "share_basis": True,
@@ -51,8 +50,6 @@ CONFLICTS = [
     ({"rank": 8, "rank_budget": 0.5}, {"rank_budget"}),
     ({"rank": 8, "full_rank_budget": 0.5}, {"full_rank_budget"}),
     ({"range_finder": "random"}, {"range_finder"}),
-    ({"range_finder": "random", "rank": 8, "basis_momentum": 0.5}, {"basis_momentum"}),
-    ({"moment_transfer": "keep", "basis_momentum": 0.5}, {"basis_momentum"}),
     ({"range_finder": "random", "rank": "auto"}, {"range_finder"}),
     (
         {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.1},

@@ -36,8 +36,6 @@ def test_defaults(block):
         ({"rank_budget": 1}, "rank_budget", 1.0),
         ({"rank_budget": 1e-3}, "rank_budget", 1e-3),
         ({"full_rank_budget": 1}, "full_rank_budget", 1.0),
-        ({"basis_momentum": 0}, "basis_momentum", 0.0),
-        ({"basis_momentum": 0.9}, "basis_momentum", 0.9),
         ({"energy_estimate": "out_of_sample"}, "energy_estimate", "out_of_sample"),
         ({"share_basis": True}, "share_basis", True),
         ({"rank": 1}, "rank", 1),
@@ -102,7 +100,6 @@ FLOAT_FIELDS = [
     "energy_threshold",
     "rank_budget",
     "full_rank_budget",
-    "basis_momentum",
     "scale",
 ]
 NAME_FIELDS = [
@@ -127,7 +124,6 @@ BAD_VALUES = [
     *[(key, value) for key in FLOAT_FIELDS for value in ("0.5", True, -1.0, [0.5], {})],
     *[(key, value) for key in FLOAT_FIELDS for value in (float("nan"), float("inf"))],
     *[(key, value) for key in NAME_FIELDS for value in ("fp64", 1, True, None)],
-    ("basis_momentum", 1),
     *[(key, None) for key in DEFAULTS if key not in NULLABLE_FIELDS],
     *[(key, value) for key in BOOL_FIELDS for value in (1, 0, "true", "auto")],
     *[("module_rules", value) for value in ([], "q", 3, ["q"])],
@@ -417,7 +413,6 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("rank", '"auto" or an integer >= 1'),
         ("rank_candidates", "a non-empty, strictly increasing list of integers >= 1"),
         ("energy_threshold", "a number > 0 and <= 1"),
-        ("basis_momentum", "a number >= 0 and < 1"),
         ("update_interval", "an integer >= 1"),
         ("probes", '"auto" or an integer >= 0'),
         ("projected_backward", '"auto", true or false'),

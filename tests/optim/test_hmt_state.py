@@ -135,7 +135,6 @@ MODES = {
     "svd": {"range_finder": "svd"},
     "share": {"share_basis": True},
     "budget": {"rank_budget": 0.4},
-    "remembering": {"basis_momentum": 0.5},
     "full rank": {"full_rank_budget": 0.5},
     "bf16 states": {"state_dtype": "bf16"},
     "factored": {"second_moment": "factored", "projection": "auto"},

@@ -366,12 +366,9 @@ def test_starting_at_the_last_rank_saves_sketched_columns(monkeypatch):
 
 
 @pytest.mark.parametrize(("finder", "rounds"), [("randomized", 3), ("subspace", 2)])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_second_refresh_starts_from_the_basis_in_force(monkeypatch, finder, rounds, momentum):
+def test_a_second_refresh_starts_from_the_basis_in_force(monkeypatch, finder, rounds):
     products, sources = counted(monkeypatch), [Source(6, 0.01)]
-    weights, optimizer = construct(
-        sources, rank_candidates=(8,), range_finder=finder, basis_momentum=momentum
-    )
+    weights, optimizer = construct(sources, rank_candidates=(8,), range_finder=finder)
     for _ in train(weights, optimizer, sources, 1):
         pass
     optimizer._schedule.next_refresh[0] = 1
@@ -379,8 +376,7 @@ def test_a_second_refresh_starts_from_the_basis_in_force(monkeypatch, finder, ro
         pass
     cold, warm = products
     assert cold == 5 * (8 + 8)
-    # what is remembered is not the gradient's, and its energies take one more product of the basis
-    assert warm == rounds * (8 + 8) + (8 if momentum and finder == "subspace" else 0)
+    assert warm == rounds * (8 + 8)
 
 
 class Arriving(Source):

@@ -31,7 +31,6 @@ MODES: dict[str, dict[str, Any]] = {
     "out_of_sample": {**BY_BUDGET, "rank_budget": 0.3, "energy_estimate": "out_of_sample"},
     "out_of_sample, shared": {**LOW_RANK, "energy_estimate": "out_of_sample", "share_basis": True},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
-    "basis_momentum": {**LOW_RANK, "basis_momentum": 0.5, "share_basis": True},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},
     "svd": {**LOW_RANK, "range_finder": "svd"},
