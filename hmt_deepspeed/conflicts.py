@@ -50,7 +50,6 @@ _READ_BY_APOLLO = _READ_BY_ALL | {
     "rank",
     "update_interval",
     "scale",
-    "scale_type",
     "projected_backward",
     "target_modules",
     "exclude_modules",
@@ -58,13 +57,11 @@ _READ_BY_APOLLO = _READ_BY_ALL | {
 
 _READ_BY = {"adamw": _READ_BY_ALL, "apollo": _READ_BY_APOLLO, "apollo_mini": _READ_BY_APOLLO}
 # What a module rule of another method does not take from the others: it means something else to it.
-OWN_OF_METHOD = ("rank", "scale", "scale_type")
+OWN_OF_METHOD = ("rank", "scale")
 _NOT_FOR_RULES = ("method", "module_rules", "target_modules", "exclude_modules")
 
 # Rules of lowrank_adamw; `{}` in an advice is the value of the field it depends on.
-_SCALE_TYPE = 'It is APOLLO\'s: remove it or set "method": "apollo" there.'
 _RULES = (
-    _Rule(("scale_type",), "method", lambda given: given["scale_type"] != "auto", _SCALE_TYPE),
     _Rule(
         (
             "rank_candidates",
@@ -240,8 +237,6 @@ def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> It
     if own == LOW_RANK:
         together = {**_taken_over(rule, given, method), **rule}
         found = [c for c in _conflicts(together, own) if c.unread and c.key in rule]
-        if "scale_type" in rule:
-            found.append(Conflict("scale_type", rule["scale_type"], ("method",), _SCALE_TYPE))
     for conflict in found:
         yield conflict._replace(key=f"{where}.{conflict.key}")
 
@@ -290,7 +285,4 @@ def _method_conflicts(method: str, given: Given) -> list[Conflict]:
     if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
         advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
         conflicts.append(conflict("rank", advice))
-    if method == "apollo_mini" and given.get("scale_type") == "channel":
-        advice = '"apollo_mini" has one scale per tensor: remove it, or set "method": "apollo".'
-        conflicts.append(conflict("scale_type", advice))
     return conflicts

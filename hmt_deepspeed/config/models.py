@@ -46,7 +46,6 @@ Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
 Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
-ScaleType = Literal["auto", "channel", "tensor"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
@@ -70,7 +69,6 @@ class ModuleRule(StrictModel):
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
     scale: Scale | None = None
-    scale_type: ScaleType | None = None
 
 
 class OptimizerConfig(StrictModel):
@@ -169,14 +167,9 @@ class OptimizerConfig(StrictModel):
     scale: Scale = Field(
         default="auto",
         description='Factor on the update. "auto": inside its basis a low-rank update has the root mean square of '
-        "AdamW's at every rank and side, so AdamW's lr and weight_decay hold; of APOLLO the published value, 1 (under "
-        "the root), 128 (Mini) or 128 / rank (per tensor). A number is GaLore's alpha, there 0.25, and 1 in the HMT "
+        "AdamW's at every rank and side, so AdamW's lr and weight_decay hold; of APOLLO the published value, 1, of Mini "
+        "128, each under the root. A number is GaLore's alpha, there 0.25, and 1 in the HMT "
         "paper: the root mean square is then that x sqrt(r / n) for n columns.",
-    )
-    scale_type: ScaleType = Field(
-        default="auto",
-        description="APOLLO multiplies each channel of the gradient by a scale of its own, or the whole "
-        'tensor by one; "auto" is channel for "apollo", tensor for "apollo_mini".',
     )
     max_full_gradient_bytes: Auto | PositiveInt = Field(
         default="auto",
@@ -220,7 +213,7 @@ class OptimizerConfig(StrictModel):
         default={},
         description="Rules of their own for modules, by regular expression: embeddings and head too. "
         "The first match decides, before every other pattern. A rule sets at least one field; the others are taken "
-        "from hmt.optimizer, under another method all but rank, scale and scale_type.",
+        "from hmt.optimizer, under another method all but rank and scale.",
         json_schema_extra={"legal": "an object of regular expressions and objects"},
     )
     seed: int = Field(

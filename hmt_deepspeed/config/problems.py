@@ -160,9 +160,10 @@ def _unknown_key_text(
     key: str, path: str, model: type[BaseModel], root: type[BaseModel], name: str
 ) -> str:
     written = _normalised(key)
-    if f"{path}.{written}" in REMOVED:
-        return f"This key was removed: {REMOVED[f'{path}.{written}']}"
     section = path.partition("[")[0].rpartition(".")[0]  # around an object of patterns
+    removed = REMOVED.get(f"{section if '[' in path else path}.{written}")
+    if removed is not None:
+        return f"This key was removed: {removed}"
     full_keys = [full for full, _ in walk_fields(root, name)]
     if "[" in path and written not in model.model_fields and f"{section}.{written}" in full_keys:
         return (

@@ -17,4 +17,5 @@ REMOVED: dict[str, str] = {
     "hmt.optimizer.residual_scale": "Remove it: the factor on the probe residual is the unbiased (n - r) / k, at most 8.",
     "hmt.optimizer.norm_growth_limit": "Remove it: the norm of the residual, or of APOLLO's update, grows by at most "
     "1.01 from step to step.",
+    "hmt.optimizer.scale_type": 'Remove it: "apollo" has a scale per channel, "apollo_mini" one per matrix.',
 }

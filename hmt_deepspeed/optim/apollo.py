@@ -2,7 +2,7 @@
 
     R = G P,  P_ij ~ N(0, 1/r) from a seed      auxiliary space, nothing of P stored
     R~ = Adam(R)
-    s_j = ||R~_j|| / ||R_j||  per row (channel), or one for the tensor (so Mini, where r = 1)
+    s_j = ||R~_j|| / ||R_j||  per row (channel), or one for the tensor (Mini, where r = 1)
     W <- (1 - lr wd) W - lr sqrt(scale) s o G   with the norm-growth limiter
 
 The smaller side is projected: a weight with more columns than rows arrives as its transpose.
@@ -25,7 +25,7 @@ from hmt_deepspeed.optim.settings import APOLLO_MINI
 __all__ = ["ApolloMatrix"]
 
 _EPS = 1e-8  # beside ||R_j||, as published
-_MINI_SCALE = 128.0  # as published, of rank 1
+_MINI_SCALE = 128.0  # as published
 
 
 class ApolloMatrix(MatrixRule):
@@ -39,7 +39,7 @@ class ApolloMatrix(MatrixRule):
 
     def _start(self) -> None:
         settings = self.settings
-        self.per_tensor = settings.method == APOLLO_MINI or settings.scale_type == "tensor"
+        self.per_tensor = settings.method == APOLLO_MINI
         self.candidates = settings.ranks(*self.shape)
         (self.rank,) = self.candidates
         self.draw = 0
@@ -119,12 +119,9 @@ class ApolloMatrix(MatrixRule):
 
     @property
     def scale(self) -> float:
-        """Published: 1 for channels, 128 for Mini. By the paper's bound a scale is ``sqrt(r / n)``
-        of a whole gradient's: 128 / r for a tensor takes Mini's steps at any rank."""
-        wanted = self.settings.scale
-        if wanted is not None:
-            return float(wanted)
-        return _MINI_SCALE / self.rank if self.per_tensor else 1.0
+        """Published: 1 for channels, 128 for Mini."""
+        published = _MINI_SCALE if self.per_tensor else 1.0
+        return published if self.settings.scale is None else self.settings.scale
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -40,7 +40,6 @@ _RULE_FIELDS = (
     "range_finder",
     "residual",
     "scale",
-    "scale_type",
 )
 # Keys of GaLore's and APOLLO's parameter groups, and the fields that do the same.
 _OF_OTHERS = {
@@ -66,7 +65,6 @@ DEFAULTS: dict[str, object] = {
     "share_basis": False,
     "projected_backward": "auto",
     "scale": "auto",
-    "scale_type": "auto",
     "max_full_gradient_bytes": "auto",
     "state_dtype": "fp32",
     "second_moment": "full",
@@ -122,7 +120,7 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
     """``module_rules`` with every field that a rule leaves open taken from the others.
 
     A rule of another method starts from that method's defaults where fields mean something else
-    for it: rank, scale and its type.
+    for it: rank and scale.
 
     Raises:
         ValueError: a value out of range.

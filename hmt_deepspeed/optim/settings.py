@@ -38,8 +38,7 @@ class MatrixSettings:
     scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
     every rank, and is APOLLO's published one.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
-    scale_type: APOLLO's scale, one per ``channel`` or per
-    ``tensor``, as Mini's always is. state_dtype: storage of the moments, see :meth:`moments_dtype`. second_moment: ``full``, or
+    state_dtype: storage of the moments, see :meth:`moments_dtype`. second_moment: ``full``, or
     ``factored`` as Adafactor's; APOLLO's is always full. written: keys of the values that a module rule
     gives, for messages.
     """
@@ -55,7 +54,6 @@ class MatrixSettings:
     residual: str = "probe"
     probes: int | None = None
     scale: float | None = None
-    scale_type: str | None = None
     state_dtype: str = "fp32"
     second_moment: str = "full"
     seed: int = 0
@@ -202,11 +200,6 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         lambda v: v is None or _number(v, 0),
         '"auto" or a number > 0',
         'use "auto"',
-    ),
-    "scale_type": (
-        (None, "channel", "tensor").__contains__,
-        '"auto", "channel" or "tensor"',
-        "choose one of them",
     ),
     "state_dtype": _one_of(*STATE_DTYPES),
     "second_moment": _one_of(*SECOND_MOMENTS),

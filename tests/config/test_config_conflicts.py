@@ -26,7 +26,6 @@ LOW_RANK_ONLY = {
     "probes": 4,
     "projected_backward": False,
     "scale": 1.0,
-    "scale_type": "tensor",
     "max_full_gradient_bytes": 1,
     "target_modules": ["q_proj"],
     "exclude_modules": [],
@@ -72,8 +71,6 @@ CONFLICTS = [
     ({"method": "apollo", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "rank": 4}, {"rank"}),
-    ({"method": "apollo_mini", "scale_type": "channel"}, {"scale_type"}),
-    *[({"scale_type": kind}, {"scale_type"}) for kind in ("channel", "tensor")],
     *[
         ({"method": method, key: value}, {key})
         for method in ("apollo", "apollo_mini")
@@ -174,7 +171,7 @@ def test_what_a_module_rule_reads_is_legal(fields, rule):
     [
         *[
             ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": "lowrank_adamw"}, key)
-            for key in ("rank", "scale", "scale_type", "target_modules", "exclude_modules")
+            for key in ("rank", "scale", "target_modules", "exclude_modules")
         ],
         ({"method": "adamw", "projection": "left"}, {"method": "apollo"}, "projection"),
         (

@@ -78,7 +78,6 @@ def test_adamw_keeps_its_own_fields():
 
 def test_apollo_keeps_its_own_fields():
     kept = {"rank": 4, "update_interval": 9, "scale": 2.0}
-    kept |= {"scale_type": "tensor"}
     kept |= {"target_modules": ["q"], "exclude_modules": [], "module_rules": {"w": {"rank": 2}}}
     config = HMTConfig.from_block({"optimizer": {"method": "apollo", **kept}}).optimizer
     assert (config.rank, config.scale, config.module_rules["w"].rank) == (4, 2.0, 2)
@@ -113,7 +112,6 @@ NAME_FIELDS = [
     "second_moment",
     "master_weights",
     "weight_dtype",
-    "scale_type",
 ]
 BOOL_FIELDS = ["share_basis"]
 NULLABLE_FIELDS = ("target_modules", "rank_budget")
@@ -197,8 +195,7 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"energy_threshold": 0.9, "rank": 8}, ".energy_threshold", 'With "rank": 8 it is ignored'),
         ({"rank_candidates": [8], "rank": 8}, ".rank_candidates", 'With "rank": 8 it is ignored'),
         ({"energy_threshold": 0.9, "method": "apollo"}, ".energy_threshold", "It means nothing"),
-        ({"scale_type": "channel"}, ".scale_type", "It is APOLLO's"),
-        ({"scale_type": "channel", "method": "apollo_mini"}, ".scale_type", "one scale per tensor"),
+        ({"scale_type": "channel"}, ".scale_type", "This key was removed: Remove it: "),
         (3, "", "got 3. Legal: an object."),
     ],
 )

@@ -16,7 +16,6 @@ BETAS = (0.9, 0.95)
 PARTS = [
     ("apollo", "channel", 4, 1.0),
     ("apollo", "channel", 3, 2.0),
-    ("apollo", "tensor", 4, 32.0),
     ("apollo_mini", "tensor", 1, 128.0),
 ]
 
@@ -80,8 +79,6 @@ def test_steps_are_the_authors(monkeypatch, shape, method, scale_type, rank, sca
     }
     authors = reference_module.APOLLOAdamW([group], lr=1e-2, betas=BETAS, eps=1e-12)
     options = {"method": method, "rank": rank, "scale": scale, "update_interval": gap}
-    if method == "apollo":
-        options["scale_type"] = scale_type
     path, _ = run(shape, series, **options)
     assert limiter_acts(shape, series, options)
     for gradient, ours in zip(series, path, strict=True):
@@ -141,7 +138,6 @@ def test_default_scales():
     for options, scale in (
         ({"method": "apollo"}, 1.0),
         ({"method": "apollo_mini"}, 128.0),
-        ({"method": "apollo", "scale_type": "tensor", "rank": 4}, 32.0),
     ):
         optimizer = HMT([weight], **options)
         optimizer.describe()

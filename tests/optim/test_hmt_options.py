@@ -109,7 +109,6 @@ UNREAD = [
         {"range_finder": "random", "rank": 2, "max_full_gradient_bytes": 10**6},
     ),
     ("second_moment", {"second_moment": "factored", "method": "apollo"}),
-    ("scale_type", {"scale_type": "tensor"}),
     ("rank_budget", {"rank_budget": 0.5, "rank": 8}),
     ("rank_budget", {"rank_budget": 0.5, "method": "apollo"}),
     ("full_rank_budget", {"full_rank_budget": 0.5, "rank_budget": 0.5}),
@@ -223,7 +222,6 @@ def test_modules_that_cannot_be_patched():
     [
         ("rank", 16, "rank", True),
         ("scale", 0.25, "scale", True),
-        ("scale_type", "channel", "scale_type", True),
         ("proj_type", "std", "projection", True),
         ("proj", "random", "range_finder", True),
         ("update_proj_gap", 3, "update_interval", False),

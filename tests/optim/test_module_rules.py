@@ -98,8 +98,7 @@ def test_a_rule_under_plain_adamw():
 
 def test_a_low_rank_rule_beside_apollo_takes_its_own_defaults():
     rules = {r"^2\.": {"method": "lowrank_adamw"}}
-    options = {"method": "apollo", "rank": 4, "scale": 2.0, "scale_type": "tensor"}
-    options["module_rules"] = rules
+    options = {"method": "apollo", "rank": 4, "scale": 2.0, "module_rules": rules}
     matrices = HMT(network(), **options).matrices
     assert (matrices["0.weight"].rank, matrices["0.weight"].scale) == (4, 2.0)
     assert matrices["2.weight"].rank == 32
@@ -163,8 +162,6 @@ def test_thresholds_and_candidates_of_their_own():
         ({"2": {"method": "apollo", "projection": "left"}}, r"\['2'\]\.projection is 'left'\."),
         ({"2": {"method": "apollo", "residual": "full"}}, r"\['2'\]\.residual is 'full'\. It"),
         ({"2": {"method": "apollo", "range_finder": "svd"}}, r"\['2'\]\.range_finder is 'svd'\."),
-        ({"2": {"scale_type": "tensor"}}, r"\['2'\]\.scale_type is 'tensor'\. It is APOLLO's"),
-        ({"2": {"method": "apollo_mini", "scale_type": "channel"}}, "one scale per tensor"),
     ],
 )
 def test_refusals(rules, words):

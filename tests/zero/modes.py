@@ -38,7 +38,6 @@ MODES: dict[str, dict[str, Any]] = {
     "random, left": {**FIXED, "range_finder": "random", "projection": "left"},
     "random, two_sided": {**FIXED, "range_finder": "random", "projection": "two_sided"},
     "apollo": APOLLO,
-    "apollo, tensor": {**APOLLO, "scale_type": "tensor"},
     "apollo_mini": MINI,
     "module_rules": {
         **LOW_RANK,

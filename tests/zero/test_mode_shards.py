@@ -21,7 +21,6 @@ SHARDED = {
     "full residual": {**FIXED, "residual": "full"},
     "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
     "apollo": APOLLO,
-    "apollo, tensor": {**APOLLO, "scale_type": "tensor"},
     "apollo_mini": {"method": "apollo_mini", "update_interval": 1000},
     "bf16 states": {**FIXED, "projection": "auto", "state_dtype": "bf16"},
     "factored": {**FIXED, "projection": "auto", "second_moment": "factored"},
@@ -30,7 +29,6 @@ WHOLE_GRADIENT = [
     "full residual",
     "left, full residual",
     "apollo",
-    "apollo, tensor",
     "apollo_mini",
 ]
 
