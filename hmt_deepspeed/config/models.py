@@ -49,7 +49,6 @@ Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
-MomentTransfer = Literal["rotate", "keep", "reset"]
 Scale = Auto | PositiveFloat
 
 
@@ -135,11 +134,6 @@ class OptimizerConfig(StrictModel):
         default="randomized",
         description="How a basis is found: randomised subspace iteration, one warm-started power step, "
         "a full SVD, or random from a seed, which needs no gradient and stores nothing.",
-    )
-    moment_transfer: MomentTransfer = Field(
-        default="rotate",
-        description="What becomes of the moments when a basis changes: rotated into it, kept as they "
-        "are, or zeroed.",
     )
     residual: Residual = Field(
         default="probe",

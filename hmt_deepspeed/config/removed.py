@@ -6,6 +6,7 @@ __all__ = ["REMOVED"]
 
 # full key -> what replaced it, as a sentence of the error message
 REMOVED: dict[str, str] = {
+    "hmt.optimizer.moment_transfer": 'Remove it: moments are rotated into each new basis, as with "rotate".',
     "hmt.optimizer.basis_momentum": "Remove it: a basis is made of the latest gradient alone, as with 0.",
     "hmt.fpdt.enabled": 'Remove it: chunks are on where the block has the section "fpdt", and off without it.',
     "hmt.offload.schedule": "Remove it: states on an SSD are read, updated and written all at once. For one after "

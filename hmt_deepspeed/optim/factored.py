@@ -43,14 +43,11 @@ class FactoredMoments(Moments):
         self, shape: tuple[int, int], dtype: str, device: torch.device, name: str, seed: int
     ) -> None:
         super().__init__(shape, dtype, device, name, seed)
-        self._forget_rows()
+        self.row_means, self.mean = self._means(shape[0], 1), self._means()
 
     def _allocate(self, shape: tuple[int, int]) -> None:
         super()._allocate(shape)
         self.exp_avg_sq = self._means(1, shape[1])
-
-    def _forget_rows(self) -> None:
-        self.row_means, self.mean = self._means(self.exp_avg.shape[0], 1), self._means()
 
     def _means(self, *shape: int) -> StateTensor:
         return StateTensor(shape, "fp32", False, self.device)
@@ -94,10 +91,6 @@ class FactoredMoments(Moments):
 
     def left(self) -> LeftMoments:
         return LeftMoments(None, self.exp_avg_sq, self.evidence, self.first_evidence, self.steps)
-
-    def reset(self, columns: int, rows: int | None = None) -> None:
-        super().reset(columns, rows)
-        self._forget_rows()
 
     # -- checkpoint -----------------------------------------------------------------------------
 

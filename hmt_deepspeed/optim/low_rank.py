@@ -53,7 +53,7 @@ class LowRankMatrix(ProjectedMatrix):
     @property
     def recalls_moments(self) -> bool:
         """Whether the moments of a basis that was left can be carried into a later one."""
-        return self.settings.moment_transfer == "rotate" and not self.redraws
+        return not self.redraws
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
         """What is to be summed over all rows before :meth:`adopt`; None when nothing is."""
@@ -80,13 +80,7 @@ class LowRankMatrix(ProjectedMatrix):
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
     ) -> None:
-        rank = self.shape[1] if basis is None else basis.shape[1]
-        if self.settings.moment_transfer == "rotate":
-            self.moments.rotate(self._overlap(basis), recalled=recalled)
-        elif self.settings.moment_transfer == "keep":
-            self.moments.keep(rank)
-        else:
-            self.moments.reset(rank)
+        self.moments.rotate(self._overlap(basis), recalled=recalled)
 
     def _overlap(self, basis: Tensor | None) -> Tensor:
         """``Q_old^T Q_new``; the basis of a full-rank matrix, which is not left for another such, is the

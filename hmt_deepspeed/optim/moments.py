@@ -204,20 +204,6 @@ class Moments:
             weight = torch.maximum(weight, evidence)
         self._replace(mean, moved, weight)
 
-    def keep(self, columns: int, rows: int | None = None) -> None:
-        """Leave the moments as they are (GaLore); new directions of a larger rank start as new."""
-        mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
-        corrected = second / self.evidence.clamp_min(_LEAST_EVIDENCE)
-        mean, corrected = (_resized(v, (rows or len(v), columns)) for v in (mean, corrected))
-        weight = _resized(self.evidence, mean.shape if self.two_sided else mean.shape[1:])
-        self._replace(mean, corrected, weight)
-
-    def reset(self, columns: int, rows: int | None = None) -> None:
-        """Start anew at step zero."""
-        rows = self.exp_avg.shape[0] if rows is None else rows
-        self.steps, self.first_evidence = 0, 0.0
-        self._allocate((rows, columns))
-
     def _replace(self, mean: Tensor, corrected_second: Tensor, weight: Tensor) -> None:
         weight = weight.clamp(_LEAST_EVIDENCE, 1.0)
         self._allocate((mean.shape[0], mean.shape[1]))
@@ -253,11 +239,3 @@ def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -
     made = StateTensor(tuple(value.shape), dtype, signed, device)
     made.write(value, None)
     return made
-
-
-def _resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The leading part of a tensor, padded with zeros where the shape is larger."""
-    out = tensor.new_zeros(shape)
-    part = tuple(slice(0, min(a, b)) for a, b in zip(tensor.shape, shape, strict=True))
-    out[part] = tensor[part]
-    return out

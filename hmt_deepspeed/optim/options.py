@@ -59,7 +59,6 @@ DEFAULTS: dict[str, object] = {
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "range_finder": "randomized",
-    "moment_transfer": "rotate",
     "residual": "probe",
     "probes": "auto",
     "share_basis": False,

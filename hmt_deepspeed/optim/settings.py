@@ -50,7 +50,6 @@ class MatrixSettings:
     energy_threshold: float = 0.95
     update_interval: int = 200
     range_finder: str = "randomized"
-    moment_transfer: str = "rotate"
     residual: str = "probe"
     probes: int | None = None
     scale: float | None = None
@@ -193,7 +192,6 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "energy_threshold": (lambda v: _number(v, 0, 1), "above 0, at most 1", "0.95 is usual"),
     "update_interval": (lambda v: _whole(v, 1), "an integer >= 1", "200 is usual"),
     "range_finder": _one_of("randomized", "subspace", "svd", "random"),
-    "moment_transfer": _one_of("rotate", "keep", "reset"),
     "residual": _one_of("none", "probe", "full"),
     "probes": (lambda v: v is None or _whole(v, 0), '"auto" or an integer >= 0', 'use "auto"'),
     "scale": (

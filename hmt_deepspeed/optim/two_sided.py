@@ -93,7 +93,7 @@ class TwoSidedMatrix(LowRankMatrix):
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
         assert basis is not None
-        if not self.steps or self.settings.moment_transfer != "rotate":
+        if not self.steps:
             return None
         new = basis[self.shape[1] :][self.rows[0] : self.rows[1]]
         return self.left_basis[counted].float().t() @ new[counted].float()
@@ -107,13 +107,7 @@ class TwoSidedMatrix(LowRankMatrix):
     ) -> None:
         assert basis is not None
         assert not recalled
-        rank = basis.shape[1]
-        if self.settings.moment_transfer == "rotate":
-            self.moments.rotate(self._overlap(basis[: self.shape[1]]), overlap_sum)
-        elif self.settings.moment_transfer == "keep":
-            self.moments.keep(rank, rank)
-        else:
-            self.moments.reset(rank, rank)
+        self.moments.rotate(self._overlap(basis[: self.shape[1]]), overlap_sum)
 
     def _install(self, basis: Tensor | None) -> None:
         assert basis is not None  # full rank is a one-sided matrix

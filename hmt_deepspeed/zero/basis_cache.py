@@ -62,8 +62,8 @@ def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
     if settings.old_moments and not any(matrix.recalls_moments for matrix in matrices):
         raise ValueError(
             f"hmt.basis_cache.old_moments is {settings.old_moments}, but no matrix could carry moments of an older "
-            'basis into a later one: legal with "moment_transfer": "rotate", a one-sided projection (right, left or '
-            'auto) and a "range_finder" other than "random". Remove it.'
+            "basis into a later one: legal with a one-sided projection (right, left or auto) and a "
+            '"range_finder" other than "random". Remove it.'
         )
 
 

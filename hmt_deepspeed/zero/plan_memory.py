@@ -61,18 +61,17 @@ def engine_memory(
         staging=staging,
         ssd_staging=staging,
         takes_back=engine.gradient_clipping() > 0 or checks_overflow(engine._config),
-        cache=None if cache is None else _room(cache, options),
+        cache=None if cache is None else _room(cache),
         has_snapshots=options is not None and hmt.snapshot.path is not None,
     )
 
 
-def _room(cache: CacheSettings, options: Mapping[str, Any] | None) -> CacheRoom:
-    rotates = options is not None and options["moment_transfer"] == "rotate"
+def _room(cache: CacheSettings) -> CacheRoom:
     return CacheRoom(
         cache.max_entries,
         cache.max_bytes,
         cache.prefetch,
-        cache.old_moments if rotates else 0,
+        cache.old_moments,
         cache.old_bases,
         basis_cache.staging_bytes(cache),
         SLAB_BYTES,

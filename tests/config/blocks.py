@@ -15,7 +15,6 @@ DEFAULTS = {
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "range_finder": "randomized",
-    "moment_transfer": "rotate",
     "residual": "probe",
     "share_basis": False,
     "probes": "auto",

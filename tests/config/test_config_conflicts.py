@@ -14,7 +14,6 @@ LOW_RANK_ONLY = {
     "rank_budget": 0.5,
     "full_rank_budget": 0.5,
     "range_finder": "svd",
-    "moment_transfer": "keep",
     "second_moment": "factored",
     "share_basis": True,
     "weight_dtype": "int8",

@@ -56,7 +56,6 @@ def test_options_and_settings():
         ("residual", "half", "probe"),
         ("projection", "middle", "two_sided"),
         ("range_finder", "lanczos", "subspace"),
-        ("moment_transfer", "copy", "rotate"),
         ("state_dtype", "fp8", "int8"),
         ("second_moment", "rank1", "factored"),
         ("share_basis", "auto", "False"),

@@ -274,7 +274,6 @@ def test_members_that_share_a_basis_count_by_their_energy():
         {"projection": "left"},
         {"state_dtype": "bf16"},
         {"second_moment": "factored"},
-        {"moment_transfer": "keep"},
         {"residual": "full"},
         {"projection": "two_sided"},
     ],

@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no residual": {**LOW_RANK, "residual": "none"},
     "share_basis": {**LOW_RANK, "share_basis": True},
     "share_basis, factored": {**LOW_RANK, "share_basis": True, "second_moment": "factored"},
-    "rank_budget": {**BY_BUDGET, "rank_budget": 0.3, "moment_transfer": "reset"},
+    "rank_budget": {**BY_BUDGET, "rank_budget": 0.3},
     "out_of_sample": {**BY_BUDGET, "rank_budget": 0.3, "energy_estimate": "out_of_sample"},
     "out_of_sample, shared": {**LOW_RANK, "energy_estimate": "out_of_sample", "share_basis": True},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
@@ -50,9 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Single moments go with single vectors, whose signs rounding decides: resumed on the same layout only.
+# Another layout rounds the moments anew: resumed on the same one only.
 SAME_LAYOUT: dict[str, dict[str, Any]] = {
-    "keep": {**LOW_RANK, "moment_transfer": "keep"},
     "bf16 states": {**LOW_RANK, "projection": "auto", "state_dtype": "bf16"},
     "bf16 core": {**LOW_RANK, "projection": "two_sided", "state_dtype": "bf16"},
     "int8": INT8,

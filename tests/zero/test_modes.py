@@ -57,7 +57,6 @@ ON_TWO_RANKS = {
     "left": EVERYWHERE[2],
     "two_sided": EVERYWHERE[2],
     PLAIN_BACKWARD: [(2, 1), (3, 1)],
-    "keep": [(3, 1)],
     "bf16 states": [(1, 1)],
     "bf16 core": [(3, 1)],
     **{name: [(3, 1)] for name in SHARDED_ONLY},
