@@ -13,11 +13,13 @@ from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 __all__ = [
+    "BLOCK_SIZE",
     "CHOICES",
     "COMPONENTS",
     "LEFT_TO_ADAMW",
     "LEGAL_CHOICES",
     "PAPER_POLICY",
+    "POLICY_COMPONENTS",
     "Choice",
     "Component",
     "computing_projection",
@@ -38,7 +40,7 @@ LEFT_TO_ADAMW = ("embed", "lm_head", "lora_")
 #   mlp_intermediate  outputs of the gate and up projections (of fc1), which enter the activation function
 #   residual          the residual stream: what enters each further layer, and what attention adds to it
 #                     (recompute: of what attention adds only; what enters a layer is then kept)
-#   layernorm         internals of a norm (fp32 copies)
+#   layernorm         norms: their internals are computed again from their input, which is held
 #   projected_inputs  inputs of linears whose backward is projected
 #   lm_head           input of the language-model head
 Component = Literal[
@@ -63,20 +65,21 @@ Choice = Literal["keep", "recompute", "int8", "fp8", "project", "swap_host", "sw
 
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 CHOICES: tuple[Choice, ...] = get_args(Choice)
+# Those that a policy chooses for: of a norm nothing but its input is worth holding.
+POLICY_COMPONENTS: tuple[Component, ...] = tuple(c for c in COMPONENTS if c != "layernorm")
 
 _HELD: tuple[Choice, ...] = ("keep", "int8", "fp8", "swap_host", "swap_ssd")
 _ANY: tuple[Choice, ...] = ("keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd")
 
 # What enters a layer must be held in some form, or there is nothing to compute the layer from again; of a
-# norm only its input is worth holding, and that is the residual; of a projected linear's input only what it is
-# projected on.
+# projected linear's input only what it is projected on is worth holding.
 LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
     "embedding": _HELD,
     "attention_qkv": _ANY,
     "attention_output": _ANY,
     "mlp_intermediate": _ANY,
     "residual": _ANY,
-    "layernorm": ("keep", "recompute"),
+    "layernorm": ("keep",),
     "projected_inputs": ("project", "recompute"),
     "lm_head": _HELD,
 }
@@ -93,10 +96,13 @@ PAPER_POLICY: dict[Component, Choice] = {
     "lm_head": "keep",
 }
 
+BLOCK_SIZE = 256  # tokens of a channel that share a scale (int8, fp8)
 SCALE_BYTES = 2  # a block's scale is bf16
 
 
-def held_bytes(choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int) -> int:
+def held_bytes(
+    choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int = BLOCK_SIZE
+) -> int:
     """Device bytes that one tensor of tokens x channels occupies until backward.
 
     Args:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.fp8_activation import decode_fp8, encode_fp8
 from hmt_deepspeed.kernels.int8_activation import decode_int8, encode_int8
 from hmt_deepspeed.memory.tiered import Store
-from hmt_deepspeed.sites import Choice
+from hmt_deepspeed.sites import BLOCK_SIZE, Choice
 
 __all__ = [
     "Codec",
@@ -30,13 +30,10 @@ __all__ = [
     "HeldBlocks",
     "Int8",
     "Keep",
-    "Rounding",
     "SwapHost",
     "SwapSsd",
     "build_codec",
 ]
-
-Rounding = Literal["stochastic", "nearest"]
 
 
 class Held(Protocol):
@@ -140,7 +137,7 @@ class HeldBlocks:
     """
 
     def __init__(
-        self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int | None
+        self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int
     ) -> None:
         self.block_size, self._codec = codec.block_size, codec
         # Shape, dtype and strides of what will come back; no memory.
@@ -178,23 +175,18 @@ class _Blocks:
 
     Args:
         block_size: tokens of a channel that share a scale.
-        rounding: ``stochastic`` is right on average over keys, ``nearest`` is nearer each time.
 
     Raises:
-        ValueError: other values.
+        ValueError: a block without tokens.
     """
 
     lossy: ClassVar[bool] = True
     choice: ClassVar[Choice]
 
-    def __init__(self, block_size: int = 256, rounding: Rounding = "stochastic") -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         if block_size < 1:
             raise ValueError(f"block_size of {self.choice} is at least 1 token, got {block_size}")
-        if rounding not in get_args(Rounding):
-            raise ValueError(
-                f"rounding of {self.choice} is {rounding!r}; legal: {get_args(Rounding)}"
-            )
-        self.block_size, self.stochastic = block_size, rounding == "stochastic"
+        self.block_size = block_size
 
     def encode(
         self,
@@ -205,9 +197,9 @@ class _Blocks:
     ) -> HeldBlocks:
         _check_float(tensor, self.choice, name)
         dims = _normalized(token_dims, tensor, name)
-        return HeldBlocks(tensor, dims, self, key if self.stochastic else None)
+        return HeldBlocks(tensor, dims, self, key)
 
-    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+    def encode_matrix(self, value: Tensor, key: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -219,7 +211,7 @@ class Int8(_Blocks):
 
     choice: ClassVar[Choice] = "int8"
 
-    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+    def encode_matrix(self, value: Tensor, key: int) -> tuple[Tensor, Tensor]:
         return encode_int8(value, self.block_size, key)
 
     def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -231,7 +223,7 @@ class Fp8(_Blocks):
 
     choice: ClassVar[Choice] = "fp8"
 
-    def encode_matrix(self, value: Tensor, key: int | None) -> tuple[Tensor, Tensor]:
+    def encode_matrix(self, value: Tensor, key: int) -> tuple[Tensor, Tensor]:
         return encode_fp8(value, self.block_size, key)
 
     def decode_matrix(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -340,14 +332,13 @@ class SwapSsd(_Swap):
 def build_codec(
     choice: Choice,
     *,
-    block_size: int = 256,
-    rounding: Rounding = "stochastic",
+    block_size: int = BLOCK_SIZE,
     stores: Mapping[Choice, Store] | None = None,
 ) -> Codec:
     """The codec of a choice that holds something.
 
     Args:
-        block_size, rounding: of ``int8`` and ``fp8``.
+        block_size: of ``int8`` and ``fp8``.
         stores: of ``swap_host`` and ``swap_ssd``.
 
     Raises:
@@ -356,9 +347,9 @@ def build_codec(
     if choice == "keep":
         return Keep()
     if choice == "int8":
-        return Int8(block_size, rounding)
+        return Int8(block_size)
     if choice == "fp8":
-        return Fp8(block_size, rounding)
+        return Fp8(block_size)
     if choice in ("swap_host", "swap_ssd"):
         store = (stores or {}).get(choice)
         if store is None:

@@ -216,8 +216,6 @@ def _owners(attribution: Attribution) -> dict[Component, list[tuple[str, ...]]]:
         found["projected_inputs"].append((layer.name,))
         for name, component in layer.components.items():
             found[component].append((layer.name, f"{layer.name}.{name}"))
-    if attribution.final_norm is not None:
-        found["layernorm"].append((attribution.final_norm,))
     if attribution.head is not None:
         found["lm_head"].append((attribution.head,))
     return found

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -29,7 +28,6 @@ __all__ = [
 
 PLAN = "plan"
 MIN_HOST_MEMORY = 2**20
-_BLOCK_SIZES = (16, 1024)
 
 # Components of which a module can own the output; `embedding` is the first layer's input, whoever made it, and
 # linears that are projected are known.
@@ -67,9 +65,7 @@ def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
         )
     if choice == "project":
         raise ValueError("only projected_inputs are held as X [Q | P]")
-    if choice == "recompute":
-        raise ValueError("the rest is computed again from it")
-    raise ValueError("of a norm only the input is worth holding, which is residual")
+    raise ValueError("the rest is computed again from it")
 
 
 class Policy(StrictModel):
@@ -91,11 +87,6 @@ class Policy(StrictModel):
         "residual",
         "What enters each further layer, and what attention adds to it; recompute is of the "
         "latter, and keeps the former.",
-    )
-    layernorm: Choice = _choice(
-        "layernorm",
-        "Norms. Their internals are computed again from their inputs, of the final norm too; the "
-        "input is residual, so keep and recompute are the same.",
     )
     projected_inputs: Choice = _choice(
         "projected_inputs",
@@ -131,18 +122,10 @@ class PolicyOverride(StrictModel):
     attention_output: Choice | None = _override("attention_output")
     mlp_intermediate: Choice | None = _override("mlp_intermediate")
     residual: Choice | None = _override("residual")
-    layernorm: Choice | None = _override("layernorm")
     projected_inputs: Choice | None = _override("projected_inputs")
     lm_head: Choice | None = _override("lm_head")
 
     check_choice = field_validator("*")(_check_choice)
-
-
-def _power_of_two(size: int) -> int:
-    low, high = _BLOCK_SIZES
-    if not low <= size <= high or size & (size - 1):
-        raise ValueError(f"not a power of two from {low} to {high}")
-    return size
 
 
 class ActivationsConfig(StrictModel):
@@ -167,15 +150,6 @@ class ActivationsConfig(StrictModel):
             "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}"
         },
     )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        default="stochastic",
-        description="Rounding of int8 and fp8: stochastic is unbiased.",
-    )
-    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(
-        default=256,
-        description="Tokens of one channel that share a scale (int8, fp8).",
-        json_schema_extra={"legal": "a power of two from {} to {}".format(*_BLOCK_SIZES)},
-    )
     host_memory: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
         default="auto",
         description="Bytes of pinned host memory that each rank may swap to; auto takes what a step "
@@ -185,11 +159,6 @@ class ActivationsConfig(StrictModel):
         default=None,
         description="Folder on an SSD for swap_ssd.",
         json_schema_extra={"legal": "null or the path of a folder"},
-    )
-    error_interval: int = Field(
-        default=0,
-        ge=0,
-        description="Steps between two measurements of the error that encoding makes; 0: none.",
     )
 
     @property
@@ -210,14 +179,10 @@ class ActivationsConfig(StrictModel):
 
 # -- fields that cannot be given together -------------------------------------------------------------
 
-_ENCODED: tuple[Choice, ...] = ("int8", "fp8")
 _SWAPPED: tuple[Choice, ...] = ("swap_host", "swap_ssd")
 
 # field -> the choices that read it
 _READERS: dict[str, tuple[Choice, ...]] = {
-    "rounding": _ENCODED,
-    "block_size": _ENCODED,
-    "error_interval": _ENCODED,
     "host_memory": _SWAPPED,
     "nvme_path": ("swap_ssd",),
 }
@@ -249,7 +214,7 @@ def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
             f"No component is {' or '.join(readers)}: remove it or set one.",
         )
         for key, readers in _READERS.items()
-        if given.get(key) not in (None, "auto", 0) and not in_use & set(readers)
+        if given.get(key) not in (None, "auto") and not in_use & set(readers)
     ]
     if given.get("nvme_path") is None:
         advice = 'It needs a folder on an SSD: set "nvme_path", or choose "swap_host".'

@@ -210,18 +210,18 @@ def _moved(problem: Problem, plan: Plan) -> Any:
 
 def held_by_component(problem: Problem, plan: Plan) -> dict[str, float]:
     """Device bytes held for backward of one micro-batch, by component."""
-    workload, setup = problem.workload, problem.setup
+    workload = problem.workload
     held: dict[str, float] = {}
     for layer, group in grouped_layers(workload, plan):
         chosen, count = site_choices(layer, group.choices), len(group.layers)
         again = made_again(layer, chosen)
         for site in layer.sites:
-            size = site.device_bytes(chosen[site.name], setup.block_size)
+            size = site.device_bytes(chosen[site.name])
             if site in again and size:
                 size -= site.raw_bytes
             held[site.component] = held.get(site.component, 0.0) + count * size
     for site in workload.head.sites:
         choice = site_choices(workload.head, plan.head)[site.name]
-        size = site.device_bytes(choice, setup.block_size)
+        size = site.device_bytes(choice)
         held[site.component] = held.get(site.component, 0.0) + size
     return held

@@ -69,22 +69,17 @@ class HeldInChunks:
     Attributes:
         inputs, attention: the choices of the layers, of any number of them; ``recompute`` of attention holds nothing.
         head: the choice of what enters the head.
-        block_size: tokens of a channel that share a scale.
     """
 
     inputs: tuple[Choice, ...]
     attention: tuple[Choice, ...]
     head: Choice
-    block_size: int
 
     def bytes(self, shape: ModelShape, tokens: int, query: int, heads: int, itemsize: int) -> int:
         """Of the layers, for ``tokens`` of inputs and for attention of ``query`` channels and ``heads`` heads."""
-        found = sum(
-            held_bytes(choice, tokens, shape.hidden, itemsize, self.block_size)
-            for choice in self.inputs
-        )
+        found = sum(held_bytes(choice, tokens, shape.hidden, itemsize) for choice in self.inputs)
         for choice in self.attention:
-            found += held_bytes(choice, tokens, query, itemsize, self.block_size)
+            found += held_bytes(choice, tokens, query, itemsize)
             if choice in ("keep", "int8", "fp8"):  # log-sum-exps are never rounded
                 found += FP32 * tokens * heads
         return found
@@ -145,7 +140,7 @@ def fpdt_bytes(
     waiting = itemsize * unit + FP32 * (query + heads)
     if held is None:
         kept: tuple[Choice, ...] = ("keep",)
-        held = HeldInChunks(kept * shape.layers, (), "keep", 1)
+        held = HeldInChunks(kept * shape.layers, (), "keep")
     of_layers = held.bytes(
         shape, own, query * sequence_parallel, heads * sequence_parallel, itemsize
     )
@@ -162,7 +157,7 @@ def fpdt_bytes(
         gradients=FP32 * of_a_layer,
         pieces=_pieces(shape, tokens, query, key, itemsize, of_a_layer),
         loss=shape.vocab * (max(softmax, product) + FP32 * shape.hidden)
-        + held_bytes(held.head, own, shape.hidden, itemsize, held.block_size),
+        + held_bytes(held.head, own, shape.hidden, itemsize),
         stream=of_layers + 2 * own * shape.hidden * itemsize + own // micro_batch * turning,
         host=micro_batch * seq_length * waiting,
     )

@@ -61,7 +61,7 @@ class Site:
         """Bytes of one such tensor as computed: what a swap moves."""
         return self.tokens * self.channels * self.itemsize
 
-    def device_bytes(self, choice: Choice, block_size: int = 256) -> int:
+    def device_bytes(self, choice: Choice) -> int:
         """Device bytes that one such tensor holds until backward.
 
         Raises:
@@ -73,7 +73,7 @@ class Site:
                 "of them."
             )
         raw = 0 if choice == "recompute" else self.raw_bytes
-        return raw + held_bytes(choice, self.tokens, self.channels, self.itemsize, block_size)
+        return raw + held_bytes(choice, self.tokens, self.channels, self.itemsize)
 
 
 # What each site of a layer is made from.
@@ -165,8 +165,7 @@ def head_sites(shape: ModelShape, tokens: int, itemsize: int) -> tuple[Site, ...
             flops=0,
             raw_bytes=0,
             depends=(),
-            # a norm's input is held whatever becomes of its internals
-            legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
+            legal=LEGAL_CHOICES[component],
         )
         for name, component, channels in inputs
     )

@@ -426,7 +426,7 @@ def _head(given: _Given) -> Head:
                 flops=0,
                 raw_bytes=0,
                 depends=(),
-                legal=("keep",) if name == "final_norm" else LEGAL_CHOICES[component],
+                legal=LEGAL_CHOICES[component],
             )
             for name, component in inputs
         ),

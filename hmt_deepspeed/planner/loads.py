@@ -261,7 +261,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
     for site in layer.sites:
         choice = by_site[site.name]
         parts = setup.model_parallel if _is_partitioned(site, setup) else 1
-        device = site.device_bytes(choice, setup.block_size)
+        device = site.device_bytes(choice)
         if choice != "recompute" and site in again:
             device -= site.raw_bytes  # its pair is made again too
         held[0] += device / parts

@@ -91,8 +91,7 @@ class ActivationBytes:
 def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
     """Choice of every site under one policy by component.
 
-    ``residual: recompute`` is of what attention adds, ``layernorm: recompute`` of a norm's internals: what
-    enters a layer or the final norm is then kept (``sites.py``).
+    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``sites.py``).
 
     Raises:
         ValueError: a component without a choice.
@@ -115,7 +114,6 @@ def activation_bytes(
     workload: Workload,
     choices: Mapping[Site, Choice] | None,
     *,
-    block_size: int = 256,
     partition: int = 1,
 ) -> ActivationBytes:
     """Bytes held between forward and backward of one micro-batch.
@@ -136,7 +134,7 @@ def activation_bytes(
     sizes = {"device": workload.shared_bytes, "host": 0, "ssd": 0}
     for site, choice in choices.items():
         parts = partition if site.name == "layer_input" else 1
-        sizes["device"] += site.count * -(-site.device_bytes(choice, block_size) // parts)
+        sizes["device"] += site.count * -(-site.device_bytes(choice) // parts)
         if choice in ("swap_host", "swap_ssd"):
             sizes[choice.removeprefix("swap_")] += site.count * -(-site.nbytes // parts)
     return ActivationBytes(**sizes)

@@ -15,7 +15,14 @@ from typing import Any, Literal, get_args
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.workload import Workload
-from hmt_deepspeed.sites import CHOICES, COMPONENTS, LEGAL_CHOICES, Choice, Component
+from hmt_deepspeed.sites import (
+    CHOICES,
+    COMPONENTS,
+    LEGAL_CHOICES,
+    POLICY_COMPONENTS,
+    Choice,
+    Component,
+)
 
 __all__ = [
     "LayerChoices",
@@ -86,15 +93,16 @@ class Plan:
         raise ValueError(f"layer is {layer}; legal: 0 to {self.num_layers - 1}. Give one of them.")
 
     def policy(self) -> dict[Component, Choice]:
-        """The choice that most layers take, of every component: ``hmt.activations.policy``.
+        """The choice that most layers take, of every component that a policy has: ``hmt.activations.policy``.
 
         Of projected inputs only where there are any: elsewhere that key is refused.
         """
         usual = {
             component: max(counts, key=lambda choice: counts[choice])
             for component, counts in self.counts().items()
+            if component in POLICY_COMPONENTS
         }
-        rest = [c for c in COMPONENTS if c not in usual and c != "projected_inputs"]
+        rest = [c for c in POLICY_COMPONENTS if c not in usual and c != "projected_inputs"]
         return usual | {component: "keep" for component in rest}
 
     def overrides(self, layer_path: str) -> dict[str, dict[Component, Choice]]:

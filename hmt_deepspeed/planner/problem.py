@@ -51,7 +51,6 @@ class RunSetup:
         holds_gradients: gradients stay in host memory until the verdict of clipping and overflow.
         model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
             of them (ZeRO-R's P_a).
-        block_size: of the 8-bit codecs.
         gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
             reduction buckets, and full gradients of matrices that refresh. refresh_bytes: of their linears'
             inputs. Both of the worst step.
@@ -69,14 +68,13 @@ class RunSetup:
     holds_gradients: bool = False
     model_parallel: int = 1
     partition_activations: bool = False
-    block_size: int = 256
     gradient_buffer_bytes: float = 0.0
     refresh_bytes: float = 0.0
     engine: EngineMemory | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setup that cannot run: field, value, legal values, what to do."""
-        for field in ("ranks", "accumulation", "model_parallel", "block_size"):
+        for field in ("ranks", "accumulation", "model_parallel"):
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"{field} is {getattr(self, field)}; legal: at least 1. Give that."

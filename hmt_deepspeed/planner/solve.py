@@ -73,10 +73,6 @@ def allowed_choices(
             for choice in legal
             if choice not in LOSSY and (choice != "swap_ssd" or machine.num_ssds)
         )
-        if component == "layernorm":
-            exact = (
-                "keep",
-            )  # what enters the final norm is held, or there is nothing to run it from
         permitted = (lossy or {}).get(component)
         if permitted is not None and permitted not in LOSSY:
             raise ValueError(

@@ -191,13 +191,11 @@ def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
 
 
 def _activations(runs: Sequence[Run]) -> Figure | None:
-    errors = {run.name: by_part(run, "activation_error_per_component") for run in runs}
     held = {run.name: by_part(run, "activation_bytes_per_component") for run in runs}
     having = [run for run in runs if held[run.name]]
     if not having:
         return None
-    any_error = any(errors[run.name] for run in having)
-    figure, axes = new_figure(1, 2 if any_error else 1, 2.9)
+    figure, axes = new_figure(1, 1, 2.9)
     unit, scale = unit_of(max(v[-1] for run in having for _, v in held[run.name].values()))
     parts = list(dict.fromkeys(part for run in having for part in held[run.name]))
     for number, run in enumerate(having):
@@ -209,19 +207,6 @@ def _activations(runs: Sequence[Run]) -> Figure | None:
     axes[0].set(xlabel=f"{unit} held between forward and backward, last step")
     label_runs(axes[0], having)
     legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
-    for number, run in enumerate(having if any_error else []):
-        for part, (steps, values) in errors[run.name].items():
-            style: dict[str, Any] = {
-                "color": colour_of(parts, part),
-                "marker": "os^Dv"[number % 5],
-                "markersize": 4,
-            }
-            label = f"{part}, {run.name}" if len(having) > 1 else part
-            axes[1].plot(steps, [100 * v for v in values], label=label, **style)
-    if any_error:
-        largest = max(max(v) for run in having for _, v in errors[run.name].values())
-        label_steps(axes[1], ylabel="error of encoding, %", ylim=(0, 115 * largest))
-        axes[1].legend()
     return figure
 
 
@@ -426,8 +411,7 @@ PLOTS = (
     Plot(
         "activations",
         "Activations",
-        "What is held by component, and the relative error of what is encoded with a loss (measured every "
-        "error_interval steps).",
+        "What is held by component.",
         _activations,
     ),
     Plot(

@@ -21,7 +21,7 @@ from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.tiered import Store
 from hmt_deepspeed.report.metrics import format_bytes, format_table
-from hmt_deepspeed.sites import COMPONENTS, Choice, Component
+from hmt_deepspeed.sites import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
 from hmt_deepspeed.zero.boundary import Boundary
 from hmt_deepspeed.zero.swap import SwapMemory
@@ -50,6 +50,7 @@ class Activations:
         mpu: of the engine, or None.
         aio: DeepSpeed's ``aio`` section as parsed, if the JSON has one.
         current_step: the engine's count of optimizer steps.
+        error_interval: see :class:`ActivationBackend`.
 
     Raises:
         ValueError: the model's layers are not found or not known, a pattern matches nothing, or the keys do
@@ -66,6 +67,7 @@ class Activations:
         mpu: Any,
         aio: dict[str, Any] | None,
         current_step: Callable[[], int],
+        error_interval: int = 0,
     ) -> None:
         self.attribution = attribute(model, config.components)
         self.policy = choices_of(config.policy)
@@ -76,7 +78,7 @@ class Activations:
         with ExitStack() as undo:  # of what was done before something is refused
             self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
             undo.callback(self.memory.close)
-            self._codecs = build_codecs(self.policy, self.overrides, config, self.memory)
+            self._codecs = build_codecs(self.policy, self.overrides, self.memory)
             inputs = LayerInputs(keys, mpu, self._swap_host)
             self.backend = ActivationBackend(
                 model,
@@ -86,7 +88,7 @@ class Activations:
                 self.overrides,
                 of_inputs=inputs.codec,
                 around=Boundary(inputs.keys).run,
-                error_interval=config.error_interval,
+                error_interval=error_interval,
                 engine="an engine",
             )
             undo.callback(self.backend.uninstall)
@@ -135,7 +137,6 @@ class Activations:
             "activation_bytes_per_layer": report.bytes_by_layer,
             "activation_rerun_flops": sum(report.rerun_flops.values()),
             "activation_rerun_flops_per_component": dict(report.rerun_flops),
-            "activation_error_per_component": dict(report.errors),
             "activation_unread_outputs": sum(report.unread.values()),
             **self.memory.numbers(),
         }
@@ -150,7 +151,7 @@ class Activations:
                 found[component],
                 describe_exceptions(component, self.overrides),
             ]
-            for component in COMPONENTS
+            for component in POLICY_COMPONENTS
         ]
         table = format_table(rows, ["component", "choice", "modules", "but"])
         lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
@@ -170,7 +171,6 @@ class Activations:
         found["embedding"] = 1
         found["residual"] += len(self.attribution.layers) - 1
         found["lm_head"] = int(self.attribution.head is not None)
-        found["layernorm"] += self.attribution.final_norm is not None
         found["projected_inputs"] = len(self.attribution.layers)  # each has one choice
         return found
 
@@ -184,13 +184,12 @@ class Activations:
 
 def choices_of(model: BaseModel) -> dict[Component, Choice]:
     """What is set of a policy or an override."""
-    return {component: choice for component in COMPONENTS if (choice := getattr(model, component))}
+    return {c: choice for c in POLICY_COMPONENTS if (choice := getattr(model, c))}
 
 
 def build_codecs(
     policy: Mapping[Component, Choice],
     overrides: Mapping[str, Mapping[Component, Choice]],
-    config: ActivationsConfig,
     memory: SwapMemory,
 ) -> dict[Choice, Codec]:
     """Of the choices that occur; raw for whatever has no component."""
@@ -202,9 +201,7 @@ def build_codecs(
     if "swap_ssd" in chosen:
         stores["swap_ssd"] = memory.host_then_files
     return {
-        choice: build_codec(
-            choice, block_size=config.block_size, rounding=config.rounding, stores=stores
-        )
+        choice: build_codec(choice, stores=stores)
         for choice in sorted(chosen - {"recompute", "project"})
     }
 

@@ -25,7 +25,7 @@ from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.planner.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table
-from hmt_deepspeed.sites import COMPONENTS, Choice, Component
+from hmt_deepspeed.sites import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activations import (
     build_codecs,
     choices_of,
@@ -37,8 +37,9 @@ from hmt_deepspeed.zero.swap import SwapMemory
 __all__ = ["CHUNKED", "ChunkedActivations", "HeldAttention", "refused_beside_chunks"]
 
 CHUNKED: tuple[Component, ...] = ("embedding", "residual", "attention_output", "lm_head")
-_RECOMPUTED: dict[Component, Choice] = {c: "recompute" for c in COMPONENTS if c not in CHUNKED}
-_RECOMPUTED["layernorm"] = "keep"  # the same thing: of a norm only the input is ever held
+_RECOMPUTED: dict[Component, Choice] = {
+    c: "recompute" for c in POLICY_COMPONENTS if c not in CHUNKED
+}
 
 
 class ChunkedActivations:
@@ -77,13 +78,12 @@ class ChunkedActivations:
         _check_patterns(self.overrides, [name for name, _ in inputs])
         self._found = {part: sum(p == part for _, p in inputs) for part in CHUNKED}
         self._current_step, self._step, self._count = current_step, -1, itertools.count()
-        self._error_interval = config.error_interval
         self._ledger = Ledger()
         self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         with ExitStack() as undo:
             self.memory = SwapMemory(device, config.host_memory, config.nvme_path, aio)
             undo.callback(self.memory.close)
-            self._codecs = build_codecs(self.policy, self.overrides, config, self.memory)
+            self._codecs = build_codecs(self.policy, self.overrides, self.memory)
             policy = Policy(_RECOMPUTED | self.policy, self.overrides, self._codecs)
             self.holders: dict[nn.Module, Callable[[], Callable[[Tensor], Held]]] = {}
             self.attention_holders: dict[
@@ -104,7 +104,6 @@ class ChunkedActivations:
                 inputs=tuple(_held(c) for c in chosen["embedding"] + chosen["residual"]),
                 attention=tuple(chosen["attention_output"]),
                 head=_held(next(iter(chosen["lm_head"]), "keep")),
-                block_size=config.block_size,
             )
             first = model.register_forward_pre_hook(self._begin_step, prepend=True)
             undo.callback(first.remove)
@@ -144,8 +143,6 @@ class ChunkedActivations:
         key = (self._step + 1) << 32 | next(self._count)  # a resumed run rounds as before
         label = f"{name}: {component}"
         held = codec.encode(piece, tuple(range(piece.dim() - 1)), key, label)
-        if codec.lossy and self._error_interval and self._step % self._error_interval == 0:
-            self._ledger.measure(component, piece, held)
         return _Charged(held, self._charge(name, component, held.nbytes))
 
     def _count_kept(
@@ -180,7 +177,6 @@ class ChunkedActivations:
             "activation_bytes": sum(peak.values()),
             "activation_bytes_per_component": by_label(peak),
             "activation_bytes_per_layer": {n: sum(held.values()) for n, held in layers.items()},
-            "activation_error_per_component": self._ledger.errors(),
             **self.memory.numbers(),
         }
 
@@ -263,8 +259,6 @@ def _check_patterns(overrides: Mapping[str, object], names: list[str]) -> None:
 
 # -- refusals ---------------------------------------------------------------------------------------
 
-_ENCODED = ("int8", "fp8")
-
 
 def refused_beside_chunks(
     config: ActivationsConfig, checkpointing: Mapping[str, Any]
@@ -278,31 +272,20 @@ def refused_beside_chunks(
         "policy": config.policy,
         **{f"overrides[{p!r}]": o for p, o in config.overrides.items()},
     }
-    held: set[str] = set()
     for place, section in sections.items():
         for component in sorted(section.model_fields_set):
             choice = getattr(section, component)
-            if choice is not None and component in CHUNKED:
-                held.add(choice)
-            elif choice not in (None, "recompute") and component != "layernorm":
+            if choice not in (None, "recompute") and component not in CHUNKED:
                 yield (
                     f'hmt.activations.{place}.{component} is {choice!r}, legal is "recompute" with '
                     "hmt.fpdt: a layer in chunks computes all but its input again. Remove it, or set "
                     f"one of {', '.join(CHUNKED)}."
                 )
-    given = config.model_fields_set
     if config.components:
         yield (
             f"hmt.activations.components is {config.components!r}, legal is {{}} with hmt.fpdt, which "
             "knows its families: remove it."
         )
-    for key in ("rounding", "block_size", "error_interval"):
-        value = getattr(config, key)
-        if key in given and value and not held.intersection(_ENCODED):
-            yield (
-                f"hmt.activations.{key} is {value!r}, but nothing that a layer in chunks holds is int8 or fp8: "
-                f"remove it, or set one of {', '.join(CHUNKED)}."
-            )
     for key, value in checkpointing.items():
         if value:
             yield (

@@ -162,7 +162,6 @@ def run_facts(
         overlap=overlap,
         schedule="optimised" if pipelined else "naive",
         holds_gradients=True,
-        block_size=hmt.activations.block_size,
         engine=engine_memory(engine, hmt, options, host, cache),
     )
     eager = getattr(config, "_attn_implementation", None) == "eager"

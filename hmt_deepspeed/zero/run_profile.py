@@ -21,7 +21,7 @@ from hmt_deepspeed.planner.hardware import Machine, MatmulRates, Overheads
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem
 from hmt_deepspeed.planner.workload import Workload
-from hmt_deepspeed.sites import COMPONENTS
+from hmt_deepspeed.zero.activations import choices_of
 from hmt_deepspeed.zero.plan_inputs import RunFacts
 from hmt_deepspeed.zero.profile import Probe, measure_machine
 
@@ -43,8 +43,8 @@ class _Sample(NamedTuple):
 
 def reference_plan(hmt: HMTConfig, workload: Workload, machine: Machine) -> Plan:
     """What is executed until there is a plan."""
-    policy = {name: getattr(hmt.activations.policy, name) for name in COMPONENTS}
-    return uniform_plan(workload, machine, policy)
+    policy = choices_of(hmt.activations.policy)
+    return uniform_plan(workload, machine, {"layernorm": "keep", **policy})
 
 
 class RunProfile:
@@ -120,13 +120,10 @@ class RunProfile:
 
     def _probe(self) -> Probe:
         """Of what the run could do, with tensors as large as it would move."""
-        work, settings = self._samples[-1].workload, self._hmt.activations
+        work = self._samples[-1].workload
         seconds = [s.phases.total for s in self._samples if s.phases is not None]
         least, most = _BUFFER_BYTES
         lossy = next(iter(self._hmt.planner.lossy.values()), None)
-        codec = None
-        if lossy is not None:
-            codec = build_codec(lossy, block_size=settings.block_size, rounding=settings.rounding)
         sites = [site for layer in work.layers for site in layer.sites]
         shape = work.shape
         folder = self._facts.ssd_folder
@@ -139,7 +136,7 @@ class RunProfile:
             adam_parameters=work.layers[0].parameters if offloads else 0,
             file_io=None if folder is None else PositionalIO(),
             folder=folder,
-            codec=codec,
+            codec=None if lossy is None else build_codec(lossy),
             activation=(
                 work.tokens,
                 max(site.channels for site in sites),

@@ -11,6 +11,9 @@ from torch import nn
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 
+# Steps between two measurements of what encoding loses.
+ERROR_INTERVAL = 10
+
 
 class Backend:
     """The activation backend of one model in training, from construction to :meth:`close`.
@@ -47,11 +50,13 @@ class Backend:
             mpu=None,
             aio=None,
             current_step=lambda: self.step,
+            error_interval=ERROR_INTERVAL,
         )
 
     def metrics(self) -> dict[str, Any]:
         """Of the step whose forward was last."""
-        return self.installed.metrics()
+        errors = self.installed.backend.report().errors
+        return {**self.installed.metrics(), "activation_error_per_component": dict(errors)}
 
     def close(self) -> None:
         """The model computes as before."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.problems import walk_fields
-from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES
+from hmt_deepspeed.sites import LEGAL_CHOICES, POLICY_COMPONENTS
 
 __all__ = ["PLAN", "random_config"]
 
@@ -17,7 +17,7 @@ Draw = random.Random
 
 _FIELDS = dict(walk_fields(HMTConfig, "hmt"))  # full key -> JSON schema
 _PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
-_HELD_IN_8_BITS = tuple(c for c in COMPONENTS if "int8" in LEGAL_CHOICES[c])
+_HELD_IN_8_BITS = tuple(c for c in POLICY_COMPONENTS if "int8" in LEGAL_CHOICES[c])
 _DISK = "DISK"  # stands for the folder that the caller names
 PLAN = "given_plan.json"  # that the caller has put there
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
@@ -32,11 +32,10 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
     },
     "hmt.activations.overrides": lambda draw: {
         draw.choice(_PATTERNS): {
-            c: draw.choice(LEGAL_CHOICES[c]) for c in draw.sample(COMPONENTS, 2)
+            c: draw.choice(LEGAL_CHOICES[c]) for c in draw.sample(POLICY_COMPONENTS, 2)
         }
     },
     "hmt.activations.components": lambda draw: {draw.choice(_PATTERNS): "mlp_intermediate"},
-    "hmt.activations.block_size": lambda draw: 2 ** draw.randint(4, 10),
     "hmt.activations.nvme_path": lambda draw: _DISK,
     "hmt.activations.host_memory": lambda draw: draw.choice(["auto", 2**24, 2**20]),
     "hmt.planner.gpu_memory": lambda draw: draw.choice(["auto", 2**34, 2**20]),

@@ -32,13 +32,10 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
-def codecs(store=None, block_size=16, rounding="stochastic"):
+def codecs(store=None, block_size=16):
     stores = {"swap_host": store, "swap_ssd": store}
     choices = ["keep", "int8", "fp8", *([] if store is None else stores)]
-    return {
-        choice: build_codec(choice, block_size=block_size, rounding=rounding, stores=stores)
-        for choice in choices
-    }
+    return {choice: build_codec(choice, block_size=block_size, stores=stores) for choice in choices}
 
 
 def host_store(nbytes=2**22):

@@ -19,11 +19,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = pytest.mark.parametrize("codec_type", [Int8, Fp8], ids=["int8", "fp8"])
 
 
-def make(codec_type=Int8, rounding="stochastic", **options):
+def make(codec_type=Int8, **options):
     torch.manual_seed(0)
     module = nn.Linear(24, 20, **options)
     keys = itertools.count()
-    inputs = EncodedInputs(codec_type(BLOCK, rounding), lambda: next(keys))
+    inputs = EncodedInputs(codec_type(BLOCK), lambda: next(keys))
     patch_linear(module, inputs, "lm_head")
     return module, inputs
 
@@ -189,7 +189,7 @@ def test_encodings_of_one_input_differ_from_step_to_step():
 
 def test_tied_weights():
     torch.manual_seed(0)
-    embedding, (head, _) = nn.Embedding(20, 24), make(rounding="nearest", bias=False)
+    embedding, (head, _) = nn.Embedding(20, 24), make(bias=False)
     head.weight = embedding.weight
     tokens = torch.randint(0, 20, (2, 30))
 
@@ -207,7 +207,7 @@ def test_tied_weights():
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast(inside):
-    module, _ = make(rounding="nearest")
+    module, _ = make()
     results = []
     for linear in (module, plain(module)):
         leaf = randn(64, 24).requires_grad_()

@@ -25,7 +25,6 @@ def llama() -> Attribution:
         {r"o_proj": {"residual": "fp8"}},
         {r"layers\.0\..*o_proj": {"residual": "fp8"}, "o_proj": {"residual": "int8"}},
         {"head": {"lm_head": "int8"}},
-        {r"model\.norm$": {"layernorm": "keep"}},
         {"gate": {"mlp_intermediate": "fp8"}, r"layers\.1": {"mlp_intermediate": "int8"}},
     ],
 )

@@ -62,7 +62,7 @@ OWN = {
         module_rules={"embed_tokens": {"method": "apollo"}, "lm_head": {"method": "apollo"}},
     ),
 }
-_ENCODED = {"policy": {"projected_inputs": "project"}, "error_interval": 10}
+_ENCODED = {"policy": {"projected_inputs": "project"}}
 OWN["hmt_activations"] = with_activations(OWN["hmt_auto_side_d4"], _ENCODED)
 OWN["hmt_energy_activations"] = with_activations(
     _hmt(projection="auto", rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _ENCODED

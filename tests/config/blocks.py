@@ -36,7 +36,6 @@ POLICY = {
     "attention_output": "int8",
     "mlp_intermediate": "int8",
     "residual": "keep",
-    "layernorm": "keep",
     "projected_inputs": "recompute",
     "lm_head": "keep",
 }
@@ -44,11 +43,8 @@ ACTIVATIONS = {
     "policy": POLICY,
     "overrides": {},
     "components": {},
-    "rounding": "stochastic",
-    "block_size": 256,
     "host_memory": "auto",
     "nvme_path": None,
-    "error_interval": 0,
 }
 KEPT_BY_ADAMW = {"method", "master_weights", "state_dtype", "module_rules", "seed"}
 KEPT_BY_APOLLO = KEPT_BY_ADAMW | {

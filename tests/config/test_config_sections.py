@@ -7,7 +7,7 @@ from blocks import ACTIVATIONS, POLICY, problem_of_field, problems_of
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig, describe_fields
-from hmt_deepspeed.sites import CHOICES, COMPONENTS, LEGAL_CHOICES
+from hmt_deepspeed.sites import CHOICES, LEGAL_CHOICES, POLICY_COMPONENTS
 
 # --- hmt.activations --------------------------------------------------------------------------
 
@@ -27,22 +27,19 @@ def test_activations_are_taken():
         "policy": {"residual": "fp8", "attention_qkv": "swap_host"},
         "overrides": {r"layers\.0\.": {"mlp_intermediate": "swap_ssd"}},
         "components": {"experts": "mlp_intermediate"},
-        "rounding": "nearest",
-        "block_size": 32,
         "host_memory": 2**20,
         "nvme_path": "/ssd",
-        "error_interval": 10,
     }
     config = HMTConfig.from_block({"activations": section}).activations
     assert config.policy.model_dump() == POLICY | section["policy"]
     override = config.overrides[r"layers\.0\."].model_dump(exclude_none=True)
     assert override == {"mlp_intermediate": "swap_ssd"}
     assert config.components == section["components"]
-    for key in ("rounding", "block_size", "host_memory", "nvme_path", "error_interval"):
+    for key in ("host_memory", "nvme_path"):
         assert getattr(config, key) == section[key]
 
 
-ILLEGAL_CHOICES = [(c, v) for c in COMPONENTS for v in CHOICES if v not in LEGAL_CHOICES[c]]
+ILLEGAL_CHOICES = [(c, v) for c in POLICY_COMPONENTS for v in CHOICES if v not in LEGAL_CHOICES[c]]
 
 
 @pytest.mark.parametrize(("component", "choice"), ILLEGAL_CHOICES)
@@ -76,24 +73,15 @@ def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(comp
         ({"components": {"(": "residual"}}, "components", "not a regular expression"),
         ({"projected_inputs": "project"}, "projected_inputs", '"hmt.activations.policy.projected_'),
         ({"components": {"x": "projected_inputs"}}, "components['x']", 'or "lm_head".'),
-        ({"rounding": "up"}, "rounding", 'Legal: "stochastic" or "nearest".'),
-        ({"block_size": 100}, "block_size", "Legal: a power of two from 16 to 1024."),
-        ({"block_size": 8}, "block_size", "got 8 (not a power of two from 16 to 1024)."),
-        ({"block_size": 2048}, "block_size", "got 2048 "),
-        ({"block_size": 64.0}, "block_size", "got 64.0. Legal: "),
         ({"host_memory": 1000}, "host_memory", '"auto" or an integer >= 1048576.'),
         ({"host_memory": "4GB"}, "host_memory", "got '4GB'."),
         ({"nvme_path": ""}, "nvme_path", "null or the path of a folder."),
-        ({"error_interval": -1}, "error_interval", "an integer >= 0."),
     ],
 )
 def test_bad_activations_are_refused(section, key, words):
     path, text = problem_of_field("activations", **section)
     assert path == f"hmt.activations.{key}"
     assert words in text
-
-
-_NO_CODEC = {"policy": {"attention_output": "recompute", "mlp_intermediate": "keep"}}
 
 
 @pytest.mark.parametrize(
@@ -112,9 +100,6 @@ _NO_CODEC = {"policy": {"attention_output": "recompute", "mlp_intermediate": "ke
             "No component is swap_ssd",
         ),
         ({"host_memory": 2**30}, "host_memory", "No component is swap_host or swap_ssd"),
-        ({"block_size": 64, **_NO_CODEC}, "block_size", "No component is int8 or fp8"),
-        ({"rounding": "nearest", **_NO_CODEC}, "rounding", "No component is int8 or fp8"),
-        ({"error_interval": 5, **_NO_CODEC}, "error_interval", "No component is int8 or fp8"),
     ],
 )
 def test_activations_that_would_be_ignored_are_refused(section, key, words):
@@ -128,7 +113,6 @@ def test_activations_that_would_be_ignored_are_refused(section, key, words):
 @pytest.mark.parametrize(
     "section",
     [
-        {"block_size": 64, "overrides": {"x": {"residual": "fp8"}}, **_NO_CODEC},
         {"host_memory": 2**30, "policy": {"residual": "swap_host"}},
         {"nvme_path": "/ssd", "overrides": {"x": {"residual": "swap_ssd", "lm_head": None}}},
     ],

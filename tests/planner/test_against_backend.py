@@ -16,7 +16,6 @@ from hmt_deepspeed.sites import PAPER_POLICY
 
 pytest.importorskip("hmt_deepspeed.activations.backend", reason="the backend is not merged yet")
 
-BLOCK_SIZE = 16
 RECOMPUTED = dict.fromkeys(
     ("attention_qkv", "attention_output", "mlp_intermediate", "residual"), "recompute"
 )
@@ -36,7 +35,7 @@ def installed(network, policy):
     from hmt_deepspeed.activations.codecs import build_codec
     from hmt_deepspeed.attribution import attribute
 
-    codecs = {c: build_codec(c, block_size=BLOCK_SIZE) for c in ("keep", "int8", "fp8")}
+    codecs = {c: build_codec(c) for c in ("keep", "int8", "fp8")}
     backend = ActivationBackend(network, attribute(network), policy, codecs)
     backend.install()
     backend.begin_step()
@@ -58,7 +57,7 @@ def test_bytes_held_are_those_that_the_backend_counts(name, policy):
     work = build_workload(shape, **sizes)
     planned = {}
     for site, choice in choices_of(work, POLICIES[policy]).items():
-        held = site.count * site.device_bytes(choice, BLOCK_SIZE)
+        held = site.count * site.device_bytes(choice)
         planned[site.component] = planned.get(site.component, 0) + held
     if policy.startswith(
         "int8"

@@ -356,7 +356,7 @@ def test_partitioned_checkpoints_of_100b():
 def test_policy_becomes_choices_of_sites(lohan_13b):
     choices = choices_of(lohan_13b, PAPER_POLICY)
     assert set(choices) == set(lohan_13b.sites)
-    held = activation_bytes(lohan_13b, choices, block_size=256)
+    held = activation_bytes(lohan_13b, choices)
     per_token = {
         "inputs": 2 * 5120,
         "attention": 5120 + 2 * 5120 / 256 + 4 * 40,

@@ -20,7 +20,7 @@ from hmt_deepspeed.planner.plan import (
     spread,
     uniform_plan,
 )
-from hmt_deepspeed.sites import COMPONENTS, PAPER_POLICY
+from hmt_deepspeed.sites import PAPER_POLICY, POLICY_COMPONENTS
 
 WORKLOAD = small_problem(layers=6).workload
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_plan_is_refused(plan: Plan, change, message: str) -> 
 def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
     """As the backend reads them: the first pattern found in a layer's name that names a component decides."""
     policy, overrides = plan.policy(), plan.overrides("model.layers.*")
-    assert set(policy) == set(COMPONENTS) - {"projected_inputs"}  # AdamW projects nothing
+    assert set(policy) == set(POLICY_COMPONENTS) - {"projected_inputs"}  # AdamW projects nothing
     for number in range(6):
         for component, wanted in plan.choices_of(number).items():
             name = f"model.layers.{number}"

@@ -41,7 +41,6 @@ def record(step: int) -> dict[str, Any]:
         "weight_bytes": 1 << 20,
         "optimizer_state_bytes": 1 << 19,
         "activation_bytes_per_component": {"residual": 1 << 20},
-        "activation_error_per_component": {"residual": 0.01},
     }
     if step % 2:
         line["rank_per_matrix"] = dict.fromkeys(MATRICES, 4 * step)
