@@ -152,8 +152,8 @@ class ActivationsConfig(StrictModel):
     )
     host_memory: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
         default="auto",
-        description="Bytes of pinned host memory that each rank may swap to; auto takes what a step "
-        "needs, up to half of what is free, shared by the ranks of a machine.",
+        description="Bytes of pinned host memory that each rank may swap to, also by a plan; auto takes what a "
+        "step needs, up to half of what is free, shared by the ranks of a machine.",
     )
     nvme_path: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -188,20 +188,12 @@ _READERS: dict[str, tuple[Choice, ...]] = {
 }
 
 
-_DECIDED_BY_THE_PLAN = {
-    "overrides": 'With "policy": "plan" each layer has choices of its own: remove it, or write the policy out.',
-    "host_memory": 'With "policy": "plan" it is a limit of the plan: give "hmt.planner.host_memory".',
-}
-
-
 def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
     """Combinations of explicitly given `hmt.activations` fields that cannot be honoured."""
     if given.get("policy") == PLAN:
-        return [
-            Conflict(key, given[key], ("policy",), advice)
-            for key, advice in _DECIDED_BY_THE_PLAN.items()
-            if given.get(key) not in (None, "auto", {})
-        ]
+        overrides = given.get("overrides")
+        advice = 'With "policy": "plan" each layer has choices of its own: remove it, or write the policy out.'
+        return [Conflict("overrides", overrides, ("policy",), advice)] if overrides else []
     chosen = dict(_chosen(given))
     written = _object(given.get("policy"))
     defaults = {choice for component, choice in PAPER_POLICY.items() if component not in written}

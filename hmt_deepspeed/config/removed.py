@@ -12,6 +12,10 @@ REMOVED: dict[str, str] = {
     "hmt.activations.rounding": "Remove it: int8 and fp8 round stochastically, which is unbiased.",
     "hmt.activations.block_size": "Remove it: 256 tokens of a channel share a scale.",
     "hmt.activations.error_interval": "Remove it: runs do not measure the error of int8 and fp8.",
+    "hmt.planner.host_memory": "Give it as hmt.activations.host_memory, which limits a plan too.",
+    "hmt.planner.profile": "Remove it: a run measures its machine once. To plan for another machine use hmt-plan "
+    "--machine, and execute the plan that it saves by hmt.planner.plan.",
+    "hmt.planner.save_plan": "Give the file as hmt.planner.plan: where there is none the plan is written there.",
     "hmt.fpdt.enabled": 'Remove it: chunks are on where the block has the section "fpdt", and off without it.',
     "hmt.offload.schedule": "Remove it: states on an SSD are read, updated and written all at once. For one after "
     "another set pipeline_read and pipeline_write of zero_optimization.offload_optimizer to false.",

@@ -325,7 +325,7 @@ def memory_budget(
             f"hmt.planner.gpu_memory is {gpu}; legal: up to {capacity} bytes, which is what this rank can have. "
             'Lower it, or use "auto".'
         )
-    host = hmt.planner.host_memory
+    host = hmt.activations.host_memory
     if host == "auto":
         host = free_host_memory() // 2 // _local_ranks()
     path = hmt.activations.nvme_path

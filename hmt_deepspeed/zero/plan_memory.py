@@ -41,7 +41,7 @@ def engine_memory(
     """
     if options is None and engine.zero_offload_optimizer() is not None:
         return None
-    limit = hmt.planner.host_memory
+    limit = hmt.activations.host_memory
     staging = staging_bytes(
         host_memory_share() if limit == "auto" else limit, hmt.activations.nvme_path
     )

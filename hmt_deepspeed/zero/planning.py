@@ -1,8 +1,8 @@
 """``"hmt.activations.policy": "plan"``: a run that measures itself, plans its activations and executes the plan.
 
 The first iterations compute everything again that may be, and are timed (`run_profile.py`); then the plan is
-made on rank 0, and every rank executes it from the next iteration on. A profile from a file or from the cache,
-or a plan from a file, is used at once.
+made on rank 0, and every rank executes it from the next iteration on. A profile from the cache, or the plan in the
+file ``hmt.planner.plan``, is used at once; where there is no such file the plan is written there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.compare import Busy, Comparison
 from hmt_deepspeed.planner.cost import Resource, estimate
 from hmt_deepspeed.planner.describe import describe_plan
-from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
+from hmt_deepspeed.planner.hardware import Machine, machine_from_json
 from hmt_deepspeed.planner.memory import MemoryBudget
 from hmt_deepspeed.planner.plan import Plan, plan_from_json, regrouped
 from hmt_deepspeed.planner.problem import Problem
@@ -95,6 +95,7 @@ class RunPlanner:
         self._choices: ActivationsConfig | None = None
         self._profile = RunProfile(facts, hmt, accelerator, device)
         self._timer = StepTimer(accelerator.synchronize)
+        self._is_from_file = False
         self._has_begun = False
         self._iteration = 0  # since the start, or since the plan is in execution
         self._shapes = Shapes(0, 0)
@@ -147,7 +148,7 @@ class RunPlanner:
             self.machine = self._measure()
         if self.machine is not None and self._must_plan(self.plan, has_other_ranks):
             self._make_plan()
-        elif self.plan is not None and self._hmt.planner.plan is not None:
+        elif self.plan is not None and self._is_from_file:
             self._check_plan_of_file(self.plan)
         is_profiled = self.plan is None and self._iteration >= WARM_UP
         if is_profiled:
@@ -210,46 +211,48 @@ class RunPlanner:
             raise ValueError(
                 f"hmt.planner.plan {self._hmt.planner.plan!r} is for micro-batches of up to {plan.micro_batch} "
                 f"x {plan.seq_length} tokens, this one has {self._shapes.micro_batch} x "
-                f"{self._shapes.seq_length}. Remove the key, so that the run plans for itself."
+                f"{self._shapes.seq_length}. Name a file that is not there, so that the run plans for itself."
             )
 
     # -- files ------------------------------------------------------------------------------------
 
     def _use_files(self) -> None:
         """A plan or a profile that there is already."""
-        if self._hmt.planner.plan is not None:
-            text = self._on_rank_zero(self._read_plan)
+        text = self._on_rank_zero(self._read_plan)
+        if text is not None:
+            self._is_from_file = True
             self._execute(plan_from_json(text), None)
             return
         found = self._on_rank_zero(self._find_profile)
         if found is not None:
             self.machine = machine_from_json(found)
 
-    def _read_plan(self) -> str:
-        path = str(self._hmt.planner.plan)
+    def _read_plan(self) -> str | None:
+        """What the file of ``hmt.planner.plan`` holds; None where none is named or there is none yet."""
+        path = self._hmt.planner.plan
+        if path is None:
+            return None
         try:
             text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise ValueError(
                 f"hmt.planner.plan {path!r} cannot be read ({error}); legal: null, or a file that a run or "
-                "hmt-plan --save_plan wrote. Correct the path, or remove the key."
+                "hmt-plan --save_plan wrote or that is not there yet. Correct the path, or remove the key."
             ) from error
         try:
             plan_from_json(text).check_fits(self.facts.workload(*self._shapes))
         except ValueError as error:
             raise ValueError(
-                f"hmt.planner.plan {path!r}: {error} Or remove the key, so that the run plans for itself."
+                f"hmt.planner.plan {path!r}: {error} Or name a file that is not there, so that the run plans for "
+                "itself."
             ) from error
         return text
 
     def _find_profile(self) -> str | None:
-        given = self._hmt.planner.profile
-        if given is None:
-            path = cache_file(self._profile_key())
-            return read_profile(path).to_json() if path.exists() else None
-        if given in MACHINES and not Path(given).exists():
-            return named_machine(given, num_gpus=self._accelerator.device_count()).to_json()
-        return read_profile(given).to_json()
+        path = cache_file(self._profile_key())
+        return read_profile(path).to_json() if path.exists() else None
 
     def _profile_key(self) -> str:
         """All that a profile depends on but the machine; host memory beside the plan is no part of that."""
@@ -321,7 +324,7 @@ class RunPlanner:
         ]
         raise ValueError(
             f'hmt.activations.policy is "plan", but no plan fits: computing everything again that may be takes '
-            f"{' and '.join(over)}. Raise hmt.planner.gpu_memory or host_memory, allow files with "
+            f"{' and '.join(over)}. Raise hmt.planner.gpu_memory or hmt.activations.host_memory, allow files with "
             "hmt.activations.nvme_path or 8 bits with hmt.planner.lossy, make the micro-batch smaller, or use a "
             "higher ZeRO stage."
         )
@@ -331,7 +334,6 @@ class RunPlanner:
         update = {
             "policy": Policy(**plan.policy()),
             "overrides": {name: PolicyOverride(**given) for name, given in overrides.items()},
-            "host_memory": self._hmt.planner.host_memory,
         }
         choices = self._hmt.activations.model_copy(update=update)
         if choices != self._choices:
@@ -341,10 +343,9 @@ class RunPlanner:
         self._iteration, self._timed = 0, PlannedIterations(self._busy)
         if _rank() == 0:
             print(self.describe(), flush=True)
-            path = self._hmt.planner.save_plan
-            if path is not None:
+            path = self._hmt.planner.plan
+            if path is not None and self.machine is not None:  # it was made here
                 _write(Path(path), plan)
-            if path is not None and self.machine is not None:
                 write_profile(self.machine, f"{path}.profile.json")
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Measured machines on disk: the file of ``hmt.planner.profile`` and a cache by machine and model."""
+"""Measured machines on disk: beside a plan, in a run's folder and in a cache by machine and model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import deepspeed
 import psutil
 import torch
 
-from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json
+from hmt_deepspeed.planner.hardware import Machine, machine_from_json
 from hmt_deepspeed.version import __version__
 
 __all__ = ["cache_file", "read_profile", "write_profile"]
@@ -27,26 +27,19 @@ def write_profile(machine: Machine, path: str | os.PathLike[str]) -> None:
     os.replace(temporary, path)
 
 
-def read_profile(path: str | os.PathLike[str], key: str = "hmt.planner.profile") -> Machine:
+def read_profile(path: str | os.PathLike[str]) -> Machine:
     """The machine that :func:`write_profile` wrote.
 
-    Args:
-        key: that named the file, for messages.
-
     Raises:
-        ValueError: there is no such file, or it holds no machine.
+        ValueError: it cannot be read, or holds no machine.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        return machine_from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key} {os.fspath(path)!r} cannot be read ({error}); legal: a file that a profiled run wrote. "
-            f"Name one, or a machine: {', '.join(MACHINES)}."
+            f"the profile {os.fspath(path)!r} cannot be read ({error}). Remove the file, so that the run "
+            "measures its machine again."
         ) from error
-    try:
-        return machine_from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{key} {os.fspath(path)!r}: {error}") from error
 
 
 def cache_file(model: str, folder: str | os.PathLike[str] | None = None) -> Path:

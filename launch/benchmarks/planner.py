@@ -73,6 +73,7 @@ def in_a_run(setting: Setting) -> CaseResult:
     with tempfile.TemporaryDirectory() as folder:
         planning.cache_file = partial(profile_files.cache_file, folder=folder)
         profiled, cost = _profiled(setting, shape, folder)
+        planning.cache_file = lambda _: Path(folder) / "profile.json"  # one machine for all plans
         engines = {
             EVERYTHING: _engine(
                 shape, setting.dtype, {"policy": dict.fromkeys(_RECOMPUTED, "recompute")}
@@ -83,7 +84,6 @@ def in_a_run(setting: Setting) -> CaseResult:
                 shape,
                 setting.dtype,
                 {"policy": "plan"},
-                profile=f"{folder}/profile.json",
                 gpu_memory=_limit(profiled, shape, part),
                 lossy=lossy,
             )

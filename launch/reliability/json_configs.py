@@ -39,13 +39,10 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
     "hmt.activations.nvme_path": lambda draw: _DISK,
     "hmt.activations.host_memory": lambda draw: draw.choice(["auto", 2**24, 2**20]),
     "hmt.planner.gpu_memory": lambda draw: draw.choice(["auto", 2**34, 2**20]),
-    "hmt.planner.host_memory": lambda draw: draw.choice(["auto", 2**24, 2**20]),
     "hmt.planner.lossy": lambda draw: {
         c: draw.choice(("int8", "fp8")) for c in draw.sample(_HELD_IN_8_BITS, draw.randint(1, 2))
     },
-    "hmt.planner.profile": lambda draw: None,  # the others are files, or machines with CUDA
-    "hmt.planner.plan": lambda draw: draw.choice([None, f"{_DISK}/{PLAN}"]),
-    "hmt.planner.save_plan": lambda draw: draw.choice([None, f"{_DISK}/plan.json"]),
+    "hmt.planner.plan": lambda draw: draw.choice([None, f"{_DISK}/{PLAN}", f"{_DISK}/plan.json"]),
     "hmt.snapshot.path": lambda draw: f"{_DISK}/snapshots{draw.randrange(10**6)}",
     "hmt.snapshot.interval": lambda draw: draw.choice([0, 1, 2]),
     "hmt.fpdt.chunk_size": lambda draw: draw.choice([1, 4, 7, 64]),
@@ -240,11 +237,10 @@ def _make_consistent(draw: Draw, config: dict[str, Any], nvme_path: str) -> None
     text = json.dumps([activations.get("policy", {}), activations.get("overrides", {})])
     if "swap_ssd" in text:
         activations["nvme_path"] = nvme_path
-    elif "swap_host" not in text:
-        activations.pop("host_memory", None)
-        activations.pop("nvme_path", None)
     else:
         activations.pop("nvme_path", None)
+    if not any(choice in text for choice in ("plan", "swap_host", "swap_ssd")):
+        activations.pop("host_memory", None)
 
 
 # -- something illegal ------------------------------------------------------------------------------

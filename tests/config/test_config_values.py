@@ -347,7 +347,7 @@ def test_every_problem_is_listed_at_once():
 # --- describe_fields --------------------------------------------------------------------------
 
 
-PLANNER = ("gpu_memory", "host_memory", "lossy", "profile", "plan", "save_plan")
+PLANNER = ("gpu_memory", "lossy", "plan")
 FPDT = ("chunk_size", "offload_kv", "sequence_parallel_size")
 BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases", "old_moments")
 SNAPSHOT = ("path", "interval", "keep")

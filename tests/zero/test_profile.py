@@ -232,10 +232,8 @@ def test_profile_file_there_and_back(tmp_path):
 
 
 def test_bad_profiles(tmp_path):
-    with pytest.raises(ValueError, match=r"hmt.planner.profile .*missing.json.*rtx4090"):
-        read_profile(tmp_path / "missing.json")
     (tmp_path / "torn.json").write_text('{"name": "x"')
-    with pytest.raises(ValueError, match=r"hmt.planner.profile .*torn.json.*no JSON"):
+    with pytest.raises(ValueError, match=r"profile .*torn.json.*no JSON.*Remove the file"):
         read_profile(tmp_path / "torn.json")
 
 
