@@ -82,10 +82,13 @@ _RULES = (
         'A random basis has no spectrum to choose a rank by: set "rank" to a number.',
     ),
     _Rule(
-        ("energy_threshold", "full_rank_budget"),
+        ("full_rank_budget",),
         "rank_budget",
-        lambda given: given.get("rank_budget") is not None,
-        'With a "rank_budget" it is ignored: remove it or set "rank_budget": null.',
+        lambda given: (
+            bool(given["full_rank_budget"]) and given.get("rank_budget", "auto") is not None
+        ),
+        'Within a "rank_budget", which there is by default, no matrix falls back to full rank: set '
+        '"rank_budget": null, or remove it.',
         unread=True,
     ),
     _Rule(

@@ -58,10 +58,10 @@ class ModuleRule(StrictModel):
     method: Method | None = None
     projection: Projection | None = None
     rank: Auto | PositiveInt | None = None
-    rank_candidates: RankList | None = Field(
+    rank_candidates: RankList | Auto | None = Field(
         default=None,
         json_schema_extra={
-            "legal": "null or a non-empty, strictly increasing list of integers >= 1"
+            "legal": 'null, "auto" or a non-empty, strictly increasing list of integers >= 1'
         },
     )
     energy_threshold: float | None = Field(default=None, gt=0, le=1)
@@ -92,37 +92,40 @@ class OptimizerConfig(StrictModel):
         'chosen per matrix from the candidates; "auto" of "apollo" is a quarter of the smaller side, of '
         '"apollo_mini" 1.',
     )
-    rank_candidates: RankList = Field(
-        default=(32, 64, 128, 256),
+    rank_candidates: RankList | Auto = Field(
+        default="auto",
         description='Ranks that "rank": "auto" chooses from; those above a matrix\'s smaller side '
-        "are lowered to it.",
-        json_schema_extra={"legal": "a non-empty, strictly increasing list of integers >= 1"},
+        'are lowered to it. "auto": an eighth to a half of the smaller side of each.',
+        json_schema_extra={
+            "legal": '"auto" or a non-empty, strictly increasing list of integers >= 1'
+        },
     )
     energy_threshold: float = Field(
-        default=0.95,
+        default=0.7,
         gt=0,
         le=1,
         description='"rank": "auto" takes the smallest candidate that captures this share of the '
-        "gradient's squared Frobenius norm.",
+        "gradient's squared Frobenius norm, as far as rank_budget has the bytes.",
     )
     energy_estimate: EnergyEstimate = Field(
-        default="in_sample",
-        description="Whose captured energy chooses ranks: that of the gradient a basis is made from, noise "
-        "included (the HMT paper's), or what is expected of the gradients that follow, from what the last bases "
-        "held of them along each direction.",
+        default="out_of_sample",
+        description="Whose captured energy chooses ranks: what is expected of the gradients that follow, from what "
+        "the last bases held of them along each direction; or that of the gradient a basis is made from, noise "
+        "included (the HMT paper's, with thresholds of 0.9 and more).",
     )
-    rank_budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="Ranks share a budget of bytes, as a share of what AdamW's moments of the same "
-        "matrices take, and are spent where they capture most energy; null: each matrix by its "
-        "threshold.",
+    rank_budget: Auto | Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default="auto",
+        description="Bytes that moments and bases may take together, as a share of what AdamW's moments of the "
+        "same matrices take; they are spent where they capture most energy. auto: 0.4, or what the smallest "
+        "candidates take; null: each matrix by its threshold alone.",
     )
     full_rank_budget: float = Field(
         default=0.0,
         ge=0,
         le=1,
         description="Bytes, as a share of AdamW's moments of all matrices, that matrices may take for "
-        "full-rank AdamW, at the same learning rate and scale, when no candidate reaches the threshold.",
+        "full-rank AdamW, at the same learning rate and scale, when no candidate reaches the threshold; needs "
+        '"rank_budget": null.',
     )
     update_interval: int = Field(
         default=200,

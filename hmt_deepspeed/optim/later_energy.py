@@ -19,10 +19,21 @@ from math import exp, log
 
 from hmt_deepspeed.optim.rank_history import RankRecord
 
-__all__ = ["exponent_of", "fading_of", "later_curve", "later_energies", "own_energy"]
+__all__ = [
+    "USUAL_EXPONENT",
+    "exponent_of",
+    "fading_of",
+    "later_curve",
+    "later_energies",
+    "own_energy",
+]
 
 _LEAST_MISSED = 1e-6  # fp32 energies say no more
 _LEAST_EXPONENT = 0.02
+# Before any window is seen: what steps of 2,048 tokens show (0.52 to 0.65 of later gradients where a basis holds 0.95
+# of its own is 0.25 to 0.35). A step of many tokens is taken for one of few until its first window ends, which costs
+# bytes; taking few for many costs loss.
+USUAL_EXPONENT = 0.3
 
 
 def _missed(energy: float) -> float:

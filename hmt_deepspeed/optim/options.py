@@ -52,10 +52,10 @@ DEFAULTS: dict[str, object] = {
     "method": LOW_RANK,
     "projection": "right",
     "rank": "auto",
-    "rank_candidates": (32, 64, 128, 256),
-    "energy_threshold": 0.95,
-    "energy_estimate": "in_sample",
-    "rank_budget": None,
+    "rank_candidates": "auto",
+    "energy_threshold": 0.7,
+    "energy_estimate": "out_of_sample",
+    "rank_budget": "auto",
     "full_rank_budget": 0.0,
     "update_interval": 200,
     "range_finder": "randomized",
@@ -168,8 +168,9 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
         if field == "target_modules" and not words:
             _refuse(field, patterns, "at least one pattern, or None", "None takes every linear")
     share, fallback = options["rank_budget"], options["full_rank_budget"]
-    if share is not None and not (_is_share(share) and share):
-        _refuse("rank_budget", share, "None or a number above 0, at most 1", "None turns it off")
+    if share not in (None, "auto") and not (_is_share(share) and share):
+        legal = '"auto", None or a number above 0, at most 1'
+        _refuse("rank_budget", share, legal, "None turns it off")
     if not _is_share(fallback):
         _refuse("full_rank_budget", fallback, "a number from 0 to 1", "0 turns it off")
     _check_module_rules(options["module_rules"])

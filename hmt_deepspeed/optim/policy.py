@@ -34,17 +34,17 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
     Raises:
         ValueError: a rank budget below the bytes of the smallest candidates.
     """
-    own = [m for group in groups for m in group if isinstance(m, LowRankMatrix)]
-    dense = sum(8 * m.shape[0] * m.shape[1] for m in own)
+    dense = sum(map(_dense_bytes, groups))
     share = options["rank_budget"]
-    budget = None if share is None else int(share * dense)
     policy = RankPolicy(
         groups,
-        budget,
+        None if share in (None, "auto") else int(share * dense),
         int(options["full_rank_budget"] * dense),
         options["energy_estimate"] == "out_of_sample",
     )
-    least = policy.least_bytes()
+    if share == "auto":
+        policy.rank_budget = policy.usual_budget()
+    budget, least = policy.rank_budget, policy.least_bytes()
     if budget is not None and least > budget:
         raise ValueError(
             f"hmt.optimizer.rank_budget is {share}, {budget} bytes, but the smallest rank candidates "
@@ -54,6 +54,8 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
     return policy
 
 
+# Of what AdamW's moments take, where no budget is given: of a Llama's matrices, a quarter of the width takes 0.32.
+USUAL_BUDGET = 0.4
 # Share of its gradient's energy that a matrix must gain, or make room for, to change its rank under a budget:
 # less is noise of the last spectra, and every change of rank costs moments.
 LEAST_GAIN = 0.02
@@ -65,7 +67,7 @@ class RankPolicy:
 
     Args:
         groups: matrices that take one basis together; alone, a group of one. The first member leads.
-        rank_budget: bytes for the states of all matrices, or None: each by its energy threshold.
+        rank_budget: bytes for the states of all matrices; None: each by its energy threshold alone.
         full_rank_bytes: what matrices may take, together, for full-rank AdamW when no candidate
             reaches the threshold.
         out_of_sample: ranks are chosen by what bases are expected to capture of the gradients that follow,
@@ -225,6 +227,20 @@ class RankPolicy:
         """State bytes with every rank at its smallest candidate."""
         return sum(self.bytes_at(i, self._leader(i).candidates[0]) for i in self._budgeted())
 
+    def taken_bytes(self) -> int:
+        """State bytes at the ranks in force."""
+        return sum(self.bytes_at(i, self._leader(i).rank) for i in self._budgeted())
+
+    def usual_budget(self) -> int | None:
+        """Bytes of ``"rank_budget": "auto"``: :data:`USUAL_BUDGET` of AdamW's moments, or what the smallest candidates
+        take, and beside it what matrices of a fixed rank take; None where every rank is fixed."""
+        chosen = [i for i in self._budgeted() if self._leader(i).settings.rank is None]
+        if not chosen:
+            return None
+        least = sum(self.bytes_at(i, self._leader(i).candidates[0]) for i in chosen)
+        usual = int(USUAL_BUDGET * sum(_dense_bytes(self.groups[i]) for i in chosen))
+        return self.least_bytes() - least + max(usual, least)
+
     def _budgeted(self) -> list[int]:
         return [i for i, g in enumerate(self.groups) if isinstance(g[0], LowRankMatrix)]
 
@@ -282,8 +298,8 @@ class RankPolicy:
     def _spectrum(self, index: int, captured: Sequence[float]) -> Spectrum:
         """What the plan may choose from.
 
-        A candidate that takes no fewer bytes than a larger one is left out: full-rank AdamW has no
-        basis and may be smaller than the rank below it.
+        One that takes no fewer bytes than a larger one is left out: full-rank AdamW has no basis and may be smaller
+        than the rank below it. Of the others, those up to the first that reaches the threshold.
         """
         leader = self._leader(index)
         kept: list[tuple[int, float, int]] = []
@@ -292,7 +308,9 @@ class RankPolicy:
             size = self.bytes_at(index, rank)
             if not kept or size < kept[-1][2]:
                 kept.append((rank, energy, size))
-        ranks, energies, sizes = zip(*reversed(kept), strict=True)
+        enough = self._reaching(leader, captured)
+        below = sum(rank < enough for rank, *_ in kept)
+        ranks, energies, sizes = zip(*kept[::-1][: below + 1], strict=True)
         return Spectrum(ranks, energies, sizes)
 
     def _affords_full_rank(self, index: int) -> bool:
@@ -342,6 +360,11 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
     if taken > budget or total_captured(spectra, best)[0] - held >= LEAST_GAIN * moved:
         return best
     return improve_ranks(spectra, present, budget, LEAST_GAIN)
+
+
+def _dense_bytes(group: Sequence[MatrixRule]) -> int:
+    """Of AdamW's moments of a group's low-rank matrices."""
+    return sum(8 * m.shape[0] * m.shape[1] for m in group if isinstance(m, LowRankMatrix))
 
 
 def _is_full(leader: LowRankMatrix) -> bool | None:

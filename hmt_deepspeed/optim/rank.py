@@ -1,17 +1,37 @@
-"""Rank of a matrix from the spectrum of its gradient."""
+"""Candidate ranks of a matrix, and its rank from the spectrum of its gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
-__all__ = ["HYSTERESIS", "legal_candidates", "misses_threshold", "select_rank"]
+__all__ = [
+    "HYSTERESIS",
+    "SIDE_SHARES",
+    "candidates_of_side",
+    "legal_candidates",
+    "misses_threshold",
+    "select_rank",
+]
 
 # A rank changes only when its energy passes the threshold by this share of what the threshold leaves out.
 HYSTERESIS = 0.1
+# Candidates of "rank_candidates": "auto", as shares of a matrix's smaller side. Ranks of one share hold about the
+# same energy at any width; from two thirds of it on, moments and basis of a square matrix take as much as AdamW's.
+SIDE_SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
+_MULTIPLE = 8  # of ranks: what a kernel's tiles take
 
 
-def legal_candidates(candidates: Sequence[int], m: int, n: int) -> tuple[int, ...]:
-    """Candidates of an m x n matrix: those above its smaller side are lowered to it."""
+def candidates_of_side(side: int) -> tuple[int, ...]:
+    """Candidates of a matrix by its smaller side: :data:`SIDE_SHARES` of it, in multiples of 8."""
+    ranks = (_MULTIPLE * ceil(share * side / _MULTIPLE) for share in SIDE_SHARES)
+    return tuple(sorted({min(rank, side) for rank in ranks}))
+
+
+def legal_candidates(candidates: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
+    """Candidates of an m x n matrix: those above its smaller side are lowered to it; None: of its side."""
+    if candidates is None:
+        return candidates_of_side(min(m, n))
     return tuple(sorted({min(candidate, m, n) for candidate in candidates}))
 
 

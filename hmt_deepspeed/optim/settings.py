@@ -32,9 +32,9 @@ class MatrixSettings:
 
     method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
     or ``two_sided``; APOLLO always projects the smaller side.
-    rank: fixed rank, or None to choose among ``rank_candidates`` by ``energy_threshold``; None is a
-    quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has it as far as :meth:`ranks`
-    says.
+    rank: fixed rank, or None to choose among ``rank_candidates`` (None: shares of the smaller side) by
+    ``energy_threshold``; None is a quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has
+    it as far as :meth:`ranks` says.
     scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
     every rank, and is APOLLO's published one.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
@@ -46,8 +46,8 @@ class MatrixSettings:
     method: str = LOW_RANK
     projection: str = "right"
     rank: int | None = None
-    rank_candidates: tuple[int, ...] = (32, 64, 128, 256)
-    energy_threshold: float = 0.95
+    rank_candidates: tuple[int, ...] | None = None
+    energy_threshold: float = 0.7
     update_interval: int = 200
     range_finder: str = "randomized"
     residual: str = "probe"
@@ -131,8 +131,9 @@ class MatrixSettings:
         """The rank, or the largest candidate, that an m x n matrix is too narrow for; None where it is not."""
         if self.method == APOLLO_MINI or (self.method == APOLLO and self.rank is None):
             return None
-        wanted = self.rank_candidates[-1] if self.rank is None else self.rank
-        return wanted if wanted > min(m, n) else None
+        largest = None if self.rank_candidates is None else self.rank_candidates[-1]
+        wanted = largest if self.rank is None else self.rank
+        return wanted if wanted is not None and wanted > min(m, n) else None
 
     def moments_dtype(self, rows: int, columns: int) -> str:
         """Storage of a matrix's moments in the whole run: fp32 where they are too small for 8 bits even at its
@@ -188,8 +189,12 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "method": _one_of(*METHODS),
     "projection": _one_of("right", "left", "auto", "two_sided"),
     "rank": (lambda v: v is None or _whole(v, 1), '"auto" or an integer >= 1', 'use "auto"'),
-    "rank_candidates": (_rising, "strictly increasing integers >= 1", "sort the ranks"),
-    "energy_threshold": (lambda v: _number(v, 0, 1), "above 0, at most 1", "0.95 is usual"),
+    "rank_candidates": (
+        lambda v: v is None or _rising(v),
+        '"auto" or strictly increasing integers >= 1',
+        "sort the ranks",
+    ),
+    "energy_threshold": (lambda v: _number(v, 0, 1), "above 0, at most 1", "0.7 is usual"),
     "update_interval": (lambda v: _whole(v, 1), "an integer >= 1", "200 is usual"),
     "range_finder": _one_of("randomized", "subspace", "svd", "random"),
     "residual": _one_of("none", "probe", "full"),

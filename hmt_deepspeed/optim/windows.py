@@ -8,7 +8,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.later_energy import exponent_of, fading_of, later_curve
+from hmt_deepspeed.optim.later_energy import (
+    USUAL_EXPONENT,
+    exponent_of,
+    fading_of,
+    later_curve,
+)
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.matrix import OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rank_history import RankHistory, layer_type
@@ -114,8 +119,7 @@ class Windows:
         return [median(at) for at in zip(*others, strict=True)] or None
 
     def exponent(self, leader: LowRankMatrix) -> float:
-        """Of a group without a curve: its own as last seen, else the median of all; 1 before there is any,
-        when the own energy is all that is known."""
+        """Of a group without a curve: its own as last seen, else the median of all, else the usual one."""
         if leader.name in self._exponents:
             return self._exponents[leader.name]
-        return median(self._exponents.values()) if self._exponents else 1.0
+        return median(self._exponents.values()) if self._exponents else USUAL_EXPONENT

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal, NamedTuple
 
+from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.planner.shapes import (
     ROLES,
     Linear,
@@ -18,6 +20,8 @@ from hmt_deepspeed.planner.shapes import (
 
 __all__ = ["Attention", "LayerFlops", "Projected", "attention_flops", "layer_flops"]
 
+_MULTIPLE = 8  # of ranks that are shares of a side
+
 # How attention is computed:
 #   fused  one op (flash): only the pairs that the mask and the window leave; backward computes the scores
 #          again; output and log-sum-exp are kept
@@ -30,7 +34,7 @@ class Projected:
     """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
 
     Attributes:
-        rank, probes: r and k of every projected linear, the rank lowered to what a smaller matrix has.
+        rank, probes, residual: give r and k of every projected linear, see :func:`rank_at` and :func:`probes_at`.
         side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
@@ -40,8 +44,9 @@ class Projected:
             whose weight has its own.
     """
 
-    rank: int
-    probes: int
+    rank: int | float
+    probes: int | None
+    residual: Literal["none", "probe"] = "probe"
     side: Literal["right", "left", "auto"] = "right"
     shared: bool = False
     whole_at_full: bool = True
@@ -51,12 +56,8 @@ class Projected:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rank or a number of probes that no matrix can have."""
-        for field, least in (("rank", 1), ("probes", 0)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"Projected: {field} is {value!r}; legal: an integer >= {least}. Give that."
-                )
+        check_rank("Projected: ", self.rank)
+        check_probes("Projected: ", self.probes)
 
     def at_layer(self, number: int, names: Names) -> Projected:
         """As layer ``number`` has it, by names with ``*``."""
@@ -87,8 +88,35 @@ class Projected:
     def _rank_and_probes(self, linear: Linear, names: Names) -> tuple[int, int]:
         """(r as far as the matrix has it, k as wanted)."""
         own = {name: (rank, probes) for name, rank, probes in self.others}
-        lowered = min(self.rank, linear.inputs, linear.outputs)
-        return own.get(_weight(linear, names), (lowered, self.probes))
+        rank = rank_at(self.rank, linear.inputs, linear.outputs)
+        return own.get(_weight(linear, names), (rank, probes_at(rank, self.probes, self.residual)))
+
+
+def rank_at(rank: int | float, m: int, n: int) -> int:
+    """r of an m x n matrix: an integer, or a share of its smaller side in multiples of 8; lowered to that side."""
+    wanted = rank if isinstance(rank, int) else _MULTIPLE * ceil(rank * min(m, n) / _MULTIPLE)
+    return min(wanted, m, n)
+
+
+def probes_at(rank: int, probes: int | None, residual: str) -> int:
+    """k at a rank: as given, or "auto" of a residual."""
+    return auto_probes(rank, residual) if probes is None else probes
+
+
+def check_rank(prefix: str, rank: object) -> None:
+    """Raise ValueError for what is no rank, its name behind ``prefix``."""
+    whole = isinstance(rank, int) and rank >= 1
+    if not whole and not (isinstance(rank, float) and 0 < rank <= 1):
+        raise ValueError(
+            f"{prefix}rank is {rank!r}; legal: an integer >= 1, or a float above 0, at most 1, a share of the "
+            "smaller side. Give one of them."
+        )
+
+
+def check_probes(prefix: str, probes: object) -> None:
+    """Raise ValueError for what is no number of probes, its name behind ``prefix``."""
+    if probes is not None and (not isinstance(probes, int) or probes < 0):
+        raise ValueError(f"{prefix}probes is {probes!r}; legal: an integer >= 0. Give that.")
 
 
 def _columns(linear: Linear, side: Literal["right", "left"]) -> int:

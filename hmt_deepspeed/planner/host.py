@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from hmt_deepspeed.planner.flops import rank_at
 from hmt_deepspeed.planner.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.offloaded import Offloaded
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, parameters
@@ -215,7 +216,7 @@ def _left_bytes(
         if mode.is_factored:  # evidence and column means alone are carried over
             sizes = sizes[0], sizes[2]
         found += room.old_moments * (dealt + sum(map(_pages, sizes)))
-    widest = min(mode.rank, *parameter.shape)
+    widest = rank_at(mode.rank, *parameter.shape)
     if room.old_bases and rank < widest:  # which it may have left
         found += dealt * widest / rank
     return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from hmt_deepspeed.config.probes import auto_probes
-from hmt_deepspeed.planner.flops import Projected
+from hmt_deepspeed.planner.flops import Projected, check_probes, check_rank, probes_at, rank_at
 from hmt_deepspeed.planner.shapes import (
     ModelShape,
     Parameter,
@@ -56,7 +55,9 @@ class OptimizerMode:
     """``hmt.optimizer`` as far as bytes depend on it; the defaults are its own.
 
     Attributes:
-        rank: r of every matrix, or the one assumed for ``"auto"``. probes: k, None for "auto".
+        rank: r of every matrix, or the one assumed for ``"auto"``; a float is a share of the smaller side,
+            in multiples of 8, of APOLLO in whole numbers.
+        probes: k, None for "auto".
         ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
             whose matrix has its own.
         target_modules, exclude_modules: regular expressions searched in a parameter's name.
@@ -69,7 +70,7 @@ class OptimizerMode:
 
     method: Method = "lowrank_adamw"
     projection: Projection = "right"
-    rank: int = 128
+    rank: int | float = 128
     probes: int | None = None
     residual: Residual = "probe"
     state_dtype: StateDtype = "fp32"
@@ -92,12 +93,8 @@ class OptimizerMode:
                 raise ValueError(
                     f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
                 )
-        for field, least in (("rank", 1), ("probes", 0)):
-            value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(
-                    f"hmt.optimizer.{field} is {value!r}; legal: an integer >= {least}. Give that."
-                )
+        check_rank("hmt.optimizer.", self.rank)
+        check_probes("hmt.optimizer.", self.probes)
 
     def is_low_rank(self, parameter: Parameter) -> bool:
         """Whether a parameter has a matrix rule."""
@@ -155,7 +152,8 @@ class OptimizerMode:
             return None
         return Projected(
             self.rank,
-            self.probes_at(self.rank),
+            self.probes,
+            self.residual,
             side="right" if self.projection == "two_sided" else self.projection,
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
@@ -186,7 +184,9 @@ class OptimizerMode:
         return self._lowered(parameter) if own is None else own
 
     def _lowered(self, parameter: Parameter) -> int:
-        return 1 if self.method == "apollo_mini" else min(self.rank, *parameter.shape)
+        if self.method == "apollo" and isinstance(self.rank, float):
+            return max(1, int(self.rank * min(parameter.shape)))
+        return 1 if self.method == "apollo_mini" else rank_at(self.rank, *parameter.shape)
 
     def moments_dtype(self, parameter: Parameter) -> StateDtype:
         """Storage of a low-rank matrix's moments; 8 bits only from LEAST_INT8 elements on, at the rank that is the
@@ -199,8 +199,8 @@ class OptimizerMode:
         return "fp32" if small else self.state_dtype
 
     def probes_at(self, rank: int) -> int:
-        """k at a rank."""
-        return auto_probes(rank, self.residual) if self.probes is None else self.probes
+        """See :func:`~hmt_deepspeed.planner.flops.probes_at`."""
+        return probes_at(rank, self.probes, self.residual)
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {

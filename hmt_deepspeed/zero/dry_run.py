@@ -239,7 +239,7 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
     entries = build_entries(placed, options, settings, model, shards, 0, host)
     low_rank = [entry for entry in entries if entry.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
-    build_policy([[entry.matrix] for entry in low_rank if entry.matrix is not None], options)
+    groups_of_one = [[entry.matrix] for entry in low_rank if entry.matrix is not None]
     collectives: Any = SimpleNamespace(world=ranks, rank=0)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
@@ -255,6 +255,7 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
         host=host,
         bases=bases,
         low_rank=low_rank,
+        policy=build_policy(groups_of_one, options),
     )
 
 

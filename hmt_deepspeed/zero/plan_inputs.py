@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.optim.rank import SIDE_SHARES
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.host import CachedBases, cached_bases
@@ -223,10 +224,14 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     if options is None:
         return OptimizerMode(method="adamw")
     rank, probes, budget = (options[name] for name in ("rank", "probes", "max_full_gradient_bytes"))
+    if rank == "auto":
+        candidates = options["rank_candidates"]
+        largest = SIDE_SHARES[-1] if candidates == "auto" else max(candidates)
+        rank = 0.25 if options["method"] == "apollo" else largest
     return OptimizerMode(
         method=options["method"],
         projection=options["projection"],
-        rank=max(options["rank_candidates"]) if rank == "auto" else rank,
+        rank=rank,
         probes=None if probes == "auto" else probes,
         residual=options["residual"],
         state_dtype=options["state_dtype"],

@@ -71,7 +71,7 @@ def start_rows(optimizer: HMTZeroOptimizer) -> list[StartRow]:
 
 
 def describe(optimizer: HMTZeroOptimizer) -> str:
-    """The table, and a line each for states off the device and bases in host memory."""
+    """The table, and a line each for a budget of ranks, states off the device and bases in host memory."""
     rows = start_rows(optimizer)
     common = (
         [w for w in rows[0].treatment if all(w in row.treatment for row in rows)] if rows else []
@@ -90,6 +90,7 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
         lines += [_line(_cells(row)) for row in treated_alike]
     if len(rows) > 1:
         lines += ["all", _line(_cells(_sum(rows)))]
+    lines += _budget(optimizer)
     if optimizer.host is not None:
         assert settings.host is not None
         overlap = settings.host.overlap
@@ -97,6 +98,15 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
     if optimizer.bases.cache is not None:
         lines.append(describe_bases(optimizer.bases, optimizer.low_rank))
     return "\n".join(lines)
+
+
+def _budget(optimizer: HMTZeroOptimizer) -> list[str]:
+    """Bytes that the ranks may take together and those that they take; on all ranks of the job, as the rule counts."""
+    policy = optimizer.policy
+    if policy.rank_budget is None:
+        return []
+    most, taken = format_bytes(policy.rank_budget), format_bytes(policy.taken_bytes())
+    return [f"rank_budget: moments and bases may take {most} on all ranks, {taken} now"]
 
 
 def _wrapped(words: Iterable[str]) -> str:

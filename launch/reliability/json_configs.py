@@ -229,6 +229,8 @@ def _make_consistent(draw: Draw, config: dict[str, Any], nvme_path: str) -> None
     snapshot = block.get("snapshot", {})
     if ("path" in snapshot) != (snapshot.get("interval", 0) > 0):
         block.pop("snapshot")
+    if block.get("optimizer", {}).get("full_rank_budget"):
+        block["optimizer"]["rank_budget"] = None
     activations = block.get("activations", {})
     if activations.get("policy") == "plan":
         activations.pop("overrides", None)

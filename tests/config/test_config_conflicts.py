@@ -49,11 +49,13 @@ CONFLICTS = [
     ({"rank": 8, "full_rank_budget": 0.5}, {"full_rank_budget"}),
     ({"range_finder": "random"}, {"range_finder"}),
     ({"range_finder": "random", "rank": "auto"}, {"range_finder"}),
+    ({"rank_budget": 0.5, "full_rank_budget": 0.1}, {"full_rank_budget"}),
+    ({"rank_budget": "auto", "full_rank_budget": 0.1}, {"full_rank_budget"}),
+    ({"full_rank_budget": 0.1}, {"full_rank_budget"}),
     (
-        {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.1},
-        {"energy_threshold", "full_rank_budget"},
+        {"projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
+        {"full_rank_budget"},
     ),
-    ({"projection": "two_sided", "full_rank_budget": 0.1}, {"full_rank_budget"}),
     *[({"share_basis": True, "projection": v}, {"share_basis"}) for v in ("left", "two_sided")],
     ({"share_basis": True, "projection": "auto"}, {"share_basis"}),
     ({"share_basis": True, "projected_backward": False}, {"share_basis"}),
@@ -116,6 +118,8 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"method": "lowrank_adamw", "rank": 8},
         {"rank": 8, "range_finder": "random"},
         {"rank_budget": 0.5, "rank_candidates": [8]},
+        {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.0},
+        {"rank_budget": None, "full_rank_budget": 0.1},
         {"residual": "full", "projected_backward": "auto"},
         {"share_basis": True, "projection": "right", "projected_backward": True},
         {"method": "apollo", "rank": 8, "projected_backward": "auto"},
@@ -144,8 +148,12 @@ _RANDOM = {"range_finder": "random", "rank": 8}
             ({"method": method, key: value}, {"method": "lowrank_adamw"})
             for method in ("adamw", "apollo")
             for key, value in LOW_RANK_ONLY.items()
-            if key not in KEPT_BY_APOLLO
+            if key not in KEPT_BY_APOLLO | {"full_rank_budget"}
         ],
+        (
+            {"method": "adamw", "full_rank_budget": 0.5, "rank_budget": None},
+            {"method": "lowrank_adamw"},
+        ),
         *[
             ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": method})
             for method in ("apollo", "apollo_mini", "lowrank_adamw")
@@ -153,7 +161,10 @@ _RANDOM = {"range_finder": "random", "rank": 8}
         ],
         ({"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9}, {"rank": "auto"}),
         ({"rank": 8, "rank_budget": 0.5}, {"rank": "auto"}),
-        ({"projection": "two_sided", "full_rank_budget": 0.1}, {"projection": "right"}),
+        (
+            {"projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
+            {"projection": "right"},
+        ),
         ({"residual": "full", "probes": 4}, {"residual": "probe"}),
         ({"residual": "full", "weight_dtype": "int8"}, {"residual": "probe"}),
         ({**_RANDOM, "max_full_gradient_bytes": 9}, {"range_finder": "svd"}),

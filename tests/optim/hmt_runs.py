@@ -22,6 +22,8 @@ def batches(count, size=32, dtype=torch.float32):
         yield x.to(dtype), torch.tanh(x @ teacher).to(dtype)
 
 
+# Ranks as the HMT paper chooses them: by what a basis holds of the gradient that it is made from.
+PAPERS_RULE = {"energy_threshold": 0.95, "energy_estimate": "in_sample", "rank_budget": None}
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "rank": 8, "update_interval": 6}
 
 

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from hmt_runs import OPTIONS, assert_same_weights, batches, network, train
+from hmt_runs import OPTIONS, PAPERS_RULE, assert_same_weights, batches, network, train
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -132,11 +132,11 @@ MODES = {
     "svd": {"range_finder": "svd"},
     "share": {"share_basis": True},
     "budget": {"rank_budget": 0.4},
-    "full rank": {"full_rank_budget": 0.5},
+    "full rank": {**PAPERS_RULE, "full_rank_budget": 0.5},
     "bf16 states": {"state_dtype": "bf16"},
     "factored": {"second_moment": "factored", "projection": "auto"},
     "factored, full residual": {"second_moment": "factored", "residual": "full"},
-    "factored, full rank": {"second_moment": "factored", "full_rank_budget": 0.5},
+    "factored, full rank": {**PAPERS_RULE, "second_moment": "factored", "full_rank_budget": 0.5},
     "factored, bf16": {"second_moment": "factored", "state_dtype": "bf16"},
     "factored, some": {
         "second_moment": "factored",

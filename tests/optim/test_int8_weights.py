@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from hmt_runs import OPTIONS, batches, network, train
+from hmt_runs import OPTIONS, PAPERS_RULE, batches, network, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -270,9 +270,9 @@ def test_every_projection_trains(projection, dtype):
 
 
 def test_full_rank_fallback_trains():
-    options = {**INT8, "full_rank_budget": 1.0, "energy_threshold": 1.0, "rank": "auto"}
+    options = {**INT8, **PAPERS_RULE, "energy_threshold": 1.0, "rank": "auto"}
     model = network()
-    optimizer = HMT(model, **{**options, "rank_candidates": [2, 4]})
+    optimizer = HMT(model, **{**options, "full_rank_budget": 1.0, "rank_candidates": [2, 4]})
     losses = train(model, optimizer, batches(60))
     assert any(matrix.projection is None for matrix in optimizer.matrices.values())
     assert losses[-1] < 0.5 * losses[0]

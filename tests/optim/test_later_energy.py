@@ -11,6 +11,7 @@ from torch import nn
 from hmt_deepspeed.optim import projected
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.later_energy import (
+    USUAL_EXPONENT,
     exponent_of,
     fading_of,
     later_curve,
@@ -139,7 +140,7 @@ def test_a_matrix_that_was_not_measured_is_taken_for_one_of_its_type():
     windows.close({})
     q, unseen, up = (windows.leaders[i] for i in (0, 2, 3))
     assert windows.curve(q) is windows.curve(unseen) is None
-    assert windows.exponent(q) == windows.exponent(up) == 1.0
+    assert windows.exponent(q) == windows.exponent(up) == USUAL_EXPONENT
     for name, later in (("0.q", (0.2, 0.4)), ("1.q", (0.4, 0.8))):
         windows.histories[name].add(0, 8, [0.8, 0.9, 0.95])
         windows.histories[name].note_later(later, 0.1)
@@ -181,7 +182,8 @@ def held(matrix, source, rank):
 @pytest.mark.parametrize("projection", ["right", "left"])
 @pytest.mark.parametrize("finder", ["randomized", "svd"])
 def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder):
-    """Rank 4 holds half of its own gradient, most of it noise, and a tenth or so of the next ones."""
+    """Of its own gradient rank 4 holds more than half, most of it noise; of the next ones it holds less than a fifth
+    and rank 8 less than two fifths."""
     ranks, shares = {}, {}
     for estimate in ("in_sample", "out_of_sample"):
         sources = [BatchNoise(12, 0.4, 2)]
@@ -190,7 +192,7 @@ def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder
             sources,
             projection=projection,
             range_finder=finder,
-            energy_threshold=0.4,
+            energy_threshold=0.5,
             energy_estimate=estimate,
             update_interval=12,
         )
@@ -201,7 +203,7 @@ def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder
         shares[estimate] = matrix.smoothed_energy().item()
     assert ranks == {"in_sample": 4, "out_of_sample": 16}
     assert shares["in_sample"] < 0.3
-    assert shares["out_of_sample"] > 0.4
+    assert shares["out_of_sample"] > 0.5
 
 
 def test_a_budget_goes_to_what_later_gradients_have():

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hmt_runs import assert_same_weights
+from hmt_runs import PAPERS_RULE, assert_same_weights
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
@@ -57,7 +57,8 @@ def heterogeneous():
 
 def construct(sources, **options):
     weights = [nn.Parameter(torch.zeros(s.shape)) for s in sources]
-    return weights, HMT(weights, lr=1e-3, **{"rank_candidates": CANDIDATES, **options})
+    given = {**PAPERS_RULE, "rank_candidates": CANDIDATES, **options}
+    return weights, HMT(weights, lr=1e-3, **given)
 
 
 def train(weights, optimizer, sources, steps):
@@ -213,9 +214,9 @@ def test_full_rank_is_adamw_across_refreshes_and_comes_back():
         [ours],
         full_rank_budget=1.0,
         rank_candidates=CANDIDATES[:2],
-        energy_threshold=0.999,
         update_interval=4,
         scale=1.0,
+        **{**PAPERS_RULE, "energy_threshold": 0.999},
         **hyper,
     )
     adamw = torch.optim.AdamW([theirs], **hyper)
@@ -313,7 +314,8 @@ def test_the_step_keeps_its_scale_at_full_rank():
     steps = {}
     for share in (0.0, 1.0):
         weight = nn.Parameter(torch.zeros(256, 64))
-        options = {"rank_candidates": (60,), "energy_threshold": 0.999, "full_rank_budget": share}
+        options = {**PAPERS_RULE, "energy_threshold": 0.999}
+        options |= {"rank_candidates": (60,), "full_rank_budget": share}
         optimizer = HMT([weight], lr=1e-2, residual="none", **options)
         draw = torch.Generator().manual_seed(0)
         for _ in range(4):
@@ -420,7 +422,7 @@ def test_first_refresh_of_a_type_starts_at_the_prior(monkeypatch):
     products, sources = counted(monkeypatch), [Source(14, 0.01, seed=i) for i in range(3)]
     weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in sources]
     named = [(f"layers.{i}.up.weight", w) for i, w in enumerate(weights)]
-    optimizer = HMT(named, lr=1e-3, rank_candidates=CANDIDATES)
+    optimizer = HMT(named, lr=1e-3, rank_candidates=CANDIDATES, **PAPERS_RULE)
     for _ in train(weights, optimizer, sources, 3):
         pass
     assert len(products) == 3
@@ -452,7 +454,9 @@ MODES = {
     "out of sample": {"energy_estimate": "out_of_sample", "energy_threshold": 0.6},
     "budget, out of sample": {"energy_estimate": "out_of_sample", "rank_budget": 0.3},
     "full rank": {"full_rank_budget": 0.5},
-    "fixed": {"rank_candidates": (32, 64, 128, 256), "rank": 8},
+    "default": {"rank_candidates": "auto", "energy_threshold": 0.7, "rank_budget": "auto"}
+    | {"energy_estimate": "out_of_sample"},
+    "fixed": {"rank": 8},
 }
 
 
@@ -476,9 +480,8 @@ def test_decisions_resume_bit_exactly(mode, after):
             optimizer.step()
 
     def fresh():
-        options = {"rank_candidates": CANDIDATES, "update_interval": 25, **MODES[mode]}
-        if "rank" in options:
-            del options["rank_candidates"]
+        rule = {**PAPERS_RULE, "rank_candidates": CANDIDATES}
+        options = {"update_interval": 25, **({} if mode == "fixed" else rule), **MODES[mode]}
         weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in range(3)]
         return weights, HMT(weights, lr=1e-2, **options)
 

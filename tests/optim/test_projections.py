@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hmt_runs import OPTIONS, assert_same_weights, batches, movement, network, train
+from hmt_runs import OPTIONS, PAPERS_RULE, assert_same_weights, batches, movement, network, train
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
@@ -103,6 +103,7 @@ def test_rank_changes_at_a_refresh(projection):
         projection=projection,
         rank_candidates=(4, 8, 16),
         update_interval=3,
+        **PAPERS_RULE,
     )
     generator = torch.Generator().manual_seed(0)
     thin = torch.randn(24, 3, generator=generator) @ torch.randn(3, 32, generator=generator)
@@ -156,6 +157,7 @@ def test_updates_follow_the_rank_and_are_adamws_at_full_rank():
         rank_candidates=(4, 8),
         update_interval=2,
         full_rank_budget=1.0,
+        **PAPERS_RULE,
     )
     generator = torch.Generator().manual_seed(0)
     thin = torch.randn(24, 3, generator=generator) @ torch.randn(3, 32, generator=generator)

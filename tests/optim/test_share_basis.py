@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hmt_runs import assert_same_weights
+from hmt_runs import PAPERS_RULE, assert_same_weights
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 from torch.nn import functional as F
@@ -262,7 +262,7 @@ def test_goes_on_refreshing_without_patched_modules():
 def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
     """``m <- m Q^T Q_leader``, of matrices that had ranks of their own."""
     model = Block()
-    own = {"rank": "auto", "rank_candidates": (2, 4, 8), "energy_threshold": 0.7}
+    own = {**PAPERS_RULE, "rank": "auto", "rank_candidates": (2, 4, 8), "energy_threshold": 0.7}
     own |= {"second_moment": second_moment, "lr": 2e-2, "scale": 1.0}
     alone = HMT(model, **{**OPTIONS, **own, "share_basis": False})
     train(model, alone, batches(8))

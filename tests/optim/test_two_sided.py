@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from hmt_runs import PAPERS_RULE
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
@@ -288,7 +289,7 @@ def test_growing_and_shrinking_keep_evidence(new_rank):
     assert step(matrix, randn(M, N)).abs().max() < 10
 
 
-@pytest.mark.parametrize("options", [{"rank": 16}, {"rank_candidates": (8, 16, 64)}])
+@pytest.mark.parametrize("options", [{"rank": 16}, {**PAPERS_RULE, "rank_candidates": (8, 16, 64)}])
 def test_rank_of_the_whole_side(options):
     """A core of as many columns as the weight is still a core: it never falls back to full rank."""
     weight = nn.Parameter(torch.zeros(20, 16))

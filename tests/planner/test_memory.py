@@ -109,6 +109,31 @@ def test_states_are_those_that_the_optimizer_reports(name, mode):
     assert planned.optimizer == reported
 
 
+CHOSEN = {
+    "right": {},
+    "auto side": {"projection": "auto"},
+    "int8": {"state_dtype": "int8"},
+    "factored": {"second_moment": "factored"},
+    "list": {"rank_candidates": (8, 40)},
+    "apollo": {"method": "apollo"},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", CHOSEN)
+def test_ranks_that_are_chosen_are_planned_as_the_largest_candidates(name, case):
+    """Shares of each matrix's smaller side, where the candidates are: as many bytes as the optimizer then has."""
+    optimizer = HMT(fresh(name, torch.bfloat16), lr=1e-3, **CHOSEN[case])
+    optimizer.describe()
+    for matrix in optimizer.matrices.values():
+        if matrix.rank < matrix.candidates[-1]:
+            matrix.adopt(matrix.seeded_basis(matrix.candidates[-1], 1))
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    mode = plan_inputs.optimizer_mode(optimizer.options)
+    assert model_states(shape_of_config(config(name)), mode).optimizer == reported
+    assert isinstance(mode.rank, float) == (case != "list")
+
+
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_shared_bases_are_held_once(name):
     """Who shares shows in the first forward: q, k and v; gate and up, but not Phi's fc1 after its dense."""

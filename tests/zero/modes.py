@@ -14,7 +14,7 @@ APOLLO = {"method": "apollo", "update_interval": 3, "scale": 1.0}
 MINI = {"method": "apollo_mini", "update_interval": 3, "scale": 16.0}
 FIXED = {"rank": 8, "update_interval": 3, "scale": 1.0}
 INT8 = {"rank": 32, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}
-BY_BUDGET = {key: value for key, value in LOW_RANK.items() if key != "energy_threshold"}
+BY_BUDGET = {**LOW_RANK, "energy_threshold": 1.0}
 
 # Fields of hmt.optimizer by name of the mode.
 MODES: dict[str, dict[str, Any]] = {
@@ -30,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3},
     "out_of_sample": {**BY_BUDGET, "rank_budget": 0.3, "energy_estimate": "out_of_sample"},
     "out_of_sample, shared": {**LOW_RANK, "energy_estimate": "out_of_sample", "share_basis": True},
+    "default ranks": {"update_interval": 3, "max_full_gradient_bytes": 60_000, "scale": 1.0},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},

@@ -16,7 +16,7 @@ from deepspeed.utils import (
 )
 from harness import Ranks
 from modes import MODES, SAME_LAYOUT, mode_engine, model_of
-from training import loss_of, micro_batches, tiny_llama, train, weights
+from training import PAPERS_RULE, loss_of, micro_batches, tiny_llama, train, weights
 
 from hmt_deepspeed.zero.start_table import StartRow, _wrapped, start_rows
 
@@ -108,11 +108,12 @@ def tables() -> dict[str, tuple[list[StartRow], str, dict[str, Any]]]:
     return found
 
 
-WHOLE_SPECTRUM = {**FIXED, "rank": "auto", "rank_candidates": [8, 32, 64]}  # 64 becomes 40
+WHOLE_SPECTRUM = {**FIXED, **PAPERS_RULE, "rank": "auto", "energy_threshold": 1.0}
+WHOLE_SPECTRUM |= {"rank_candidates": [8, 32, 64]}  # 64 becomes 40
 FULL: dict[str, dict[str, Any]] = {
-    "core": {**WHOLE_SPECTRUM, "projection": "two_sided", "energy_threshold": 1.0},
+    "core": {**WHOLE_SPECTRUM, "projection": "two_sided"},
     "budget": {**WHOLE_SPECTRUM, "rank_budget": 1.0},
-    "energy": {**WHOLE_SPECTRUM, "energy_threshold": 1.0},
+    "energy": WHOLE_SPECTRUM,
 }
 
 
@@ -167,9 +168,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"rank_candidates": [16, 32], "rank_budget": 0.01},
         ["hmt.optimizer.rank_budget is 0.01", "at least 0."],
     ),
-    "two rules for the rank": (
-        {"rank_budget": 0.2, "energy_threshold": 0.9},
-        ["energy_threshold", "rank_budget"],
+    "full rank within the usual budget": (
+        {"full_rank_budget": 0.2},
+        ["full_rank_budget", '"rank_budget": null'],
     ),
     "rule that matches nothing": (
         {"module_rules": {"no_such": {"method": "adamw"}}},
@@ -309,6 +310,8 @@ def test_the_start_table_fits_80_columns_and_says_of_all_what_is_true_of_all(
             for words in row.treatment:
                 assert words in table, (name, words)
         assert sum(row.weight_bytes for row in rows) == metrics["weight_bytes"], name
+        has_budget = "\nrank_budget: moments and bases may take " in table
+        assert has_budget == (name in ("rank_budget", "out_of_sample", "default ranks")), name
     for length in range(20, 90):  # where a line ends makes no difference
         told = _wrapped(["a" * length, "b" * 30, "c" * 30]).splitlines()
         assert all(len(line) <= 80 for line in told if "a" * 80 not in line), length

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from harness import Ranks
-from training import ds_config, loss_of, make_engine, matrix_ranks, tiny_llama
+from training import PAPERS_RULE, ds_config, loss_of, make_engine, matrix_ranks, tiny_llama
 
 from hmt_deepspeed.planner.compare import held_by_component
 from hmt_deepspeed.planner.plan import plan_from_json
@@ -280,7 +280,7 @@ def test_what_cannot_be_planned_is_refused(
 
 # -- ranks that are chosen ----------------------------------------------------------------------------
 
-AUTO = {"rank_candidates": [4, 32], "energy_threshold": 0.2}
+AUTO = {**PAPERS_RULE, "rank_candidates": [4, 32], "energy_threshold": 0.2}
 
 
 def run_chosen(folder: str) -> dict[str, Any]:

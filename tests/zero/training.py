@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import hmt_deepspeed
 
 VOCAB, HIDDEN, INTERMEDIATE, GLOBAL_BATCH, LENGTH = 61, 40, 77, 12, 16
+# Ranks as the HMT paper chooses them: by what a basis holds of the gradient that it is made from.
+PAPERS_RULE = {"energy_estimate": "in_sample", "rank_budget": None}
 LOW_RANK = {
+    **PAPERS_RULE,
     "rank_candidates": [4, 8, 16],
     "energy_threshold": 0.6,
     "update_interval": 4,
