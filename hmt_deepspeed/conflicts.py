@@ -52,13 +52,12 @@ _READ_BY_APOLLO = _READ_BY_ALL | {
     "scale",
     "projected_backward",
     "target_modules",
-    "exclude_modules",
 }
 
 _READ_BY = {"adamw": _READ_BY_ALL, "apollo": _READ_BY_APOLLO, "apollo_mini": _READ_BY_APOLLO}
 # What a module rule of another method does not take from the others: it means something else to it.
 OWN_OF_METHOD = ("rank", "scale")
-_NOT_FOR_RULES = ("method", "module_rules", "target_modules", "exclude_modules")
+_NOT_FOR_RULES = ("method", "module_rules", "target_modules")
 
 # Rules of lowrank_adamw; `{}` in an advice is the value of the field it depends on.
 _RULES = (

@@ -29,8 +29,8 @@ __all__ = [
     "serving_projections",
 ]
 
-# Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever exclude_modules
-# and target_modules say, unless a module rule takes them.
+# Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever target_modules
+# says, unless a module rule takes them.
 LEFT_TO_ADAMW = ("embed", "lm_head", "lora_")
 
 # What a tensor that backward needs belongs to:

@@ -242,7 +242,9 @@ def test_other_weights_in_the_place_of_int8_ones():
 def test_a_whole_gradient_that_cannot_be_formed_is_an_error(kind):
     model, _, sites = patched(kind)
     x = drawn(4, N, seed=9).to(dtype_of(kind))
-    named = r"q\.weight, but .* hmt\.optimizer\.exclude_modules, or set hmt\.optimizer\.projected_backward"
+    named = (
+        r"q\.weight, but .* hmt\.optimizer\.module_rules, or set hmt\.optimizer\.projected_backward"
+    )
     with pytest.raises(ValueError, match=f"autograd.grad was asked for the gradient of {named}"):
         torch.autograd.grad(scalar(model(x)), model.q.weight, allow_unused=True)
     with pytest.raises(
@@ -283,7 +285,7 @@ def trained(own, options):
     model = nn.Sequential(
         nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)
     )
-    options = {"rank": 2, "exclude_modules": [], "update_interval": 4, **options}
+    options = {"rank": 2, "update_interval": 4, **options}
     optimizer = HMT(model if own else model.named_parameters(), lr=1e-2, **options)
     for step in range(6):  # windows that refresh and windows that project
         x = drawn(5, 8, seed=step).float()

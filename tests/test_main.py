@@ -36,7 +36,7 @@ if __name__ == "__main__":
 """
 CONFIG = """{"train_batch_size": 8, "zero_optimization": {"stage": 2},
  "optimizer": {"type": "HMT", "params": {"lr": 0.001}},
- "hmt": {"optimizer": {"rank": 4, "exclude_modules": ["1.weight"]}}}"""
+ "hmt": {"optimizer": {"rank": 4}}}"""
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

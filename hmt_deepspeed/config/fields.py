@@ -15,7 +15,6 @@ __all__ = [
     "PositiveInt",
     "RankList",
     "Regex",
-    "RegexList",
     "StrictModel",
 ]
 
@@ -45,7 +44,6 @@ def _compiles(pattern: str) -> str:
 
 
 Regex = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
-RegexList = Annotated[tuple[Regex, ...], BeforeValidator(_list_to_tuple)]
 NonEmptyRegexList = Annotated[
     tuple[Regex, ...], Field(min_length=1), BeforeValidator(_list_to_tuple)
 ]

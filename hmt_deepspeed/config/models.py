@@ -20,7 +20,6 @@ from hmt_deepspeed.config.fields import (
     PositiveInt,
     RankList,
     Regex,
-    RegexList,
     StrictModel,
 )
 from hmt_deepspeed.config.planner import PlannerConfig
@@ -159,7 +158,7 @@ class OptimizerConfig(StrictModel):
         default="auto",
         description="Backward forms the projected gradient without the full one: wherever it can, "
         "everywhere or it is an error (true), or nowhere (false). `torch.autograd.grad(loss, weight)` needs "
-        "false, or the module excluded.",
+        "false, or a module rule that leaves the module to adamw.",
     )
     scale: Scale = Field(
         default="auto",
@@ -196,21 +195,16 @@ class OptimizerConfig(StrictModel):
     target_modules: NonEmptyRegexList | None = Field(
         default=None,
         description="Regular expressions searched in a parameter's name; the matches get the "
-        "low-rank rule. null: every linear.",
+        "low-rank rule. null: every linear. Embeddings, output heads (of transformers' models classifiers and scores "
+        "too) and LoRA's adapters are left to plain AdamW either way; module_rules alone give these a rule.",
         json_schema_extra={"legal": "null or a non-empty list of non-empty regular expressions"},
-    )
-    exclude_modules: RegexList = Field(
-        default=(),
-        description="Regular expressions searched in a parameter's name; the matches are left to plain AdamW, also "
-        "where target_modules matches. So are, whatever this says, embeddings, output heads (of transformers' "
-        "models classifiers and scores too) and LoRA's adapters; module_rules alone give these a rule.",
-        json_schema_extra={"legal": "a list of non-empty regular expressions"},
     )
     module_rules: dict[Regex, ModuleRule] = Field(
         default={},
-        description="Rules of their own for modules, by regular expression: embeddings and head too. "
-        "The first match decides, before every other pattern. A rule sets at least one field; the others are taken "
-        "from hmt.optimizer, under another method all but rank and scale.",
+        description="Rules of their own for modules, by regular expression, embeddings and head too; "
+        '{"method": "adamw"} leaves them to plain AdamW. The first match decides, before every other pattern. '
+        "A rule sets at least one field; the others are taken from hmt.optimizer, under another method all but rank "
+        "and scale.",
         json_schema_extra={"legal": "an object of regular expressions and objects"},
     )
     seed: int = Field(

@@ -27,4 +27,5 @@ REMOVED: dict[str, str] = {
     "hmt.optimizer.norm_growth_limit": "Remove it: the norm of the residual, or of APOLLO's update, grows by at most "
     "1.01 from step to step.",
     "hmt.optimizer.scale_type": 'Remove it: "apollo" has a scale per channel, "apollo_mini" one per matrix.',
+    "hmt.optimizer.exclude_modules": 'Write "module_rules": {PATTERN: {"method": "adamw"}} for each of its patterns.',
 }

@@ -108,7 +108,6 @@ def assign_rules(
     settings: MatrixSettings | None,
     module_rules: Sequence[ModuleRule] = (),
     target_modules: Sequence[str] | None,
-    exclude_modules: Sequence[str],
     linear_names: Iterable[str] | None = None,
     head_names: Iterable[str] = (),
 ) -> list[Assignment]:
@@ -118,8 +117,8 @@ def assign_rules(
         parameters: (name, shape) of every trainable parameter.
         settings: of the matrices; None when the method is ``adamw``.
         module_rules: the first match decides, before the other patterns and for any matrix.
-        target_modules: regexes searched in the name; None means every linear weight.
-        exclude_modules: regexes whose matches stay dense, beside :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
+        target_modules: regexes searched in the name; None means every linear weight. Those of
+            :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW` stay dense.
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
         head_names: names known to be weights of output heads, which stay dense too.
@@ -142,9 +141,6 @@ def assign_rules(
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
         if settings is None:
             return "method is adamw"
-        excluded = next((p for p in exclude_modules if re.search(p, name)), None)
-        if excluded is not None:
-            return f"excluded by {excluded!r}"
         if name in heads:
             return "output head"
         always = next((p for p in LEFT_TO_ADAMW if re.search(p, name)), None)
@@ -216,7 +212,7 @@ def _check_targets(
             why = "module_rules decide it" if matches[0] in taken else matches[0].reason
             raise ValueError(
                 f"hmt.optimizer.target_modules: {pattern!r} decides nothing: {matches[0].name} is not for it "
-                f"({why}); legal: a pattern that matches some linear's weight which neither exclude_modules nor "
-                "module_rules takes and which is no head, embedding or adapter: these a module rule takes. Correct "
+                f"({why}); legal: a pattern that matches some linear's weight which "
+                "module_rules do not take and which is no head, embedding or adapter: these a module rule takes. Correct "
                 "or remove it."
             )

@@ -147,7 +147,6 @@ class HMT(Optimizer):
             settings=self._settings,
             module_rules=self._rules,
             target_modules=cast("Sequence[str] | None", self.options["target_modules"]),
-            exclude_modules=cast("Sequence[str]", self.options["exclude_modules"]),
             linear_names=self._linear_names,
             head_names=self._head_names,
         )
@@ -201,7 +200,7 @@ class HMT(Optimizer):
             raise ValueError(
                 f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the gradient of "
                 f"{self._low_rank[largest].name} has {sizes[largest]} bytes; legal: at least that. "
-                'Raise it, use "auto", or exclude the module.'
+                'Raise it, use "auto", or leave the module to adamw in module_rules.'
             )
         old, interval = self._schedule, int(self.options["update_interval"])
         new = self._schedule = RefreshSchedule(sizes, interval, budget)

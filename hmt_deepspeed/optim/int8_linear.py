@@ -204,7 +204,7 @@ def check_encodable(
     if not linears:
         raise ValueError(
             f"{given} no linear has a projected backward, so there is no matrix to convert; legal: a "
-            "model with an nn.Linear that target_modules and exclude_modules leave on lowrank_adamw. "
+            "model with an nn.Linear that target_modules and module_rules leave on lowrank_adamw. "
             'Change them, or use "auto".'
         )
     tied = tied_weights(model)
@@ -219,7 +219,7 @@ def check_encodable(
         if name in tied:
             raise ValueError(
                 f"{given} {name} is also {tied[name]} (tied), which would read no weight there; legal: "
-                "weights of one module. Add it to exclude_modules, or untie them."
+                "weights of one module. Leave it to adamw in module_rules, or untie them."
             )
 
 

@@ -131,6 +131,6 @@ def _refusal(name: str, asked: Asked) -> str:
         but = ". For gradients of inputs alone call torch.autograd.grad(loss, inputs, create_graph=True)"
     return (
         f"{what}, but the backward of its linear is projected: of the linear's input only X [Q | P] was saved, which "
-        "does not give the whole gradient. Add it to hmt.optimizer.exclude_modules, or set "
+        "does not give the whole gradient. Leave it to adamw in hmt.optimizer.module_rules, or set "
         f"hmt.optimizer.projected_backward to false{but}."
     )

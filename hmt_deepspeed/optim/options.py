@@ -70,7 +70,6 @@ DEFAULTS: dict[str, object] = {
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
-    "exclude_modules": (),
     "module_rules": {},
     "seed": 0,
 }
@@ -155,18 +154,18 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
     if not whole and budget != "auto":
         _refuse("max_full_gradient_bytes", budget, '"auto" or an integer >= 1', 'use "auto"')
-    for field in ("target_modules", "exclude_modules"):
-        patterns = options[field]
-        if patterns is None and field == "target_modules":
-            continue
+    patterns = options["target_modules"]
+    if patterns is not None:
         if not isinstance(patterns, Sequence) or isinstance(patterns, str):
-            _refuse(field, patterns, "a list of regular expressions", "put the pattern in a list")
+            advice = "put the pattern in a list"
+            _refuse("target_modules", patterns, "a list of regular expressions", advice)
         words = cast("Sequence[object]", patterns)
         if wrong := [pattern for pattern in words if not _is_pattern(pattern)]:
-            advice = f"correct {wrong[0]!r}"
-            _refuse(field, patterns, "a list of non-empty regular expressions", advice)
-        if field == "target_modules" and not words:
-            _refuse(field, patterns, "at least one pattern, or None", "None takes every linear")
+            legal = "a list of non-empty regular expressions"
+            _refuse("target_modules", patterns, legal, f"correct {wrong[0]!r}")
+        if not words:
+            advice = "None takes every linear"
+            _refuse("target_modules", patterns, "at least one pattern, or None", advice)
     share, fallback = options["rank_budget"], options["full_rank_budget"]
     if share not in (None, "auto") and not (_is_share(share) and share):
         legal = '"auto", None or a number above 0, at most 1'

@@ -99,7 +99,7 @@ def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
         why = f"belongs to a {type(module).__name__} whose weight others read than nn.Linear's forward"
     return (
         f"hmt.optimizer.projected_backward is True, but {matrix.name} {why}. Legal for it: "
-        "'auto' or False, or add it to exclude_modules."
+        "'auto' or False, or a module rule that leaves it to adamw."
     )
 
 

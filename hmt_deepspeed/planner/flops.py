@@ -39,7 +39,7 @@ class Projected:
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
         whole_at_full: where the basis would span all columns, backward is the ordinary one.
-        target_modules, exclude_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
+        target_modules, adamw_modules: which linears, see :func:`~hmt_deepspeed.planner.shapes.is_selected`.
         others: (name, r, k) of the weights that have others; ``*`` for a layer's number, or the number of one
             whose weight has its own.
     """
@@ -51,7 +51,7 @@ class Projected:
     shared: bool = False
     whole_at_full: bool = True
     target_modules: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] = ()
+    adamw_modules: tuple[str, ...] = ()
     others: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Projected:
 
     def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
         """Which side of one linear is projected, None for neither."""
-        if not is_selected(_weight(linear, names), self.target_modules, self.exclude_modules):
+        if not is_selected(_weight(linear, names), self.target_modules, self.adamw_modules):
             return None
         side = self.side
         if side == "auto":

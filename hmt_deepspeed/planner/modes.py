@@ -60,7 +60,8 @@ class OptimizerMode:
         probes: k, None for "auto".
         ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
             whose matrix has its own.
-        target_modules, exclude_modules: regular expressions searched in a parameter's name.
+        target_modules, adamw_modules: regular expressions searched in a parameter's name, see
+            :func:`~hmt_deepspeed.planner.shapes.is_selected`.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
         max_full_gradient_bytes: None for "auto".
@@ -78,7 +79,7 @@ class OptimizerMode:
     master_weights: Literal["fp32", "none"] = "fp32"
     weight_dtype: Literal["auto", "int8"] = "auto"
     target_modules: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] = ()
+    adamw_modules: tuple[str, ...] = ()
     projected_backward: bool = True
     redrawn: bool = False
     share_basis: bool = False
@@ -102,7 +103,7 @@ class OptimizerMode:
             return False
         if self.method == "adamw" or parameter.kind in ("vector", "embedding", "head"):
             return False
-        return is_selected(parameter.name, self.target_modules, self.exclude_modules)
+        return is_selected(parameter.name, self.target_modules, self.adamw_modules)
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
@@ -158,7 +159,7 @@ class OptimizerMode:
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
             target_modules=self.target_modules,
-            exclude_modules=self.exclude_modules,
+            adamw_modules=self.adamw_modules,
             others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
         )
 

@@ -300,15 +300,16 @@ def by_layer(layer: str, names: Iterable[str]) -> dict[int, dict[str, str]]:
 
 
 def is_selected(
-    name: str, target_modules: Sequence[str] | None, exclude_modules: Sequence[str]
+    name: str, target_modules: Sequence[str] | None, adamw_modules: Sequence[str]
 ) -> bool:
     """Whether ``hmt.optimizer``'s patterns leave a linear of this name on the low-rank rule.
 
     Args:
         target_modules: regular expressions searched in the name; None for every one.
-        exclude_modules: likewise; a match is not selected, nor is one of :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
+        adamw_modules: likewise, of the module rules that leave their matches to AdamW; these are not selected, nor
+            are those of :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
     """
-    if any(re.search(pattern, name) for pattern in (*exclude_modules, *LEFT_TO_ADAMW)):
+    if any(re.search(pattern, name) for pattern in (*adamw_modules, *LEFT_TO_ADAMW)):
         return False
     return target_modules is None or any(re.search(pattern, name) for pattern in target_modules)
 

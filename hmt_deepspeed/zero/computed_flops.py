@@ -8,6 +8,7 @@ from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.plan_ranks import RankWatch
+from hmt_deepspeed.zero.support import has_other_rules
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine import HMTEngine
@@ -33,7 +34,7 @@ def computed_flops(engine: HMTEngine, micro_batch: int, seq_length: int) -> floa
         facts = engine.run_facts(HMTConfig())
     except ValueError:  # an unknown family
         return None
-    if engine.hmt_enabled and engine.optimizer.options["module_rules"]:
+    if engine.hmt_enabled and has_other_rules(engine.optimizer.options):
         return None
     if facts.rank_is_chosen:
         ranks = RankWatch(engine.optimizer, facts.shape.names.layer).news()

@@ -237,7 +237,6 @@ def _assignments(
         settings=matrix_settings(options),
         module_rules=module_rules(options),
         target_modules=options["target_modules"],
-        exclude_modules=options["exclude_modules"],
         linear_names=linear_weights(model),
         head_names=head_weights(model),
     )
@@ -292,7 +291,7 @@ def _site(
         why = why if other is None else f"is also {other} (tied)"
         raise ValueError(
             f"hmt.optimizer.projected_backward is true, but {assignment.name} {why}. "
-            'Use "auto", or add the module to exclude_modules.'
+            'Use "auto", or leave the module to adamw in module_rules.'
         )
     return None
 

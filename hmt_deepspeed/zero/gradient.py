@@ -75,7 +75,7 @@ class Gradient:
                 raise RuntimeError(
                     f"{self.name} is read outside its module's forward, as F.linear(x, module.weight) does. "
                     "zero_optimization.stage is 3, where each rank holds a part of its basis and none can "
-                    "project that use's gradient. Add it to hmt.optimizer.exclude_modules, or set "
+                    "project that use's gradient. Leave it to adamw in hmt.optimizer.module_rules, or set "
                     "hmt.optimizer.projected_backward to false."
                 )
             projected = grad @ columns.to(grad.dtype)

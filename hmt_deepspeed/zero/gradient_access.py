@@ -156,7 +156,7 @@ class GradientAccess:
         if entry.matrix is not None:
             raise ValueError(
                 f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
-                "set. Add the module to hmt.optimizer.exclude_modules to keep it dense."
+                "set. Leave the module to adamw in hmt.optimizer.module_rules to keep it dense."
             )
 
     # -- reading and writing --------------------------------------------------------------------

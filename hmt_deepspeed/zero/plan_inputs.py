@@ -220,7 +220,10 @@ def place_of(config: Any) -> Any:
 
 
 def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
-    """``hmt.optimizer`` in the planner's words; ``"rank": "auto"`` as the largest candidate."""
+    """``hmt.optimizer`` in the planner's words; ``"rank": "auto"`` as the largest candidate.
+
+    Of module rules those that leave their matches to AdamW, see :func:`~hmt_deepspeed.zero.support.has_other_rules`.
+    """
     if options is None:
         return OptimizerMode(method="adamw")
     rank, probes, budget = (options[name] for name in ("rank", "probes", "max_full_gradient_bytes"))
@@ -239,7 +242,11 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
         master_weights=options["master_weights"],
         weight_dtype=options["weight_dtype"],
         target_modules=options["target_modules"],
-        exclude_modules=tuple(options["exclude_modules"]),
+        adamw_modules=tuple(
+            pattern
+            for pattern, rule in options["module_rules"].items()
+            if rule.get("method") == "adamw"
+        ),
         projected_backward=options["projected_backward"] is not False,
         redrawn=options["range_finder"] == "random",
         share_basis=options["share_basis"],

@@ -115,8 +115,8 @@ class SavedState:
         if wrong:
             raise ValueError(
                 f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
-                "do not fit. Keep method, projection, second_moment, module_rules, target_modules, "
-                "exclude_modules, and where bases are drawn range_finder and rank, or load with "
+                "do not fit. Keep method, projection, second_moment, module_rules and target_modules, "
+                "and where bases are drawn range_finder and rank, or load with "
                 "load_optimizer_states=False."
             )
 

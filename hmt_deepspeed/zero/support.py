@@ -6,7 +6,7 @@ Values that are refused whatever stands beside them are in :mod:`hmt_deepspeed.z
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ __all__ = [
     "checks_overflow",
     "resolved_overlap",
 ]
+
+
+def has_other_rules(options: Mapping[str, Any]) -> bool:
+    """Whether ``hmt.optimizer.module_rules`` do more than leave modules to AdamW, which the planner does not know."""
+    return any(rule.get("method") != "adamw" for rule in options["module_rules"].values())
 
 
 def check_supported(
@@ -92,10 +97,11 @@ def check_activations(
                 f'hmt.activations.policy is "plan", but zero_optimization.{key}.device is "nvme", {reason}. Legal: '
                 '"none", "cpu", or with "nvme" a policy written out.'
             )
-    if activations.is_planned and options is not None and options["module_rules"]:
+    if activations.is_planned and options is not None and has_other_rules(options):
         raise ValueError(
             f"hmt.optimizer.module_rules is {options['module_rules']!r}, whose matrices the planner would take for "
-            'all others: legal is {} with hmt.activations.policy "plan". Remove the rules, or write the policy out.'
+            'all others: legal with hmt.activations.policy "plan" are rules {"method": "adamw"}. Remove the others, '
+            "or write the policy out."
         )
     if (config.get("compile") or {}).get("deepcompile"):
         raise ValueError(

@@ -24,7 +24,6 @@ _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", floa
 _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does not say what is inside
     "hmt.optimizer.rank_candidates": lambda draw: sorted(draw.sample((1, 2, 4, 8, 16, 64), 3)),
     "hmt.optimizer.target_modules": lambda draw: draw.choice([None, draw.sample(_PATTERNS, 2)]),
-    "hmt.optimizer.exclude_modules": lambda draw: draw.sample(_PATTERNS, draw.randint(0, 2)),
     "hmt.optimizer.module_rules": lambda draw: {
         draw.choice(_PATTERNS): draw.choice(
             [{"method": "adamw"}, {"method": "apollo"}, {"rank": 2}, {"projection": "left"}]

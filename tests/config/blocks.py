@@ -26,7 +26,6 @@ DEFAULTS = {
     "master_weights": "fp32",
     "weight_dtype": "auto",
     "target_modules": None,
-    "exclude_modules": (),
     "module_rules": {},
     "seed": 0,
 }
@@ -53,7 +52,6 @@ KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "scale",
     "projected_backward",
     "target_modules",
-    "exclude_modules",
 }
 
 

@@ -27,7 +27,6 @@ LOW_RANK_ONLY = {
     "scale": 1.0,
     "max_full_gradient_bytes": 1,
     "target_modules": ["q_proj"],
-    "exclude_modules": [],
 }
 
 CONFLICTS = [
@@ -181,7 +180,7 @@ def test_what_a_module_rule_reads_is_legal(fields, rule):
     [
         *[
             ({"method": "adamw", key: LOW_RANK_ONLY[key]}, {"method": "lowrank_adamw"}, key)
-            for key in ("rank", "scale", "target_modules", "exclude_modules")
+            for key in ("rank", "scale", "target_modules")
         ],
         ({"method": "adamw", "projection": "left"}, {"method": "apollo"}, "projection"),
         (

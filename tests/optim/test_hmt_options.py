@@ -80,8 +80,6 @@ def test_options_and_settings():
         ("target_modules", (), "at least one pattern"),
         ("target_modules", ("",), "non-empty"),
         ("target_modules", ("2", "("), "correct '('"),
-        ("exclude_modules", ("[",), "correct '['"),
-        ("exclude_modules", None, "list"),
         ("seed", -1, "from 0"),
     ],
 )
@@ -182,10 +180,6 @@ def test_what_cannot_work_is_refused_at_first_use(parameter, options, words):
     ("options", "words"),
     [
         ({"target_modules": ["2", "bias"]}, r"'bias' decides nothing: 0\.bias .*\(not a matrix\)"),
-        (
-            {"target_modules": ["2", "^0"], "exclude_modules": ["0"]},
-            r"'\^0' decides nothing: 0\.weight .*\(excluded by '0'\)",
-        ),
         (
             {"target_modules": ["2", "^0"], "module_rules": {"0": {"method": "adamw"}}},
             r"'\^0' decides nothing: 0\.weight .*\(module_rules decide it\)",

@@ -387,7 +387,7 @@ class Tied(nn.Module):
         ({"residual": "full"}, ["weight_dtype is 'int8'", "full residual"]),
         ({"method": "apollo"}, ["weight_dtype is 'int8'", '"method": "apollo"']),
         ({"method": "adamw"}, ["weight_dtype is 'int8'", '"method": "adamw"']),
-        ({"exclude_modules": ["."]}, ["no matrix to convert", "legal"]),
+        ({"module_rules": {".": {"method": "adamw"}}}, ["no matrix to convert", "legal"]),
     ],
 )
 def test_refused_options(options, words):
@@ -406,8 +406,8 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Doubled(16, 16), ["no matrix to convert", "legal", "exclude_modules"]),
-        (Tied(), ["first.weight is also second.weight", "exclude_modules"]),
+        (Doubled(16, 16), ["no matrix to convert", "legal", "module_rules"]),
+        (Tied(), ["first.weight is also second.weight", "module_rules"]),
         (network(dtype=torch.float16), ["0.weight is torch.float16", "bfloat16"]),
         (
             list(network().parameters()),

@@ -218,11 +218,11 @@ def build(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_transformers_are_left_to_adamw(name):
     model = build(name)
-    rows = {row.name: row for row in HMT(model, rank=4, exclude_modules=["q_proj"]).describe()}
+    rows = {row.name: row for row in HMT(model, rank=4).describe()}
     heads = {row.name for row in rows.values() if row.reason == "output head"}
     assert heads == {f"{head}.weight" for head in HEADS[name]}
     linears = [r for r in rows.values() if r.rule == "lowrank_adamw"]
-    assert len(linears) == {"Llama": 6, "GPTNeoX": 4}.get(name.split("For")[0], len(linears))
+    assert len(linears) == {"Llama": 7, "GPTNeoX": 4}.get(name.split("For")[0], len(linears))
     assert linears
 
 
@@ -241,12 +241,12 @@ def test_a_decoder_beside_the_base_model_is_no_head_and_a_wrapped_model_has_its_
     assert head_weights(nn.Sequential(Task())) == {f"0.{name}" for name in heads}
 
 
-def test_excluding_modules_adds_to_what_is_left_to_adamw():
+def test_a_rule_of_adamw_adds_to_what_is_left_to_it():
     named = [
         (n, nn.Parameter(torch.ones(8, 8))) for n in ("embed", "lm_head", "x.lora_A", "q", "k")
     ]
-    for excluded, rule in (([], "lowrank_adamw"), (["q"], "adamw")):
-        rows = {row.name: row for row in HMT(named, rank=2, exclude_modules=excluded).describe()}
+    for rules, rule in (({}, "lowrank_adamw"), ({"q": {"method": "adamw"}}, "adamw")):
+        rows = {row.name: row for row in HMT(named, rank=2, module_rules=rules).describe()}
         for name, pattern in (("embed", "embed"), ("lm_head", "lm_head"), ("x.lora_A", "lora_")):
             assert rows[name][1:3] == ("adamw", f"{pattern!r} is left to AdamW")
         assert (rows["q"].rule, rows["k"].rule) == (rule, "lowrank_adamw")
@@ -259,5 +259,5 @@ def test_only_a_module_rule_gives_a_head_another_rule():
     ):
         HMT(model, rank=4, target_modules=["q_proj", "lm_head"])
     rules = {"lm_head|embed_tokens": {"method": "lowrank_adamw"}}
-    optimizer = HMT(model, rank=4, exclude_modules=["q_proj"], module_rules=rules)
+    optimizer = HMT(model, rank=4, module_rules=rules)
     assert {"lm_head.weight", "model.embed_tokens.weight"} < optimizer.matrices.keys()

@@ -64,7 +64,11 @@ MODES = {
     "full residual": {"rank": 16, "residual": "full"},
     "no residual": {"rank": 40, "residual": "none"},
     "no probes": {"rank": 16, "residual": "none", "probes": 0},
-    "targets": {"rank": 16, "target_modules": ("mlp",), "exclude_modules": ("down",)},
+    "targets": {
+        "rank": 16,
+        "target_modules": ("mlp",),
+        "module_rules": {r"down|mlp\.c_proj": {"method": "adamw"}},
+    },
     "random basis": {"rank": 16, "range_finder": "random"},
     "factored": {"rank": 16, "projection": "auto", "second_moment": "factored"},
     "factored and int8": {
@@ -83,6 +87,7 @@ MODES = {
 
 def planned_mode(fields):
     mode = dict(fields)
+    mode["adamw_modules"] = tuple(mode.pop("module_rules", ()))
     return (
         OptimizerMode(**mode, redrawn=True)
         if mode.pop("range_finder", None)
@@ -172,7 +177,6 @@ def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
         [(name, tuple(p.shape)) for name, p in network.named_parameters()],
         settings=MatrixSettings(**fields),
         target_modules=MODES[mode].get("target_modules"),
-        exclude_modules=(),
         linear_names=linear_weights(network),
     )
     most = 0

@@ -136,15 +136,16 @@ def test_dependencies_follow_the_residual_stream(layer):
             assert set(site.depends) <= set(names[:position])  # in forward order
 
 
+ADAMW = {"method": "adamw"}
 MODES = {
     "right": {"rank": 8},
     "left": {"rank": 8, "projection": "left"},
     "two_sided": {"rank": 8, "projection": "two_sided"},
     "smaller side": {"rank": 8, "projection": "auto"},
     "shared": {"rank": 8, "share_basis": True},
-    "targets": {"rank": 8, "target_modules": ("mlp", "q_proj"), "exclude_modules": ("up_proj",)},
-    "no q": {"rank": 8, "exclude_modules": ("q_proj",)},
-    "no fc1": {"rank": 8, "exclude_modules": ("fc1",)},
+    "targets": {"rank": 8, "target_modules": ("mlp", "q_proj"), "module_rules": {"up_proj": ADAMW}},
+    "no q": {"rank": 8, "module_rules": {"q_proj": ADAMW}},
+    "no fc1": {"rank": 8, "module_rules": {"fc1": ADAMW}},
     "no probes": {"rank": 8, "residual": "none", "probes": 0},
     # 64 columns, from q, gate and up's inputs, is all that there are; down has 160
     "full rank": {"rank": 64, "target_modules": ("q_proj", "gate", "up", "down")},
@@ -168,12 +169,14 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
         network(input_ids=tokens(), labels=tokens()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    fields = dict(MODES[mode])
+    left = tuple(fields.pop("module_rules", ()))
     planned = build_workload(
         shape_of_config(made),
         **SIZES,
         itemsize=4,
         attention="eager",
-        projected=OptimizerMode(**MODES[mode]).backward(),
+        projected=OptimizerMode(**fields, adamw_modules=left).backward(),
     )
     assert flops(network) == (planned.forward_flops, planned.backward_flops)
     assert saved_bytes(network)["layer"] == planned.layers[1].saved_bytes

@@ -141,7 +141,7 @@ def refused_loads(folder: str, stock_folder: str, empty: str) -> dict[str, Any]:
     train(stock, 1)
     stock.save_checkpoint(stock_folder)
     attempt("other model", make_engine(config_of(2), tiny_llama(layers=2)), folder)
-    other_rules = ds_config(2, {"exclude_modules": ["embed", "lm_head", "mlp"]})
+    other_rules = ds_config(2, {"module_rules": {"mlp": {"method": "adamw"}}})
     attempt("other rules", make_engine(other_rules, tiny_llama(layers=1)), folder)
     engine = make_engine(config_of(2), tiny_llama(layers=1, seed=7))
     attempt("no such tag", engine, folder, tag="third")

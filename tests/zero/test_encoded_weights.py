@@ -331,14 +331,14 @@ REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, list[str]]] 
         {},
         BF16,
         True,
-        ["k_proj.weight is also model.layers.0.self_attn.v_proj.weight", "exclude_modules"],
+        ["k_proj.weight is also model.layers.0.self_attn.v_proj.weight", "module_rules"],
     ),
     "nothing to convert": (
         2,
-        {"exclude_modules": ["weight"]},
+        {"module_rules": {"weight": {"method": "adamw"}}},
         BF16,
         False,
-        ["weight_dtype is 'int8'", "no matrix to convert", "legal", "exclude_modules"],
+        ["weight_dtype is 'int8'", "no matrix to convert", "legal", "module_rules"],
     ),
 }
 

@@ -274,7 +274,7 @@ def test_what_cannot_be_read_or_set_says_so(ranks: Ranks) -> None:
         assert "engine.zero_grad()" in found["within"]
         for name in ("set low rank", "set local low rank", "vectorized"):
             assert "1.weight is a low-rank matrix" in found[name]
-            assert "exclude_modules" in found[name]
+            assert "module_rules" in found[name]
         assert "given 2 elements; legal is 4" in found["set size"]
         assert found["unchanged"]
         assert found["unused"] == (None, None)

@@ -38,7 +38,7 @@ SWAPPED = {LOW, DENSE, "model.layers.0.mlp.up_proj.weight"} | {
 }
 OPTIONS = {
     **LOW_RANK,
-    "exclude_modules": ["down_proj"],
+    "module_rules": {"down_proj": {"method": "adamw"}},
     "update_interval": 2,
     "max_full_gradient_bytes": 3 * 10**7,
 }

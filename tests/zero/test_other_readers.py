@@ -94,7 +94,7 @@ def test_a_use_that_nobody_can_project_is_an_error_that_says_what_to_do(ranks: R
         ranks.run(trained_by, 2, 3, "Functional", {})
     for words in (
         "second.weight is read outside",
-        "exclude_modules",
+        "module_rules",
         "projected_backward to false",
     ):
         assert words in str(failed.value)
@@ -124,4 +124,4 @@ def test_other_readers_are_refused_where_a_projected_backward_is_insisted_on(
     message = ranks.run(refused, 1, model)[0]
     assert "projected_backward is true" in message
     assert words in message
-    assert "exclude_modules" in message
+    assert "module_rules" in message

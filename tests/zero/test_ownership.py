@@ -337,7 +337,9 @@ def side_by_side() -> dict[str, Any]:
     trunk = nn.Linear(16, 16)
     first, second, third = Headed(trunk), Headed(trunk), Headed(trunk)
     with warned() as apart:
-        one = make_engine(config(weight_dtype="int8", exclude_modules=["head"]), first)
+        one = make_engine(
+            config(weight_dtype="int8", module_rules={"head": {"method": "adamw"}}), first
+        )
         other = make_engine(config(), second, model_parameters=list(second.head.parameters()))
         plain = make_engine(stock_config(1), third, model_parameters=list(third.head.parameters()))
         moved = [steps(engine) for engine in (one, other, plain, one)]

@@ -26,6 +26,7 @@ MODES: dict[str, tuple[dict[str, Any], int, int]] = {
     # k_proj and v_proj have 20 rows, so only the others are full
     "full rank": ({**FIXED, "rank": HIDDEN, "target_modules": ["q_proj", "up_proj"]}, 2, 1),
     "no masters": ({**FIXED, "master_weights": "none"}, 2, 1),
+    "one to AdamW": ({**FIXED, "module_rules": {"o_proj": {"method": "adamw"}}}, 2, 1),
 }
 
 

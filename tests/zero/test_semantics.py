@@ -25,6 +25,7 @@ from training import (
 )
 
 STEPS = 6
+ADAMW = {"method": "adamw"}
 
 
 # -- precision ----------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Branches(nn.Module):
 
 def branches(stage: int, gas: int, usage: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "module_rules": {"out": ADAMW}}
     engine = make_engine(ds_config(stage, options, gas=gas), Branches())
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(5)
@@ -196,7 +197,7 @@ class Twice(nn.Module):
 
 def fires_twice(stage: int, reentrant: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "module_rules": {"out": ADAMW}}
     zero = {"reduce_bucket_size": 100}  # the shared linear's bucket leaves before it fires again
     engine = make_engine(ds_config(stage, options, zero_optimization=zero), Twice())
     losses = []
@@ -220,7 +221,7 @@ def test_parameter_that_fires_twice(ranks: Ranks, stage: int) -> None:
 def fires_differently(stage: int, gas: int, reentrant: bool) -> dict[str, Any]:
     """The first half of the batch calls the shared linear once, the second three times."""
     torch.manual_seed(0)
-    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "exclude_modules": ["out"]}
+    options = {"rank": 4, "update_interval": 3, "scale": 1.0, "module_rules": {"out": ADAMW}}
     zero = {"reduce_bucket_size": 100}
     engine = make_engine(ds_config(stage, options, gas=gas, zero_optimization=zero), Twice())
     for step in range(8):
@@ -320,8 +321,7 @@ def conv1d(stage: int) -> dict[str, Any]:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=61, n_embd=40, n_layer=1, n_head=4, n_positions=32)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    options = {**LOW_RANK, "exclude_modules": ["wte", "wpe", "lm_head"]}
-    engine = make_engine(ds_config(stage, options, gas=2), GPT2LMHeadModel(config))
+    engine = make_engine(ds_config(stage, LOW_RANK, gas=2), GPT2LMHeadModel(config))
     found = result(engine, train(engine, STEPS))
     low_rank = engine.optimizer.low_rank
     found["matrices"] = {e.name: e.gradient.site is None for e in low_rank}
