@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from hmt_deepspeed.config.activations import (
-    MIN_HOST_MEMORY,
     ActivationsConfig,
     activation_conflicts,
 )
@@ -282,28 +281,11 @@ def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[
 class BasisCacheConfig(StrictModel):
     """`hmt.basis_cache`: bases wait in host memory where the block has this section."""
 
-    max_entries: PositiveInt = Field(
-        default=1024,
-        description="Bases in pinned host memory, current and old; further current ones stay on the device.",
-    )
-    max_bytes: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
-        default="auto",
-        description="Bytes of pinned host memory that each rank's bases may take; auto: up to half of what is "
-        "free, shared by the ranks of a machine. What has no room stays on the device.",
-    )
-    prefetch: Annotated[int, Field(ge=0)] = Field(
-        default=2,
-        description="Bases on their way to the device beside the one in use; 0: every one is waited for.",
-    )
-    old_bases: bool = Field(
-        default=False,
-        description="Keep a basis that a narrower one replaces; where the rank rises again, the range finder "
-        "starts from it. They make room for current ones.",
-    )
-    old_moments: Annotated[int, Field(ge=0)] = Field(
+    history: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Bases of each matrix, the last it has left, whose moments are kept; where the basis turns "
-        "back to one, its second moments come back. 0: none. They make room for current bases.",
+        description="Bases of each matrix, the last it has left, that are kept with their moments: where the basis "
+        "turns back to one, its second moments come back, and where the rank rises again, the range finder starts "
+        "from the wider basis before. They make room for current bases. 0: none.",
     )
 
 
@@ -312,15 +294,12 @@ class SnapshotConfig(StrictModel):
 
     path: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Folder of this run's snapshots, which all ranks share.",
+        description="Folder of this run's snapshots, which all ranks share; the last two are kept, beside those whose "
+        "weights they are differences to.",
         json_schema_extra={"legal": "null or the path of a folder"},
     )
     interval: int = Field(
         default=0, ge=0, description="Optimizer steps between two snapshots; 0: none."
-    )
-    keep: PositiveInt = Field(
-        default=2,
-        description="Snapshots that are kept, beside those whose weights they are differences to.",
     )
 
     @model_validator(mode="after")

@@ -16,6 +16,13 @@ REMOVED: dict[str, str] = {
     "hmt.planner.profile": "Remove it: a run measures its machine once. To plan for another machine use hmt-plan "
     "--machine, and execute the plan that it saves by hmt.planner.plan.",
     "hmt.planner.save_plan": "Give the file as hmt.planner.plan: where there is none the plan is written there.",
+    "hmt.basis_cache.max_entries": "Remove it: as many bases wait in host memory as have room in half of what is free.",
+    "hmt.basis_cache.max_bytes": "Remove it: bases take up to half of the host memory that is free, shared by the ranks "
+    "of a machine.",
+    "hmt.basis_cache.prefetch": "Remove it: two bases are on their way to the device beside the one in use.",
+    "hmt.basis_cache.old_bases": 'Set "history" to how many of the bases that a matrix has left are kept.',
+    "hmt.basis_cache.old_moments": 'Rename it to "history", which keeps the bases with their moments.',
+    "hmt.snapshot.keep": "Remove it: the last two snapshots are kept, beside those whose weights they are differences to.",
     "hmt.fpdt.enabled": 'Remove it: chunks are on where the block has the section "fpdt", and off without it.',
     "hmt.offload.schedule": "Remove it: states on an SSD are read, updated and written all at once. For one after "
     "another set pipeline_read and pipeline_write of zero_optimization.offload_optimizer to false.",

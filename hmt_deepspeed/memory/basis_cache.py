@@ -18,7 +18,9 @@ from .growing import GrowingHostStore
 from .pool import whole_pages
 from .transfer import TransferEngine
 
-__all__ = ["SLAB_BYTES", "BasisCache"]
+__all__ = ["PREFETCH", "SLAB_BYTES", "BasisCache"]
+
+PREFETCH = 2  # bases on their way to the device beside the one in use
 
 # Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's.
 SLAB_BYTES = 2**26
@@ -43,15 +45,13 @@ class BasisCache:
     """Current bases, which have no other home, and what is old, which makes room for those.
 
     A current basis is fetched by :meth:`get` and dropped from the device by the next one; while it is used, the
-    ``prefetch`` bases that come next are on their way, see :meth:`begin_round`. What is old, bases by
-    :meth:`remember` and tensors that belong together by :meth:`keep`, stays until ``max_entries`` or ``max_bytes``
-    are reached, and the least recently used goes first.
+    bases that come next are on their way, see :meth:`begin_round`. What is old, bases by :meth:`remember` and
+    tensors that belong together by :meth:`keep`, stays until ``max_bytes`` are reached, and the least recently used
+    goes first.
 
     Args:
         engine: what moves them.
-        max_entries: of bases, current and old, and of what else is kept, together.
         max_bytes: of pinned host memory; each tensor occupies whole pages of 4096 bytes.
-        prefetch: bases on their way to the device beside the one in use; 0: each is waited for.
 
     Attributes:
         hits, misses: by name: how often :meth:`get` found the basis on the device or on its way there, and how
@@ -62,12 +62,10 @@ class BasisCache:
         held: keys that do not make room, see :meth:`keep`; the caller's.
     """
 
-    def __init__(
-        self, engine: TransferEngine, max_entries: int, max_bytes: int, prefetch: int
-    ) -> None:
-        self.engine, self.max_entries, self.prefetch = engine, max_entries, prefetch
+    def __init__(self, engine: TransferEngine, max_bytes: int) -> None:
+        self.engine = engine
         self._store = GrowingHostStore(
-            engine, max_bytes, "hmt.basis_cache.max_bytes", min(SLAB_BYTES, max_bytes)
+            engine, max_bytes, "the host memory that bases may take", min(SLAB_BYTES, max_bytes)
         )
         self._current: dict[str, _Home] = {}
         self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
@@ -220,10 +218,6 @@ class BasisCache:
     # -- numbers --------------------------------------------------------------------------------
 
     @property
-    def num_entries(self) -> int:
-        return len(self._current) + len(self._old)
-
-    @property
     def host_bytes(self) -> int:
         """Of all that is in host memory, current and old."""
         current = sum(home.nbytes for home in self._current.values())
@@ -260,7 +254,7 @@ class BasisCache:
 
     def _make_room(self, key: str, tensor: Tensor) -> bool:
         """Put it into the store, at the expense of what is old if need be."""
-        while self.num_entries >= self.max_entries or not self._put(key, tensor):
+        while not self._put(key, tensor):
             oldest = next((old for old in self._old if old not in self.held), None)
             if oldest is None:
                 return False
@@ -286,7 +280,7 @@ class BasisCache:
         self._bring()
 
     def _bring(self) -> None:
-        """Start the copies of the next ``prefetch`` bases, and give up those that turn out not to be next."""
+        """Start the copies of the next bases, and give up those that turn out not to be next."""
         wanted = self._next()
         for name in [name for name in self._coming if name not in wanted]:
             del self._coming[name]
@@ -298,11 +292,11 @@ class BasisCache:
         self._count_device_bytes()
 
     def _next(self) -> list[str]:
-        """The next ``prefetch`` different bases that are expected."""
+        """The next different bases that are expected."""
         busy = None if self._in_use is None else self._in_use[0]
         coming: dict[str, None] = {}
         for name in islice(self._expected, self._place, None):
-            if len(coming) == self.prefetch:
+            if len(coming) == PREFETCH:
                 break
             if name in self._current and name != busy:
                 coming[name] = None

@@ -49,11 +49,11 @@ class CacheRoom:
     """``hmt.basis_cache``.
 
     Attributes:
-        old_moments: bases left whose moments each matrix keeps. old_bases: whether a wider basis is kept.
+        prefetch: bases on their way to the device. old_moments: bases left whose moments each matrix keeps.
+        old_bases: whether a wider basis is kept.
         staging: page-locked bytes for what is on its way. slab: the others are page-locked by so many.
     """
 
-    max_entries: int
     max_bytes: int
     prefetch: int
     old_moments: int
@@ -162,7 +162,7 @@ def cached_bases(
     borrowing = borrowers(shape, mode)
     bases = probes = pages = first_pages = 0
     in_layer, outside = list[int](), list[int]()  # bytes of the columns, in the order of their use
-    entries, old = 0, 0.0
+    old = 0.0
     for parameter, own in parameters_by_mode(shape, mode):
         if not own.is_low_rank(parameter):
             continue
@@ -177,17 +177,13 @@ def cached_bases(
         bases += parameter.count * basis
         probes += parameter.count * beside
         pages += parameter.count * _pages(basis + beside)
-        entries += parameter.count
         is_layers = parameter.name.startswith(shape.names.layer)
         (in_layer if is_layers else outside).append(basis + beside)
-    if not entries:
+    if not pages:
         return CachedBases()
     in_order = in_layer * min(shape.layers, room.prefetch + 2) + outside
     passing = max(sum(in_order[i : i + 1 + room.prefetch]) for i in range(len(in_order)))
-    part = min(1.0, room.max_bytes / pages, room.max_entries / entries)
-    if old:
-        most = entries * (room.old_moments + room.old_bases)
-        old *= min(1.0, max(0, room.max_entries - entries) / most)
+    part = min(1.0, room.max_bytes / pages)
     held = max(part * first_pages, part * pages + old + _pages(max(in_order)))
     slab = min(room.slab, room.max_bytes)
     pinned = min(float(room.max_bytes), -(-held // slab) * slab)

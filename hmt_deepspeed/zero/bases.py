@@ -34,9 +34,9 @@ class ParkedBases:
     ZeRO-3's leaf modules dealt, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
 
     Attributes:
-        deals: whether rows are dealt over ranks. cache: of host memory, or None. keeps_old: whether a basis
-            that a narrower one replaces is kept there. history: moments of bases that were left, see
-            :class:`MomentHistory`.
+        deals: whether rows are dealt over ranks. cache: of host memory, or None. history: moments of
+            bases that were left, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
+            kept in the cache.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class ParkedBases:
         collectives: Collectives,
         stage: int,
         cache: BasisCache | None = None,
-        keeps_old: bool = False,
         num_left: int = 0,
     ) -> None:
-        self.collectives, self.cache, self.keeps_old = collectives, cache, keeps_old
+        self.collectives, self.cache = collectives, cache
         self.history = MomentHistory(collectives, cache, num_left)
         self.deals = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
@@ -216,12 +215,16 @@ class ParkedBases:
 
     # -- old bases ------------------------------------------------------------------------------
 
+    def _keeps_older(self, matrix: LowRankMatrix) -> bool:
+        """Whether a basis that a narrower one replaces is of use: not to a full SVD, which starts from nothing."""
+        return self.history.most > 0 and matrix.settings.range_finder != "svd"
+
     def remember(self, entry: Entry, rank: int) -> None:
         """Before the entry's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
         older one that is no wider than the new."""
         matrix = entry.matrix
         assert isinstance(matrix, LowRankMatrix)
-        if self.cache is None or not self.keeps_old:
+        if self.cache is None or not self._keeps_older(matrix):
             return
         name = matrix.columns.owner
         kept = self.cache.old_width(name)
@@ -235,7 +238,7 @@ class ParkedBases:
         """The entry's old basis, wider than the present one, or None."""
         matrix = entry.matrix
         assert isinstance(matrix, LowRankMatrix)
-        if self.cache is None or not self.keeps_old:
+        if self.cache is None or not self._keeps_older(matrix):
             return None
         return self.cache.recall(matrix.columns.owner)
 
@@ -247,10 +250,10 @@ class ParkedBases:
 
     def load_old_bases(self, entries: Iterable[Entry], saved: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds."""
-        if self.cache is None or not self.keeps_old:
+        if self.cache is None:
             return
         matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
-        for matrix in matrices:
+        for matrix in filter(self._keeps_older, matrices):
             name = matrix.columns.owner
             self.cache.forget(name)
             if name in saved:

@@ -36,15 +36,15 @@ def build_bases(
     check_cache(settings, entries)
     device = entries[0].weight.device
     engine = TransferEngine(device, staging_bytes(settings))
-    cache = BasisCache(engine, settings.max_entries, settings.max_bytes, settings.prefetch)
-    return ParkedBases(collectives, stage, cache, settings.old_bases, settings.old_moments)
+    cache = BasisCache(engine, settings.max_bytes)
+    return ParkedBases(collectives, stage, cache, settings.history)
 
 
 def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
     """Refuse a cache that would do nothing.
 
     Raises:
-        ValueError: nothing could wait in host memory, or no old basis or moments would ever be used.
+        ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
     """
     matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
     stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
@@ -54,16 +54,12 @@ def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
             'none, nor does "range_finder": "random", and with "residual": "full" they stay beside the '
             "gradients. Remove the section."
         )
-    if settings.old_bases and not any(_rises_again(matrix) for matrix in stored):
+    if settings.history and not any(m.recalls_moments or _rises_again(m) for m in stored):
         raise ValueError(
-            "hmt.basis_cache.old_bases is true, but no range finder would start from one: legal is true with "
-            'several rank_candidates below the matrices\' sides and a "range_finder" other than "svd". Remove it.'
-        )
-    if settings.old_moments and not any(matrix.recalls_moments for matrix in matrices):
-        raise ValueError(
-            f"hmt.basis_cache.old_moments is {settings.old_moments}, but no matrix could carry moments of an older "
-            "basis into a later one: legal with a one-sided projection (right, left or auto) and a "
-            '"range_finder" other than "random". Remove it.'
+            f"hmt.basis_cache.history is {settings.history}, but no matrix would use what it keeps: legal with a "
+            "one-sided projection (right, left or auto), whose moments are carried over, or with several "
+            'rank_candidates below the matrices\' sides and a "range_finder" other than "svd", which starts from an '
+            "older basis. Remove it."
         )
 
 
@@ -124,10 +120,10 @@ def describe_bases(bases: ParkedBases, entries: Sequence[Entry]) -> str:
     left = len(names) - waiting
     if left:
         line += f"; {left} have no room and stay on the device"
-    if bases.history.most:
-        recalling = sum(
-            isinstance(e.matrix, LowRankMatrix) and e.matrix.recalls_moments for e in entries
-        )
+    recalling = sum(
+        isinstance(e.matrix, LowRankMatrix) and e.matrix.recalls_moments for e in entries
+    )
+    if bases.history.most and recalling:
         line += (
             f"; moments of {bases.history.most} old bases of {recalling} of {len(entries)} matrices"
         )

@@ -147,10 +147,7 @@ def parameter_offload(engine: DeepSpeedEngine) -> Any:
 def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:
     if not hmt.gives("basis_cache"):
         return None
-    values = hmt.basis_cache.model_dump()
-    if values["max_bytes"] == "auto":
-        values["max_bytes"] = host_memory_share()
-    return CacheSettings(**values)
+    return CacheSettings(host_memory_share(), hmt.basis_cache.history)
 
 
 def _gather_elements(engine: DeepSpeedEngine, stage: int) -> int:

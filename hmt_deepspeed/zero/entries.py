@@ -63,13 +63,10 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """``hmt.basis_cache``; max_bytes: resolved."""
+    """max_bytes: of pinned host memory for bases. history: ``hmt.basis_cache.history``."""
 
-    max_entries: int
     max_bytes: int
-    prefetch: int
-    old_bases: bool
-    old_moments: int
+    history: int
 
 
 @dataclass(frozen=True)

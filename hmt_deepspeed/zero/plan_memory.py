@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.memory.basis_cache import SLAB_BYTES
+from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.host import CacheRoom, EngineMemory
 from hmt_deepspeed.zero import basis_cache, host_worker, ssd
@@ -61,18 +61,17 @@ def engine_memory(
         staging=staging,
         ssd_staging=staging,
         takes_back=engine.gradient_clipping() > 0 or checks_overflow(engine._config),
-        cache=None if cache is None else _room(cache),
+        cache=None if cache is None or options is None else _room(cache, options),
         has_snapshots=options is not None and hmt.snapshot.path is not None,
     )
 
 
-def _room(cache: CacheSettings) -> CacheRoom:
+def _room(cache: CacheSettings, options: Mapping[str, Any]) -> CacheRoom:
     return CacheRoom(
-        cache.max_entries,
         cache.max_bytes,
-        cache.prefetch,
-        cache.old_moments,
-        cache.old_bases,
+        PREFETCH,
+        cache.history,
+        cache.history > 0 and options["range_finder"] != "svd",
         basis_cache.staging_bytes(cache),
         SLAB_BYTES,
     )

@@ -60,7 +60,6 @@ class SnapshotSettings:
 
     path: str
     interval: int
-    keep: int
 
 
 class Snapshots:
@@ -95,7 +94,6 @@ class Snapshots:
         self._copied, self._stopping = threading.Event(), threading.Event()
         self._writer = SnapshotWriter(
             settings.path,
-            settings.keep,
             self._rank,
             collectives.world,
             self._host_bytes,

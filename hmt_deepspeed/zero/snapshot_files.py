@@ -32,6 +32,7 @@ from hmt_deepspeed.zero.raw_tensors import RECORD, ByteFile, encode, map_file, m
 
 __all__ = ["Job", "SnapshotWriter", "Staged", "prepare_folder"]
 
+KEEP = 2  # snapshots, beside those whose weights they are differences to
 _WORTH = 0.9  # share of the whole weights up to which differences are stored
 _POLL_SECONDS = 0.05  # between two looks at whether the other ranks have written their files
 
@@ -84,7 +85,7 @@ class SnapshotWriter:
     """Writes the snapshots of one rank, one after another, in a thread of its own.
 
     Args:
-        path: folder of all snapshots. keep: how many.
+        path: folder of all snapshots.
         rank, world: of the ranks that write; rank 0 gives the folder its name.
         read: gives the bytes of a staged tensor (uint8) by its name.
         stopping: set when nothing is to be waited for any more.
@@ -96,13 +97,12 @@ class SnapshotWriter:
     def __init__(
         self,
         path: str,
-        keep: int,
         rank: int,
         world: int,
         read: Callable[[str], Tensor],
         stopping: threading.Event,
     ) -> None:
-        self.path, self.keep, self._rank, self._world = path, keep, rank, world
+        self.path, self._rank, self._world = path, rank, world
         self._read, self._stopping = read, stopping
         self._whole: _Weights | None = None  # of the last snapshot that is none of differences
         self.bytes_written = self.bytes_linked = 0
@@ -209,7 +209,7 @@ class SnapshotWriter:
         replace_text(os.path.join(self.path, "latest"), job.tag)
         if os.path.isdir(f"{final}.old"):
             _remove(f"{final}.old")
-        _remove_old(self.path, self.keep)
+        _remove_old(self.path)
 
     def _wait_for(self, path: str, rank: int) -> dict[str, Any]:
         while not os.path.isfile(path):
@@ -267,13 +267,13 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder)
 
 
-def _remove_old(path: str, keep: int) -> None:
-    """Keep the newest and those whose weights they are differences to."""
+def _remove_old(path: str) -> None:
+    """Keep the ``KEEP`` newest and those whose weights they are differences to."""
     manifests: dict[str, dict[str, Any]] = {}
     for name in filter(_TAG.fullmatch, os.listdir(path)):
         with open(os.path.join(path, name, MANIFEST)) as file:
             manifests[name] = json.load(file)
-    newest = sorted(manifests, key=lambda name: manifests[name]["saved_at"], reverse=True)[:keep]
+    newest = sorted(manifests, key=lambda name: manifests[name]["saved_at"], reverse=True)[:KEEP]
     needed = set(newest)
     for name in newest:
         others = (file for file in manifests[name]["files"] if file.startswith(os.pardir))

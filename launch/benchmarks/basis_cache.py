@@ -24,7 +24,6 @@ from benchmarks.setting import (
 from benchmarks.timing import Sample, column, interleave, median_of, paired_spread
 
 SHAPE = replace(SMALL, layers=4)
-PREFETCH = 2
 
 
 def _engine(shape: Shape, dtype: str, rank: int, block: Mapping[str, Any]) -> Any:
@@ -57,9 +56,11 @@ def _counted(engine: Any, batches: Batches) -> Callable[[], Sample]:
 
 
 def basis_cache(setting: Setting) -> CaseResult:
+    from hmt_deepspeed.memory.basis_cache import PREFETCH
+
     shape = TOY if setting.toy else SHAPE
     rank = shape.hidden // 8
-    blocks = {"on the device": {}, "cached": {"basis_cache": {"prefetch": PREFETCH}}}
+    blocks = {"on the device": {}, "cached": {"basis_cache": {}}}
     engines = {n: _engine(shape, setting.dtype, rank, block) for n, block in blocks.items()}
     contenders = {n: _counted(e, Batches(shape, setting.device)) for n, e in engines.items()}
     samples = interleave(contenders, setting.rounds_or(8), warmup=STEADY_AFTER)
@@ -114,7 +115,7 @@ def snapshots(setting: Setting) -> CaseResult:
     shape = TOY if setting.toy else SHAPE
     rank = shape.hidden // 8
     with tempfile.TemporaryDirectory() as folder:
-        section = {"path": folder, "interval": 2, "keep": 1}
+        section = {"path": folder, "interval": 2}
         engine = _engine(shape, setting.dtype, rank, {"snapshot": section})
         plain = _engine(shape, setting.dtype, rank, {})
         contenders = {

@@ -36,7 +36,7 @@ def run_case(seed: int, small: bool) -> CaseReport:
             csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "long"},
             hmt={
                 "optimizer": _OPTIMIZER,
-                "basis_cache": {"max_entries": 4, "prefetch": 1},
+                "basis_cache": {"history": 1},
                 "activations": {"policy": {"mlp_intermediate": "swap_host", "residual": "int8"}},
                 "snapshot": {"path": str(folder / "snapshots"), "interval": steps // 10},
             },

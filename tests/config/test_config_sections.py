@@ -189,13 +189,9 @@ def test_sections_that_nothing_would_follow(block, key, words):
 @pytest.mark.parametrize(
     "section",
     [
-        {"basis_cache": {"max_entries": 0}},
-        {"basis_cache": {"max_bytes": 2**20 - 1}},
-        {"basis_cache": {"prefetch": -1}},
-        {"basis_cache": {"old_bases": 1}},
-        {"basis_cache": {"old_moments": -1}},
+        {"basis_cache": {"history": -1}},
+        {"basis_cache": {"history": True}},
         {"basis_cache": {"enabled": True}},
-        {"snapshot": {"keep": 0, "path": "/ssd", "interval": 1}},
         {"snapshot": {"interval": -1, "path": "/ssd"}},
         {"snapshot": {"path": "", "interval": 1}},
     ],

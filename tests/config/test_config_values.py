@@ -345,8 +345,8 @@ def test_every_problem_is_listed_at_once():
 
 PLANNER = ("gpu_memory", "lossy", "plan")
 FPDT = ("chunk_size", "offload_kv", "sequence_parallel_size")
-BASIS_CACHE = ("max_entries", "max_bytes", "prefetch", "old_bases", "old_moments")
-SNAPSHOT = ("path", "interval", "keep")
+BASIS_CACHE = ("history",)
+SNAPSHOT = ("path", "interval")
 
 
 def test_every_field_is_described_once():

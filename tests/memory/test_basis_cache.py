@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from hmt_deepspeed.memory import basis_cache
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.memory.streams import Direction
 from hmt_deepspeed.memory.transfer import TransferEngine
@@ -21,12 +20,12 @@ def basis(seed: int, columns: int = 16) -> torch.Tensor:
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch: pytest.MonkeyPatch):
     made = []
 
-    def build(**changes: Any) -> BasisCache:
-        bounds = {"max_entries": 100, "max_bytes": 100 * PAGE, "prefetch": 2} | changes
-        made.append(BasisCache(TransferEngine("cpu", 8 * PAGE), **bounds))
+    def build(pages: int = 100, prefetch: int = 2) -> BasisCache:
+        monkeypatch.setattr(basis_cache, "PREFETCH", prefetch)
+        made.append(BasisCache(TransferEngine("cpu", 8 * PAGE), pages * PAGE))
         return made[-1]
 
     yield build
@@ -56,7 +55,6 @@ def test_a_basis_comes_back_as_it_was_put_whoever_frees_it(make):
         assert torch.equal(cache.get(name), basis(seed))
     assert cache.put("b", basis(9, columns=32))  # wider than before
     assert torch.equal(cache.get("b"), basis(9, columns=32))
-    assert cache.num_entries == 4
     assert cache.host_bytes == 5 * PAGE
 
 
@@ -125,20 +123,19 @@ def test_what_turns_out_not_to_be_next_is_given_up(make):
 
 
 def test_a_basis_without_room_stays_with_its_owner(make):
-    by_entries, by_bytes = make(max_entries=2), make(max_bytes=2 * PAGE)
-    for cache in (by_entries, by_bytes):
-        assert [cache.put(name, basis(0)) for name in NAMES] == [True, True, False, False]
-        assert "c" not in cache
-        assert cache.put("a", basis(5))  # its own place
-        cache.drop("b")
-        assert cache.put("c", basis(6))
-        assert torch.equal(cache.get("c"), basis(6))
+    cache = make(pages=2)
+    assert [cache.put(name, basis(0)) for name in NAMES] == [True, True, False, False]
+    assert "c" not in cache
+    assert cache.put("a", basis(5))  # its own place
+    cache.drop("b")
+    assert cache.put("c", basis(6))
+    assert torch.equal(cache.get("c"), basis(6))
 
 
 def test_a_new_basis_goes_beside_the_one_before_while_there_is_room(make):
     """Its copies may be under way: with room the host does not wait for them, without it does."""
     for pages, waited in ((5, False), (4, True)):
-        cache = filled(make(max_bytes=pages * PAGE))
+        cache = filled(make(pages=pages))
         cache.begin_round(["a"])  # a copy under way; the twin runs it when it is waited for
         assert len(cache.engine.streams._pending[Direction.TO_DEVICE]) == 1
         assert cache.put("a", basis(5))
@@ -148,7 +145,7 @@ def test_a_new_basis_goes_beside_the_one_before_while_there_is_room(make):
 
 
 def test_old_bases_make_room_the_least_recently_used_first(make):
-    cache = make(max_entries=3)
+    cache = make(pages=3)
     for seed, name in enumerate("xyz"):
         cache.remember(name, basis(seed))
     assert torch.equal(cache.recall("x"), basis(0))
@@ -184,7 +181,6 @@ def test_what_is_kept_together_comes_back_and_goes_together(make):
     )  # the empty one moves nothing
     for found, part in zip(cache.kept("x"), parts, strict=True):
         assert torch.equal(found, part)
-    assert cache.num_entries == 1
     assert cache.host_bytes == cache.kept_bytes("x") == PAGE + 3
     assert cache.keep("x", [basis(1)])  # in its place
     assert torch.equal(cache.kept("x")[0], basis(1))
@@ -196,7 +192,7 @@ def test_what_is_kept_together_comes_back_and_goes_together(make):
 
 
 def test_all_of_what_belongs_together_has_room_or_none_of_it(make):
-    cache = make(max_bytes=3 * PAGE)
+    cache = make(pages=3)
     assert cache.put("a", basis(0))
     cache.keep("old", [basis(4)])
     assert not cache.keep("x", [basis(1), basis(2), basis(3)])
@@ -210,7 +206,7 @@ def test_all_of_what_belongs_together_has_room_or_none_of_it(make):
 
 
 def test_what_is_held_does_not_make_room(make):
-    cache = make(max_entries=3)
+    cache = make(pages=3)
     for seed, key in enumerate("xyz"):
         cache.keep(key, [basis(seed)])
     cache.touch("x")

@@ -12,9 +12,10 @@ from modes import MODES
 from torch.multiprocessing.reductions import StorageWeakRef
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
 
-from hmt_deepspeed.zero import basis_cache
+from hmt_deepspeed.memory import basis_cache as memory_cache
+from hmt_deepspeed.zero import basis_cache, engine_settings
 
-CACHE: dict[str, Any] = {"max_bytes": 2**20}
+CACHE: dict[str, Any] = {}
 STAGING = 4096  # bytes that may be on their way to the host
 STEPS = 5  # every matrix refreshes, some change their rank
 
@@ -101,13 +102,14 @@ def measured() -> dict[str, Any]:
     mode = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**6}
     basis_cache._STAGING = STAGING
     found: dict[str, Any] = {}
-    for name, cache in {
-        "none": None,
-        "cache": CACHE,
-        "no prefetch": {**CACHE, "prefetch": 0},
-        "five": {**CACHE, "max_entries": 5},
-    }.items():
-        engine = cached_engine(2, mode, cache, layers=2)
+    for name, prefetch, room in (
+        ("none", 2, 2**20),
+        ("cache", 2, 2**20),
+        ("no prefetch", 0, 2**20),
+        ("five", 2, 5 * 4096),  # each basis takes a page
+    ):
+        memory_cache.PREFETCH, engine_settings.host_memory_share = prefetch, lambda n=room: n
+        engine = cached_engine(2, mode, None if name == "none" else CACHE, layers=2)
         train(engine, 2)
         if name == "cache":
             alive = AliveBytes(engine.optimizer.bases.cache._store, "get")
@@ -185,7 +187,7 @@ def follow_ranks(engine: Any) -> None:
     policy.first_width = policy.choose = rank
 
 
-OLD = {**CACHE, "old_bases": True}
+OLD = {"history": 1}
 FALLING = {**LOW_RANK, "update_interval": 2, "max_full_gradient_bytes": 10**6}
 
 
@@ -200,7 +202,7 @@ def old_run(stage: int, folder: str, resume: bool) -> dict[str, Any]:
         train(engine, first)
         engine.save_checkpoint(folder)
     cache = engine.optimizer.bases.cache
-    hits, kept = cache.old_hits, cache.old_names()
+    hits, kept = cache.old_hits, cache.kept_keys()
     losses = train(engine, 6, first=first)
     found = {**outcome(engine, losses), "hits": cache.old_hits - hits, "kept": kept}
     engine.destroy()
@@ -217,7 +219,8 @@ def test_a_resumed_run_has_the_same_old_bases_and_goes_on_bit_for_bit(
     for one, other in zip(straight, resumed, strict=True):
         assert one["kept"] == other["kept"] != []
         assert one["hits"] == other["hits"] > 0
-    assert sum(len(one["kept"]) for one in straight) == 7  # each at the rank that finds the basis
+    bases = [key for one in straight for key in one["kept"] if key.startswith("old basis of")]
+    assert len(bases) == 7  # each at the rank that finds it
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ def messages() -> dict[str, str]:
         "adamw": {"method": "adamw"},
         "random": MODES["random"],
         "full residual": MODES["full residual"],
-        "fixed rank": {"rank": 8},
+        "nothing older": {"projection": "two_sided", "rank": 8},
     }.items():
         with pytest.raises(ValueError, match=r"hmt\.basis_cache") as error:
             cached_engine(2, mode, OLD)
@@ -241,4 +244,4 @@ def test_a_cache_that_nothing_could_use_is_refused(ranks: Ranks) -> None:
     found = ranks.run(messages, 1)[0]
     for name in ("adamw", "random", "full residual"):
         assert "Remove the section" in found[name]
-    assert "old_bases is true" in found["fixed rank"]
+    assert "history is 1" in found["nothing older"]

@@ -57,7 +57,7 @@ def snapshot_engine(
     small_chunks()
     config = offloaded(home, stage, options, {"overlap": overlap}, **changes)
     if folder is not None:
-        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL, "keep": 2}
+        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     return make_engine(config, tiny_llama(layers=1, seed=seed))
 
 
@@ -303,7 +303,7 @@ def shared_out(folder: str | None) -> int:
     config = ds_config(2, LOW_RANK)
     config["hmt"]["activations"] = {"policy": {"residual": "swap_host"}}
     if folder is not None:
-        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL, "keep": 2}
+        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     engine = make_engine(config, tiny_llama(layers=1))
     return int(engine.hmt_activations.memory.limit)
 

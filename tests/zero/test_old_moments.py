@@ -1,4 +1,4 @@
-"""``hmt.basis_cache.old_moments``: what is remembered of bases that were left, on any number of ranks."""
+"""``hmt.basis_cache.history``: what is remembered of bases that were left, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from modes import MODES
 from test_basis_cache_engine import assert_equal, cached_engine, outcome
 from training import assert_same, result, train, weights
 
-from hmt_deepspeed.zero import basis_cache
+from hmt_deepspeed.zero import engine_settings
 
 STEPS = 7
 # Batches repeat after three steps and bases are found every second one, so that subspaces come back.
@@ -23,7 +22,7 @@ MODE: dict[str, Any] = {
     "max_full_gradient_bytes": 10**6,
     "scale": 1.0,
 }
-CACHE: dict[str, Any] = {"max_bytes": 2**22, "old_moments": 2}
+CACHE: dict[str, Any] = {"history": 2}
 
 
 def evidence(engine: Any) -> dict[str, torch.Tensor]:
@@ -57,7 +56,7 @@ LEFT, SHARED = {"projection": "left"}, {"share_basis": True}
 JOBS: dict[int, list[Any]] = {
     1: [
         (1, {}, CACHE, {}),
-        (1, {}, {**CACHE, "old_moments": 0}, {}),
+        (1, {}, {}, {}),
         (2, LEFT, CACHE, {}),
         (2, SHARED, CACHE, {}),
         (1, FACTORED, CACHE, {}),
@@ -114,32 +113,26 @@ PAGES = 40  # of which the current bases take 7, and 7 more while new ones come
 
 
 def bounded() -> dict[str, Any]:
-    """A cache that has no room for all that would be kept, by bytes and by entries."""
-    whole, found = basis_cache.BasisCache, {}
-    for name, max_bytes, max_entries in (("bytes", PAGES * 4096, 1000), ("entries", 2**22, 7 + 5)):
-        basis_cache.BasisCache = lambda engine, _, __, prefetch, b=max_bytes, n=max_entries: whole(
-            engine, n, b, prefetch
-        )
-        engine = cached_engine(2, MODE, CACHE)
-        losses = train(engine, STEPS)
-        cache = engine.optimizer.bases.cache
-        waiting = sum(e.name in cache for e in engine.optimizer.low_rank)
-        found[name] = {"losses": losses, "waiting": waiting, **numbers(engine)}
-        found[name]["pages"] = cache._store.pinned_bytes // 4096
-        engine.destroy()
+    """A cache that has no room for all that would be kept."""
+    engine_settings.host_memory_share = lambda: PAGES * 4096
+    engine = cached_engine(2, MODE, CACHE)
+    losses = train(engine, STEPS)
+    cache = engine.optimizer.bases.cache
+    waiting = sum(e.name in cache for e in engine.optimizer.low_rank)
+    found = {"losses": losses, "waiting": waiting, **numbers(engine)}
+    found["pages"] = cache._store.pinned_bytes // 4096
+    engine.destroy()
     return found
 
 
 def test_the_cache_keeps_its_bounds_and_current_bases_come_first(ranks: Ranks) -> None:
     found = ranks.run(bounded, 1)[0]
-    for run in found.values():
-        assert run["waiting"] == 7
-        assert run["hits"] > 0
-        assert run["misses"] > 0
-        assert all(map(math.isfinite, run["losses"]))
-    assert len(found["entries"]["kept"]) == 5
-    assert 0 < len(found["bytes"]["kept"]) < 2 * 7
-    assert found["bytes"]["pages"] == PAGES
+    assert found["waiting"] == 7
+    assert found["hits"] > 0
+    assert found["misses"] > 0
+    assert all(map(math.isfinite, found["losses"]))
+    assert 0 < len(found["kept"]) < 2 * 7
+    assert found["pages"] == PAGES
 
 
 def lost_on_one_rank() -> dict[str, Any]:
@@ -218,8 +211,8 @@ def test_rows_are_dealt_again_where_the_number_of_ranks_changes(
 
 
 def messages() -> dict[str, str]:
-    with pytest.raises(ValueError, match=r"hmt\.basis_cache\.old_moments is 2") as error:
-        cached_engine(2, MODES["two_sided"], CACHE)
+    with pytest.raises(ValueError, match=r"hmt\.basis_cache\.history is 2") as error:
+        cached_engine(2, {"projection": "two_sided", "rank": 8}, CACHE)
     found = {"two-sided": str(error.value)}
     rules = {"down_proj": {"projection": "two_sided"}, "o_proj": {"method": "adamw"}}
     engine = cached_engine(2, {**MODE, "module_rules": rules}, CACHE)

@@ -18,8 +18,8 @@ FIXED = {
     "max_full_gradient_bytes": 10**7,
 }
 OFTEN = {**FIXED, "update_interval": 1}  # and leaves it in the next
-CACHE = {"max_bytes": 2**20}
-MOMENTS = {**CACHE, "old_moments": 2}
+CACHE: dict[str, Any] = {}
+MOMENTS = {"history": 2}
 SLAB, STAGING = 4096, 4096  # a page: every basis here takes one
 
 # name -> (ranks, ZeRO stage, hmt.optimizer, offload_optimizer, rest of the block, rest of the JSON)
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], str, dict[str, Any], dict[str, 
         2,
         FIXED,
         "none",
-        {"basis_cache": {**CACHE, "max_entries": 5}},
+        {"basis_cache": CACHE},
         BF16,
     ),
     "old moments": (1, 2, OFTEN, "none", {"basis_cache": MOMENTS}, BF16),
@@ -145,7 +145,7 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.memory import basis_cache as cache_memory
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.loads import static_bytes
-    from hmt_deepspeed.zero import basis_cache, host_worker, plan_memory
+    from hmt_deepspeed.zero import basis_cache, engine_settings, host_worker, plan_memory
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 1024, 4
     basis_cache._STAGING = STAGING
@@ -158,8 +158,10 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
             offload = {"device": place, "nvme_path": f"{folder}/states", "buffer_count": 5}
             config["zero_optimization"]["offload_optimizer"] = offload
         config["hmt"] |= block
+        room = 5 * SLAB if name == "room for some bases" else 2**20
+        engine_settings.host_memory_share = lambda n=room: n
         if "snapshot" in block:
-            config["hmt"]["snapshot"] = {"path": f"{folder}/{name}", "interval": 100, "keep": 2}
+            config["hmt"]["snapshot"] = {"path": f"{folder}/{name}", "interval": 100}
         old = "old" in name
         engine = make_engine(config, tiny_llama(layers=2 if old else 1 + number % 2))
         for step in range(4 if old else 2):

@@ -12,7 +12,7 @@ from torch import Tensor
 from training import bases, train
 
 SHARING = {**LOW_RANK, "share_basis": True}
-CACHE = {"hmt": {"optimizer": SHARING, "basis_cache": {"max_entries": 64}}}
+CACHE = {"hmt": {"optimizer": SHARING, "basis_cache": {}}}
 
 
 def first_moments(engine: Any) -> dict[str, Tensor]:

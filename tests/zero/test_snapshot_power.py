@@ -16,6 +16,7 @@ from test_offload_nvme import offloaded
 from test_snapshots import INTERVAL, STEPS, snapshot_engine, train_in_step
 from training import LOW_RANK, make_engine, tiny_llama, train
 
+from hmt_deepspeed.zero import snapshot_files
 from hmt_deepspeed.zero.files import candidate_tags, damage
 from hmt_deepspeed.zero.snapshot_files import SnapshotWriter, prepare_folder
 
@@ -172,9 +173,10 @@ def engine_of(home: str, folder: str | None, ssd: str, seed: int = 0) -> Any:
         options = {"master_weights": "none"}  # weights as differences, too
         changes = {"bf16": {"enabled": True}, "options": options}
         return snapshot_engine(2, folder, seed=seed, **changes)
+    snapshot_files.KEEP = 1
     config = offloaded(ssd if home == "nvme" else "", 2, LOW_RANK, {"overlap": "forward"})
     if folder is not None:
-        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL, "keep": 1}
+        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     return make_engine(config, tiny_llama(layers=1, seed=seed))
 
 

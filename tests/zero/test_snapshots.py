@@ -30,7 +30,7 @@ def snapshot_engine(stage: int, folder: str | None, seed: int = 0, **changes: An
     config = ds_config(stage, {**LOW_RANK, **changes.pop("options", {})}, **changes)
     config["hmt"] |= block
     if folder is not None:
-        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL, "keep": 2}
+        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     engine = make_engine(config, tiny_llama(layers=1, seed=seed))
     if folder is not None:
         engine.snapshot_client_state = lambda: {"position": engine.global_steps * 12}
@@ -52,7 +52,7 @@ def tags(folder: str) -> list[str]:
 
 # -- going on --------------------------------------------------------------------------------------------
 
-CACHED = {"basis_cache": {"max_bytes": 2**20, "old_moments": 1}}
+CACHED = {"basis_cache": {"history": 1}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -188,7 +188,7 @@ def slow_learner(folder: str) -> dict[str, Any]:
     """A learning rate at which most leading bits stay: bf16 weights that are their own masters."""
     config = ds_config(2, {**LOW_RANK, "master_weights": "none"}, bf16={"enabled": True})
     config["optimizer"]["params"] |= {"lr": 1e-5, "weight_decay": 0.0}
-    config["hmt"]["snapshot"] = {"path": folder, "interval": 1, "keep": 2}
+    config["hmt"]["snapshot"] = {"path": folder, "interval": 1}
     engine = make_engine(config, tiny_llama(layers=1))
     train_in_step(engine, 5)
     found = {
