@@ -364,6 +364,11 @@ def test_every_field_is_described_once():
     assert all(description.endswith(".") for _, _, _, description in rows)
 
 
+def test_the_block_has_at_most_45_fields():
+    """Of which overrides and module_rules are one each, whatever stands in them; the policy is its components."""
+    assert len({row[0] for row in describe_fields()} - {"hmt.activations.policy"}) <= 45
+
+
 def test_described_defaults_are_the_defaults():
     block: dict = {}
     for key, _, default, _ in describe_fields():
