@@ -6,9 +6,8 @@ With s the scale of a block (:mod:`hmt_deepspeed.kernels.token_blocks`) and v = 
     decoded y = s code
 
     |y - x| <= 2^-3 max(|x|, 2^-6 s)   stochastic: a neighbour with a probability linear in x, so E y = x
-    |y - x| <= 2^-4 max(|x|, 2^-6 s)   nearest (a tie towards zero)
 
-each up to ``2^-22 |x|`` of fp32 arithmetic, and the rounding to nearest of the dtype decoded to on top.
+up to ``2^-22 |x|`` of fp32 arithmetic, and the rounding to nearest of the dtype decoded to on top.
 Zeros are exact. Codes are made and read by integer arithmetic: cards without FP8 units compute the same.
 """
 
@@ -44,7 +43,7 @@ __all__ = [
 _TOP = 448.0
 
 
-def _to_codes(scaled: Tensor, threshold: Tensor | float) -> Tensor:
+def _to_codes(scaled: Tensor, threshold: Tensor) -> Tensor:
     """A pattern is (e + 6) 8 + q: a q that is rounded up to 16 is 8 of the next exponent."""
     magnitude = scaled.abs()
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp_min_(-6)
@@ -63,7 +62,7 @@ def _to_values(patterns: Tensor) -> Tensor:
     return half.float().mul_(256.0)
 
 
-def encode_fp8_reference(value: Tensor, block_size: int, key: int | None) -> tuple[Tensor, Tensor]:
+def encode_fp8_reference(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`encode_fp8`."""
     codes, scales = encode_reference(value, block_size, key, _TOP, _to_codes)
     return codes.view(torch.float8_e4m3fn), scales
@@ -96,7 +95,7 @@ if triton is not None:
     def _encode_kernel(  # type: ignore[no-untyped-def]
         value_ptr, codes_ptr, scales_ptr, tokens, channels, block_size, value_row, value_column,
         key_low, key_high,
-        STOCHASTIC: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+        TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     ):  # fmt: skip
         block, channel = program_jit(channels, TILE_CHANNELS)
         begin = block * block_size
@@ -115,7 +114,7 @@ if triton is not None:
             bits = scaled.to(tl.int32, bitcast=True)
             exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
             q = tl.abs(scaled) * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-            q = rounded_jit(q, token, channel, channels, key_low, key_high, STOCHASTIC)
+            q = rounded_jit(q, token, channel, channels, key_low, key_high)
             pattern = (exponent + 6) * 8 + q.to(tl.int32)
             pattern = tl.minimum(pattern, 126) + tl.where(scaled < 0, 128, 0)
             tl.store(target, pattern.to(tl.uint8), mask=mask)
@@ -136,7 +135,7 @@ if triton is not None:
             out_column, largest, TO_BF16,
         )  # fmt: skip
 
-    def encode_fp8_triton(value: Tensor, block_size: int, key: int | None) -> tuple[Tensor, Tensor]:
+    def encode_fp8_triton(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
         """Triton launcher; see :func:`encode_fp8`."""
         return launch_encode(_encode_kernel, value, block_size, key, torch.float8_e4m3fn)
 
@@ -145,14 +144,14 @@ if triton is not None:
         launch_decode(_decode_kernel, codes, scales, block_size, out)
 
 
-def encode_fp8(value: Tensor, block_size: int, key: int | None) -> tuple[Tensor, Tensor]:
+def encode_fp8(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of an activation; formulas and error bounds at the top of the file.
 
     Args:
         value: tokens x channels, fp32, bf16 or fp16, any strides.
         block_size: tokens of a channel that share a scale.
         key: 64-bit seed of stochastic rounding, whose noise is a function of it and of the element's
-            index; None rounds to the nearest code.
+            index.
 
     Returns:
         codes: tokens x channels, float8_e4m3fn, contiguous.

@@ -4,10 +4,9 @@ With s the scale of a block (:mod:`hmt_deepspeed.kernels.token_blocks`)::
 
     code = round(x / s) in -127..127,   decoded y = s code
 
-    |y - x| <= s       stochastic: a neighbour with a probability linear in x, so E y = x
-    |y - x| <= s / 2   nearest (a tie to the lower)
+    |y - x| <= s   stochastic: a neighbour with a probability linear in x, so E y = x
 
-each up to ``2^-16 s`` of fp32 arithmetic, and the rounding to nearest of the dtype decoded to on top.
+up to ``2^-16 s`` of fp32 arithmetic, and the rounding to nearest of the dtype decoded to on top.
 Zeros are exact.
 """
 
@@ -43,11 +42,11 @@ __all__ = [
 _TOP = 127.0
 
 
-def _to_codes(scaled: Tensor, threshold: Tensor | float) -> Tensor:
+def _to_codes(scaled: Tensor, threshold: Tensor) -> Tensor:
     return rounded(scaled, threshold).clamp_(-_TOP, _TOP).to(torch.int8).view(torch.uint8)
 
 
-def encode_int8_reference(value: Tensor, block_size: int, key: int | None) -> tuple[Tensor, Tensor]:
+def encode_int8_reference(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`encode_int8`."""
     codes, scales = encode_reference(value, block_size, key, _TOP, _to_codes)
     return codes.view(torch.int8), scales
@@ -74,7 +73,7 @@ if triton is not None:
     def _encode_kernel(  # type: ignore[no-untyped-def]
         value_ptr, codes_ptr, scales_ptr, tokens, channels, block_size, value_row, value_column,
         key_low, key_high,
-        STOCHASTIC: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+        TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     ):  # fmt: skip
         block, channel = program_jit(channels, TILE_CHANNELS)
         begin = block * block_size
@@ -90,7 +89,7 @@ if triton is not None:
             )
             target = codes_ptr + token[:, None] * channels + channel[None, :]
             mask = (token < end)[:, None] & (channel < channels)[None, :]
-            code = rounded_jit(scaled, token, channel, channels, key_low, key_high, STOCHASTIC)
+            code = rounded_jit(scaled, token, channel, channels, key_low, key_high)
             code = tl.minimum(tl.maximum(code, -127.0), 127.0)
             tl.store(target, code.to(tl.int8), mask=mask)
 
@@ -109,9 +108,7 @@ if triton is not None:
             out_column, largest, TO_BF16,
         )  # fmt: skip
 
-    def encode_int8_triton(
-        value: Tensor, block_size: int, key: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def encode_int8_triton(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
         """Triton launcher; see :func:`encode_int8`."""
         return launch_encode(_encode_kernel, value, block_size, key, torch.int8)
 
@@ -120,14 +117,14 @@ if triton is not None:
         launch_decode(_decode_kernel, codes, scales, block_size, out)
 
 
-def encode_int8(value: Tensor, block_size: int, key: int | None) -> tuple[Tensor, Tensor]:
+def encode_int8(value: Tensor, block_size: int, key: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of an activation; formulas and error bounds at the top of the file.
 
     Args:
         value: tokens x channels, fp32, bf16 or fp16, any strides.
         block_size: tokens of a channel that share a scale.
         key: 64-bit seed of stochastic rounding, whose noise is a function of it and of the element's
-            index; None rounds to the nearest code.
+            index.
 
     Returns:
         codes: tokens x channels, int8, contiguous.

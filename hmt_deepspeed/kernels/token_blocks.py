@@ -80,7 +80,7 @@ def _block_scales(blocks: Tensor, top: float) -> Tensor:
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
-def rounded(q: Tensor, threshold: Tensor | float) -> Tensor:
+def rounded(q: Tensor, threshold: Tensor) -> Tensor:
     """``q`` up where its fractional part exceeds the threshold, else down; new memory."""
     low = q.floor()
     return low.add_((q - low).sub_(threshold).ceil_())
@@ -97,9 +97,9 @@ def new_blocks(value: Tensor, block_size: int, dtype: torch.dtype) -> tuple[Tens
 def encode_reference(
     value: Tensor,
     block_size: int,
-    key: int | None,
+    key: int,
     top: float,
-    to_codes: Callable[[Tensor, Tensor | float], Tensor],
+    to_codes: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Patterns of the codes (tokens x channels, uint8) and scales (blocks x channels, bf16).
 
@@ -113,12 +113,10 @@ def encode_reference(
         x = part.unflatten(0, (tile.blocks.stop - tile.blocks.start, -1))
         scale = _block_scales(x, top)
         scaled = (x / scale[:, None]).nan_to_num_(0.0)  # only blocks with a NaN scale have any
-        threshold: Tensor | float = 0.5
-        if key is not None:
-            row = counters(len(part), 0, value.device).mul_(channels)[:, None]
-            first = tile.tokens.start * channels + tile.channels.start
-            index = row + counters(part.shape[1], first, value.device)
-            threshold = uniform(index, key).view(scaled.shape)
+        row = counters(len(part), 0, value.device).mul_(channels)[:, None]
+        first = tile.tokens.start * channels + tile.channels.start
+        index = row + counters(part.shape[1], first, value.device)
+        threshold = uniform(index, key).view(scaled.shape)
         codes[tile.tokens, tile.channels] = to_codes(scaled, threshold).flatten(0, 1)
         scales[tile.blocks, tile.channels] = scale
     return codes, scales
@@ -187,16 +185,16 @@ if triton is not None:
 
     @on_its_device
     def launch_encode(
-        kernel: Any, value: Tensor, block_size: int, key: int | None, dtype: torch.dtype
+        kernel: Any, value: Tensor, block_size: int, key: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Codes and scales by a kernel whose programs have one block of ``TILE_CHANNELS`` channels."""
-        (tokens, channels), (low, high) = value.shape, key_halves(key or 0)
+        (tokens, channels), (low, high) = value.shape, key_halves(key)
         codes, scales = new_blocks(value, block_size, dtype)
         if value.numel() > 0:
             grid = (num_blocks(tokens, block_size) * triton.cdiv(channels, TILE_CHANNELS),)
             kernel[grid](
                 patterns(value), patterns(codes), patterns(scales), tokens, channels, block_size,
-                *value.stride(), low, high, STOCHASTIC=key is not None,
+                *value.stride(), low, high,
                 TILE_TOKENS=TILE_TOKENS, TILE_CHANNELS=TILE_CHANNELS,
             )  # fmt: skip
         return codes, scales
@@ -279,15 +277,12 @@ if triton is not None:
 
     @triton.jit
     def rounded_jit(  # type: ignore[no-untyped-def]
-        q, token, channel, channels, key_low, key_high, STOCHASTIC: tl.constexpr
+        q, token, channel, channels, key_low, key_high
     ):
         """Twin of :func:`rounded`, which makes its thresholds."""
         low = tl.floor(q)
-        if STOCHASTIC:
-            position = token[:, None] * channels + channel[None, :]
-            threshold = uniform_jit(position, key_low, key_high)
-        else:
-            threshold = 0.5
+        position = token[:, None] * channels + channel[None, :]
+        threshold = uniform_jit(position, key_low, key_high)
         return tl.where(threshold < q - low, low + 1.0, low)
 
     @triton.jit

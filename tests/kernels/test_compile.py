@@ -112,7 +112,7 @@ CASES = [
         (
             module._encode_kernel,
             f"*{value} *{code} *i16 i32 i32 i32 i64 i64 i64 i64",
-            {"STOCHASTIC": value != "fp16", **TILE},
+            TILE,
         )
         for module, value, code in (
             (int8_activation, "i16", "i8"),

@@ -82,13 +82,13 @@ def test_what_is_not_finite_spoils_its_channel_only(encode, decode):
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     x[20, 3] = nan
     delta = torch.ones(40, 4)
-    found = dequant_matmul(delta, *encode(x, 16, None), 16, torch.float32)
+    found = dequant_matmul(delta, *encode(x, 16, 3), 16, torch.float32)
     assert found[:, 3].isnan().all()
     assert found[:, [0, 1, 2, 4, 5]].isfinite().all()
 
 
 def test_refuses():
-    codes, scales = encode_int8(torch.ones(10, 4), 4, None)
+    codes, scales = encode_int8(torch.ones(10, 4), 4, 3)
     delta, dtype = torch.ones(10, 3), torch.float32
     for wrong in (
         (delta, codes.view(torch.uint8), scales, 4, dtype),
@@ -121,7 +121,7 @@ def check_kernel(device="cpu"):
     x = torch.randn(40, 6, device=device)
     x[20, 3] = nan
     spoilt = module.dequant_matmul_triton(
-        torch.ones(40, 4, device=device), *encode_int8(x, 16, None), 16, torch.float32
+        torch.ones(40, 4, device=device), *encode_int8(x, 16, 3), 16, torch.float32
     )
     assert spoilt.isnan().sum(0).tolist() == [0, 0, 0, 4, 0, 0]
 
