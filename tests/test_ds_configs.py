@@ -58,6 +58,7 @@ MATRICES = {
     "recipe_13b_256gb_ram": 0,
     "small_states": 9,
 }  # embedding and head too; the others: the linears
+NO_MASTERS = ("hmt_no_masters", "recipe_7b_24gb", "recipe_4_cards_pcie")
 
 
 def trained(names: list[str], steps: int) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def test_config_trains(alone: dict[str, Any], name: str) -> None:
     assert 0 < found["lr"] < config["optimizer"]["params"]["lr"]  # still warming up
     assert found["matrices"] == MATRICES.get(name, 7)
     assert found["dtype"] == (torch.float16 if name == "hmt_fp16" else torch.bfloat16)
-    assert (found["masters"] == 0) == (name in ("hmt_no_masters", "recipe_7b_24gb"))
+    assert (found["masters"] == 0) == (name in NO_MASTERS)
     assert found["int8"] == (name == "int8_weights")
 
 

@@ -168,7 +168,8 @@ class OptimizerConfig(StrictModel):
     )
     max_full_gradient_bytes: Auto | PositiveInt = Field(
         default="auto",
-        description="Bytes of full gradients alive at once while bases are refreshed.",
+        description="Bytes of full gradients alive at once while bases are refreshed; auto: an eighth of all low-rank "
+        "matrices', above 1 GiB of it 1 GiB or a thirty-second; at least the largest matrix.",
     )
     state_dtype: StateDtype = Field(
         default="fp32",

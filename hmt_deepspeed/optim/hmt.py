@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed import ownership
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.assign import assign_rules, head_weights, linear_weights
 from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.matrix import MatrixRule
@@ -25,7 +26,7 @@ from hmt_deepspeed.optim.options import (
 from hmt_deepspeed.optim.patches import Patches
 from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.optim.refresh import refresh_bases
-from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.sharing import regroup, share_bases
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
@@ -193,7 +194,7 @@ class HMT(Optimizer):
         sizes = [slot.full_gradient_bytes for slot in self._low_rank]
         budget = self.options["max_full_gradient_bytes"]
         if budget == "auto":
-            budget = default_full_gradient_bytes(sizes)
+            budget = auto_full_gradient_bytes(sizes)
         budget = cast(int, budget)
         largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
         if largest is not None and budget < sizes[largest]:

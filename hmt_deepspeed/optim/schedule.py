@@ -11,15 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-__all__ = ["RefreshSchedule", "default_full_gradient_bytes"]
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 
-
-def default_full_gradient_bytes(
-    matrix_bytes: Sequence[int], groups: Sequence[Sequence[int]] = ()
-) -> int:
-    """A thirty-second of all low-rank gradients, but never less than the largest matrix or group."""
-    together = (sum(matrix_bytes[i] for i in group) for group in groups)
-    return max(max(matrix_bytes, default=0), *together, 0, ceil(sum(matrix_bytes) / 32))
+__all__ = ["RefreshSchedule"]
 
 
 class RefreshSchedule:
@@ -100,7 +94,9 @@ class RefreshSchedule:
         """The same schedule with other groups; its budget grows to the largest unless it is fixed."""
         sizes, budget = self.matrix_bytes, self.budget
         if not fixed_budget:
-            budget = max(budget, default_full_gradient_bytes(sizes, groups))
+            members = _all_groups(groups, len(sizes))
+            together = [sum(sizes[i] for i in group) for group in members]
+            budget = max(budget, auto_full_gradient_bytes(together))
         new = RefreshSchedule(sizes, self.interval, budget, groups)
         new.take_times(self)
         return new

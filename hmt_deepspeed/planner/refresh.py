@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.shapes import ModelShape, Parameter, Role, layer_linears, parameters
@@ -51,9 +52,8 @@ def worst_refresh(shape: ModelShape, mode: OptimizerMode, gradient_itemsize: int
     if not waiting:
         return WorstRefresh(0, frozenset())
     budget = mode.max_full_gradient_bytes
-    if budget is None:  # a 32nd of all, at least the largest
-        total = sum(group.nbytes for group in waiting)
-        budget = max(-(-total // 32), *(group.nbytes for group in waiting))
+    if budget is None:
+        budget = auto_full_gradient_bytes([group.nbytes for group in waiting])
     most, inputs = 0, set()
     while waiting:
         chosen, later, alive = list[_Group](), list[_Group](), 0

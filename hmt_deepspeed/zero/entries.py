@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.assign import (
     Assignment,
     assign_rules,
@@ -22,7 +23,7 @@ from hmt_deepspeed.optim.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.linear import ProjectedSite, can_project
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import matrix_settings, module_rules
-from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradient import Gradient, ReductionScale
 from hmt_deepspeed.zero.host_adamw import HostAdamW
@@ -310,7 +311,7 @@ def build_schedule(
     ]
     budget = options["max_full_gradient_bytes"]
     if budget == "auto":
-        budget = default_full_gradient_bytes(nbytes)
+        budget = auto_full_gradient_bytes(nbytes)
     elif nbytes and budget < max(nbytes):
         largest = low_rank[nbytes.index(max(nbytes))].name
         raise ValueError(

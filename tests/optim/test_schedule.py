@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
+from hmt_deepspeed.optim.schedule import RefreshSchedule
 
 
 def run(schedule, steps):
@@ -47,7 +48,7 @@ def test_first_round(sizes, budget, expected):
     ],
 )
 def test_budget_interval_and_spread(sizes, interval, budget):
-    budget = default_full_gradient_bytes(sizes) if budget is None else budget
+    budget = auto_full_gradient_bytes(sizes) if budget is None else budget
     times, per_step = run(RefreshSchedule(sizes, interval, budget), 8 * interval + len(sizes))
     for due in per_step:
         assert sum(sizes[i] for i in due) <= budget
@@ -92,9 +93,11 @@ def test_what_has_no_gradient_to_refresh_from_lets_the_others_pass():
 
 
 def test_default_budget():
-    assert default_full_gradient_bytes([100] * 64) == 200
-    assert default_full_gradient_bytes([1, 500]) == 500
-    assert default_full_gradient_bytes([]) == 0
+    assert auto_full_gradient_bytes([100] * 60) == 750
+    assert auto_full_gradient_bytes([2**28] * 64) == 2**30  # 2 GiB would be an eighth
+    assert auto_full_gradient_bytes([2**28] * 256) == 2**31  # a thirty-second
+    assert auto_full_gradient_bytes([1, 500]) == 500
+    assert auto_full_gradient_bytes([]) == 0
 
 
 # -- groups -------------------------------------------------------------------------------------------
@@ -104,8 +107,7 @@ def test_a_group_refreshes_together_and_counts_its_bytes_together():
     sizes, groups = [4, 4, 4, 11, 11, 4] * 6, []
     for layer in range(6):
         groups += [[6 * layer, 6 * layer + 1, 6 * layer + 2], [6 * layer + 4, 6 * layer + 3]]
-    budget, interval = default_full_gradient_bytes(sizes, groups), 60
-    assert budget == 22  # the largest group; alone, the largest matrix would have been 11
+    budget, interval = 22, 60  # the largest group
     schedule = RefreshSchedule(sizes, interval, budget, groups)
     times, per_step = run(schedule, 6 * interval)
     for group in groups:

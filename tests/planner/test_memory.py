@@ -12,12 +12,13 @@ from problems import small_problem
 from real_models import Alive, config, model, run, tokens
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import encoded_weight
-from hmt_deepspeed.optim.schedule import RefreshSchedule, default_full_gradient_bytes
+from hmt_deepspeed.optim.schedule import RefreshSchedule
 from hmt_deepspeed.optim.settings import MatrixSettings
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.families import shape_of_config
@@ -498,7 +499,7 @@ def test_matrices_refresh_in_the_models_order_as_far_as_the_bytes_go():
     for budget in (None, 30_000, 50_000, 10**6):
         mode = OptimizerMode(rank=8, max_full_gradient_bytes=budget)
         every = sizes * shape.layers
-        auto = default_full_gradient_bytes(every)
+        auto = auto_full_gradient_bytes(every)
         schedule, most = RefreshSchedule(every, 1000, budget or auto), 0
         for step in range(len(every)):
             due = schedule.due(step)
@@ -550,7 +551,7 @@ def test_temporary_bytes_of_several_ranks():
     in_backward = split.layer + split.weight_gradient + split.buckets
     assert split.peak == split.gathered + max(split.logits, in_backward)
     low_rank = temporary_bytes(work, OptimizerMode(rank=8))
-    # down's, which no other fits beside, since a 32nd of all is less than the largest
+    # down's, beside which no other fits into an eighth of all
     assert low_rank.full_gradient == 2 * 64 * (160 - (8 + 8))
     mode = OptimizerMode(rank=8)
     projected = build_workload(shape, micro_batch=2, seq_length=32, projected=mode.backward())
