@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hmt_deepspeed.sites import COMPONENTS, Component
+from hmt_deepspeed.config.components import COMPONENTS, Component
 
 __all__ = ["RULES", "Attribution", "Layer", "Rule", "attribute"]
 

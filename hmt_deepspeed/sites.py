@@ -1,8 +1,7 @@
-"""The shared vocabulary: parameters that no pattern projects; components of a model, choices for each, and what a
-choice holds.
+"""What the optimizer, the planner and the backend share: parameters that no pattern projects, bytes that a choice
+holds, and products ``X [Q | P]`` on their way between the optimizer's linears and the backend.
 
-A leaf: the JSON block, the optimizer, the planner and the backend speak these names. Components are the HMT paper's
-policy table; ``held_bytes`` is what the codecs are tested against and the planner plans with.
+``held_bytes`` is what the codecs are tested against and the planner plans with.
 """
 
 from __future__ import annotations
@@ -10,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, get_args
+from typing import Any
+
+from hmt_deepspeed.config.components import Choice
 
 __all__ = [
     "BLOCK_SIZE",
-    "CHOICES",
-    "COMPONENTS",
     "LEFT_TO_ADAMW",
-    "LEGAL_CHOICES",
-    "PAPER_POLICY",
-    "POLICY_COMPONENTS",
-    "Choice",
-    "Component",
     "computing_projection",
     "held_bytes",
     "is_computing_projection",
@@ -32,69 +26,6 @@ __all__ = [
 # Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever target_modules
 # says, unless a module rule takes them.
 LEFT_TO_ADAMW = ("embed", "lm_head", "lora_")
-
-# What a tensor that backward needs belongs to:
-#   embedding         the embedding's output, which enters the first decoder layer
-#   attention_qkv     outputs of the query, key and value projections
-#   attention_output  output of the attention operation, which enters the output projection
-#   mlp_intermediate  outputs of the gate and up projections (of fc1), which enter the activation function
-#   residual          the residual stream: what enters each further layer, and what attention adds to it
-#                     (recompute: of what attention adds only; what enters a layer is then kept)
-#   layernorm         norms: their internals are computed again from their input, which is held
-#   projected_inputs  inputs of linears whose backward is projected
-#   lm_head           input of the language-model head
-Component = Literal[
-    "embedding",
-    "attention_qkv",
-    "attention_output",
-    "mlp_intermediate",
-    "residual",
-    "layernorm",
-    "projected_inputs",
-    "lm_head",
-]
-
-# What becomes of it between forward and backward:
-#   keep       held on the device as it is; what is cheap to derive from it is recomputed
-#   recompute  not held; computed again in backward from what is held before it
-#   int8, fp8  held on the device in 8 bits, in blocks along tokens within a channel
-#   project    an input X of a projected linear, held as X [Q | P]; the weight's gradient needs no more
-#   swap_host  held in pinned host memory, brought back one layer ahead
-#   swap_ssd   in host memory while there is room, else in a file
-Choice = Literal["keep", "recompute", "int8", "fp8", "project", "swap_host", "swap_ssd"]
-
-COMPONENTS: tuple[Component, ...] = get_args(Component)
-CHOICES: tuple[Choice, ...] = get_args(Choice)
-# Those that a policy chooses for: of a norm nothing but its input is worth holding.
-POLICY_COMPONENTS: tuple[Component, ...] = tuple(c for c in COMPONENTS if c != "layernorm")
-
-_HELD: tuple[Choice, ...] = ("keep", "int8", "fp8", "swap_host", "swap_ssd")
-_ANY: tuple[Choice, ...] = ("keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd")
-
-# What enters a layer must be held in some form, or there is nothing to compute the layer from again; of a
-# projected linear's input only what it is projected on is worth holding.
-LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
-    "embedding": _HELD,
-    "attention_qkv": _ANY,
-    "attention_output": _ANY,
-    "mlp_intermediate": _ANY,
-    "residual": _ANY,
-    "layernorm": ("keep",),
-    "projected_inputs": ("project", "recompute"),
-    "lm_head": _HELD,
-}
-
-# The HMT paper's table; of projected inputs it says nothing.
-PAPER_POLICY: dict[Component, Choice] = {
-    "embedding": "keep",
-    "attention_qkv": "recompute",
-    "attention_output": "int8",
-    "mlp_intermediate": "int8",
-    "residual": "keep",
-    "layernorm": "keep",
-    "projected_inputs": "recompute",
-    "lm_head": "keep",
-}
 
 BLOCK_SIZE = 256  # tokens of a channel that share a scale (int8, fp8)
 SCALE_BYTES = 2  # a block's scale is bf16

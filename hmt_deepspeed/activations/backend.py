@@ -27,9 +27,9 @@ from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label,
 from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.recording import Recording, Site
 from hmt_deepspeed.attribution import Attribution
+from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.memory.counters import Counters
-from hmt_deepspeed.sites import Choice, Component
 
 __all__ = ["ActivationBackend"]
 

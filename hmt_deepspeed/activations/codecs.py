@@ -18,10 +18,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.kernels.fp8_activation import decode_fp8, encode_fp8
 from hmt_deepspeed.kernels.int8_activation import decode_int8, encode_int8
 from hmt_deepspeed.memory.tiered import Store
-from hmt_deepspeed.sites import BLOCK_SIZE, Choice
+from hmt_deepspeed.sites import BLOCK_SIZE
 
 __all__ = [
     "Codec",

@@ -13,8 +13,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.memory.layout import Layout, flatten, new_like
-from hmt_deepspeed.sites import Choice
 
 __all__ = ["Contiguous"]
 

@@ -11,7 +11,13 @@ from torch import nn
 from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.activations.recording import Site
 from hmt_deepspeed.attribution import Attribution, Layer
-from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+from hmt_deepspeed.config.components import (
+    COMPONENTS,
+    LEGAL_CHOICES,
+    PAPER_POLICY,
+    Choice,
+    Component,
+)
 
 __all__ = ["LayerSites", "Policy", "check_overrides"]
 

@@ -14,9 +14,9 @@ from pydantic import (
     model_validator,
 )
 
+from hmt_deepspeed.config.components import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
 from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
-from hmt_deepspeed.conflicts import Conflict
-from hmt_deepspeed.sites import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+from hmt_deepspeed.config.optimizer_conflicts import Conflict
 
 __all__ = [
     "MIN_HOST_MEMORY",

@@ -1,11 +1,11 @@
-"""Conflicts of a section's fields as problems of the block: those of `hmt.optimizer` are in `hmt_deepspeed.conflicts`."""
+"""Conflicts of a section's fields as problems of the block: those of `hmt.optimizer` are in `optimizer_conflicts`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 
-from hmt_deepspeed.conflicts import Conflict, Given
+from hmt_deepspeed.config.optimizer_conflicts import Conflict, Given
 
 __all__ = ["conflict_problems", "snapshot_conflicts"]
 

@@ -21,9 +21,9 @@ from hmt_deepspeed.config.fields import (
     Regex,
     StrictModel,
 )
+from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
 from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.problems import field_problems, walk_fields
-from hmt_deepspeed.conflicts import conflicts_of
 
 __all__ = [
     "BLOCK_NAME",

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from hmt_deepspeed.config.components import LEGAL_CHOICES, Component
 from hmt_deepspeed.config.fields import Auto, StrictModel
-from hmt_deepspeed.sites import LEGAL_CHOICES, Component
 
 __all__ = ["PlannerConfig"]
 

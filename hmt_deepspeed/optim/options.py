@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, cast
 
-from hmt_deepspeed.conflicts import OWN_OF_METHOD, conflicts_of
+from hmt_deepspeed.config.optimizer_conflicts import OWN_OF_METHOD, conflicts_of
 from hmt_deepspeed.optim.settings import (
     DENSE,
     LOW_RANK,

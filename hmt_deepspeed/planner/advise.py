@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import Estimate, estimate, ranks_per_node
 from hmt_deepspeed.planner.fpdt import IN_CHUNKS, longest_fpdt_sequence
@@ -26,7 +27,6 @@ from hmt_deepspeed.planner.setups import (
 )
 from hmt_deepspeed.planner.simulate import Simulation
 from hmt_deepspeed.planner.solve import fits
-from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 __all__ = [
     "Advice",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.advise import Advice, advise
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
@@ -21,7 +22,6 @@ from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.simulate import simulate
-from hmt_deepspeed.sites import PAPER_POLICY
 
 __all__ = ["main"]
 

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.planner.shapes import Linear, ModelShape, layer_linears, parameters
-from hmt_deepspeed.sites import Choice, held_bytes
+from hmt_deepspeed.sites import held_bytes
 
 __all__ = [
     "IN_CHUNKS",

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
 from hmt_deepspeed.planner.flops import LayerFlops
 from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component, held_bytes
+from hmt_deepspeed.sites import held_bytes
 
 __all__ = ["OUTSIDE", "Site", "head_sites", "layer_sites"]
 

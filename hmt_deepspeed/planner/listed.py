@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
 from hmt_deepspeed.planner.flops import Attention, Projected
 from hmt_deepspeed.planner.layer_sites import OUTSIDE, Site
 from hmt_deepspeed.planner.shapes import Linear, ModelShape, Parameter, Role
@@ -21,7 +22,6 @@ from hmt_deepspeed.planner.workload import (
     build_workload,
     check_sizes,
 )
-from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
 
 __all__ = [
     "AttentionOp",

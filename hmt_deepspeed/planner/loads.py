@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
 from hmt_deepspeed.planner.layer_sites import Site
 from hmt_deepspeed.planner.offloaded import HostShare
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.workload import Head, Layer, Workload, made_again
-from hmt_deepspeed.sites import LEGAL_CHOICES, Choice, Component
 
 __all__ = [
     "BACKWARD_PASSES",
@@ -230,7 +230,7 @@ def _on_host(share: HostShare, setup: RunSetup) -> Amounts:
 def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
     """Choices by component, as the JSON's policy has them, for the sites of a layer by name.
 
-    What enters a layer cannot be made again within it: with ``residual: recompute`` it is kept (`sites.py`).
+    What enters a layer cannot be made again within it: with ``residual: recompute`` it is kept (`config/components.py`).
 
     Raises:
         ValueError: a component of the layer without a choice, or one not legal there.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.layer_sites import Site
 from hmt_deepspeed.planner.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
@@ -21,7 +22,6 @@ from hmt_deepspeed.planner.states import (
     parameters_by_mode,
 )
 from hmt_deepspeed.planner.workload import Workload
-from hmt_deepspeed.sites import Choice, Component
 
 __all__ = [
     "ActivationBytes",
@@ -91,7 +91,7 @@ class ActivationBytes:
 def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
     """Choice of every site under one policy by component.
 
-    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``sites.py``).
+    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``config/components.py``).
 
     Raises:
         ValueError: a component without a choice.

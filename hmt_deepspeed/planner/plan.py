@@ -12,10 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from hmt_deepspeed.planner.hardware import Machine
-from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.planner.workload import Workload
-from hmt_deepspeed.sites import (
+from hmt_deepspeed.config.components import (
     CHOICES,
     COMPONENTS,
     LEGAL_CHOICES,
@@ -23,6 +20,9 @@ from hmt_deepspeed.sites import (
     Choice,
     Component,
 )
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.workload import Workload
 
 __all__ = [
     "LayerChoices",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.flops import attention_flops
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.memory import (
@@ -23,7 +24,6 @@ from hmt_deepspeed.planner.memory import (
 )
 from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, plain_shape
 from hmt_deepspeed.planner.workload import build_workload
-from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 __all__ = ["ADAMW", "Row", "fpdt_rows", "playbook_rows", "table", "zero_rows"]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
+from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.cost import Estimate, estimate
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates, named_machine
 from hmt_deepspeed.planner.loads import BACKWARD_PASSES, FORWARD_PASSES
@@ -21,7 +22,6 @@ from hmt_deepspeed.planner.reproduce import ADAMW, GB, GIB, Row
 from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, plain_shape
 from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
 from hmt_deepspeed.planner.workload import Workload, build_workload
-from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 __all__ = ["lohan_rows"]
 

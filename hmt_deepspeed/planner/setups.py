@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from hmt_deepspeed.config.components import COMPONENTS, Choice, Component
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.listed import ListedShape
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.problem import Place, RunSetup
 from hmt_deepspeed.planner.shapes import ModelShape
 from hmt_deepspeed.planner.solve import LOSSY, Allowed, allowed_choices
-from hmt_deepspeed.sites import COMPONENTS, Choice, Component
 
 # What becomes of activations that hmt.activations has no components for.
 _ALL_KEPT: Mapping[Component, Choice] = {

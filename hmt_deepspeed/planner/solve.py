@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from hmt_deepspeed.config.components import COMPONENTS, LEGAL_CHOICES, Choice, Component
 from hmt_deepspeed.planner.cost import (
     RESOURCES,
     estimate,
@@ -35,7 +36,6 @@ from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.program import Array, Columns, Program
 from hmt_deepspeed.planner.search import Solution, solve_program
 from hmt_deepspeed.planner.workload import Head, Layer
-from hmt_deepspeed.sites import COMPONENTS, LEGAL_CHOICES, Choice, Component
 
 __all__ = ["Allowed", "allowed_choices", "fits", "solve"]
 

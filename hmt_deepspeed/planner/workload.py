@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.planner.flops import Attention, Projected, layer_flops
 from hmt_deepspeed.planner.layer_sites import Site, head_sites, layer_sites
 from hmt_deepspeed.planner.saved import backward_extra, head_saved, layer_saved, shared_saved
 from hmt_deepspeed.planner.shapes import ModelShape, Role, num_parameters, parameters
-from hmt_deepspeed.sites import Choice
 
 __all__ = [
     "Head",

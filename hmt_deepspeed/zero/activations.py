@@ -19,9 +19,9 @@ from hmt_deepspeed.activations.policy import check_overrides
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.config.components import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.memory.tiered import Store
 from hmt_deepspeed.report.metrics import format_bytes, format_table
-from hmt_deepspeed.sites import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
 from hmt_deepspeed.zero.boundary import Boundary
 from hmt_deepspeed.zero.swap import SwapMemory

@@ -22,10 +22,10 @@ from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.config.components import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.planner.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table
-from hmt_deepspeed.sites import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.zero.activations import (
     build_codecs,
     choices_of,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.components import LEGAL_CHOICES, POLICY_COMPONENTS
 from hmt_deepspeed.config.problems import walk_fields
-from hmt_deepspeed.sites import LEGAL_CHOICES, POLICY_COMPONENTS
 
 __all__ = ["PLAN", "random_config"]
 

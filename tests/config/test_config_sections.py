@@ -7,7 +7,7 @@ from blocks import ACTIVATIONS, POLICY, problem_of_field, problems_of
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig, describe_fields
-from hmt_deepspeed.sites import CHOICES, LEGAL_CHOICES, POLICY_COMPONENTS
+from hmt_deepspeed.config.components import CHOICES, LEGAL_CHOICES, POLICY_COMPONENTS
 
 # --- hmt.activations --------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import pytest
 from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.advise import (
     advise,
     evaluate,
@@ -32,7 +33,6 @@ from hmt_deepspeed.planner.plan import plan_from_json
 from hmt_deepspeed.planner.problem import RunSetup
 from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.sites import PAPER_POLICY
 from hmt_deepspeed.train.models import PRESETS
 
 GIB = 2**30

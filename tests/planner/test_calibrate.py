@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from problems import MACHINE, small_problem
 
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.calibrate import (
     IterationSeconds,
     calibrated,
@@ -21,7 +22,6 @@ from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup
 from hmt_deepspeed.planner.simulate import simulate
-from hmt_deepspeed.sites import PAPER_POLICY
 
 RECOMPUTE = PAPER_POLICY | dict.fromkeys(
     ("attention_qkv", "attention_output", "mlp_intermediate", "residual"), "recompute"

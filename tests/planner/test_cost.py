@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
+from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
 from hmt_deepspeed.planner.hardware import MACHINES, named_machine
 from hmt_deepspeed.planner.host import EngineMemory
@@ -17,7 +18,6 @@ from hmt_deepspeed.planner.plan import uniform_plan
 from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.simulate import simulate
 from hmt_deepspeed.planner.workload import build_workload
-from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep") | {
     "projected_inputs": "project"

@@ -12,6 +12,7 @@ from problems import small_problem
 from real_models import Alive, config, model, run, tokens
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.optim.assign import assign_rules, linear_weights
@@ -40,7 +41,6 @@ from hmt_deepspeed.planner.problem import RunSetup, make_problem
 from hmt_deepspeed.planner.refresh import worst_refresh
 from hmt_deepspeed.planner.shapes import num_parameters, parameters, plain_shape
 from hmt_deepspeed.planner.workload import build_workload
-from hmt_deepspeed.sites import PAPER_POLICY
 from hmt_deepspeed.zero import plan_inputs
 from hmt_deepspeed.zero.shards import RowShards
 

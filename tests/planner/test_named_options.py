@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.fpdt.families import FAMILIES as CHUNKED
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner import command
@@ -26,7 +27,6 @@ from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.modes import Method, OptimizerMode
 from hmt_deepspeed.planner.setups import Request
 from hmt_deepspeed.planner.shapes import plain_shape
-from hmt_deepspeed.sites import COMPONENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from problems import MACHINE, small_problem
 
+from hmt_deepspeed.config.components import PAPER_POLICY, POLICY_COMPONENTS
 from hmt_deepspeed.planner.modes import OptimizerMode
 from hmt_deepspeed.planner.plan import (
     LayerChoices,
@@ -20,7 +21,6 @@ from hmt_deepspeed.planner.plan import (
     spread,
     uniform_plan,
 )
-from hmt_deepspeed.sites import PAPER_POLICY, POLICY_COMPONENTS
 
 WORKLOAD = small_problem(layers=6).workload
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from problems import ON_SSD, small_problem, with_budget
 
+from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.best import best_plan
 from hmt_deepspeed.planner.cost import ADDED_SHARE, estimate
 from hmt_deepspeed.planner.loads import Amount, static_bytes
@@ -15,7 +16,6 @@ from hmt_deepspeed.planner.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.problem import Overlap, Problem, RunSetup
 from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
 from hmt_deepspeed.planner.solve import allowed_choices, solve
-from hmt_deepspeed.sites import PAPER_POLICY, Choice, Component
 
 SWAP: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "swap_host"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, flops, saved_bytes, tokens
 
+from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.flops import Projected
@@ -13,7 +14,7 @@ from hmt_deepspeed.planner.layer_sites import OUTSIDE
 from hmt_deepspeed.planner.memory import OptimizerMode
 from hmt_deepspeed.planner.shapes import num_parameters, plain_shape
 from hmt_deepspeed.planner.workload import build_workload, recompute_flops
-from hmt_deepspeed.sites import COMPONENTS, held_bytes
+from hmt_deepspeed.sites import held_bytes
 
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}
 KEPT = {

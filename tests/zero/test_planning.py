@@ -72,9 +72,9 @@ def cached(profile: str) -> None:
 
 def limits(engine: Any) -> tuple[int, int]:
     """Device bytes that the reference takes by the planner, and half-way from there to keeping everything."""
+    from hmt_deepspeed.config.components import PAPER_POLICY
     from hmt_deepspeed.planner.cost import estimate
     from hmt_deepspeed.planner.plan import uniform_plan
-    from hmt_deepspeed.sites import PAPER_POLICY
     from hmt_deepspeed.zero.run_profile import reference_plan
 
     planner = engine.hmt_planner
