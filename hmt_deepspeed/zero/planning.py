@@ -242,7 +242,13 @@ class RunPlanner:
                 "hmt-plan --save_plan wrote or that is not there yet. Correct the path, or remove the key."
             ) from error
         try:
-            plan_from_json(text).check_fits(self.facts.workload(*self._shapes))
+            plan = plan_from_json(text)
+            plan.check_fits(self.facts.workload(*self._shapes))
+            uses_files = any("swap_ssd" in counts for counts in plan.counts().values())
+            if uses_files and self._hmt.activations.nvme_path is None:
+                raise ValueError(
+                    "the plan swaps to an SSD, for which hmt.activations.nvme_path names no folder. Set it."
+                )
         except ValueError as error:
             raise ValueError(
                 f"hmt.planner.plan {path!r}: {error} Or name a file that is not there, so that the run plans for "

@@ -41,7 +41,9 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
     "hmt.planner.lossy": lambda draw: {
         c: draw.choice(("int8", "fp8")) for c in draw.sample(_HELD_IN_8_BITS, draw.randint(1, 2))
     },
-    "hmt.planner.plan": lambda draw: draw.choice([None, f"{_DISK}/{PLAN}", f"{_DISK}/plan.json"]),
+    "hmt.planner.plan": lambda draw: draw.choice(
+        [None, f"{_DISK}/{PLAN}", f"{_DISK}/plan{draw.randrange(10**6)}.json"]
+    ),
     "hmt.snapshot.path": lambda draw: f"{_DISK}/snapshots{draw.randrange(10**6)}",
     "hmt.snapshot.interval": lambda draw: draw.choice([0, 1, 2]),
     "hmt.fpdt.chunk_size": lambda draw: draw.choice([1, 4, 7, 64]),

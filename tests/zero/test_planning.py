@@ -156,13 +156,20 @@ def run_alone(folder: str) -> dict[str, Any]:
 def refusals(engine: Any, folder: str, least: int) -> dict[str, str]:
     """What planners of the engine's run say that are given something else."""
     from hmt_deepspeed.config import HMTConfig
+    from hmt_deepspeed.planner.hardware import named_machine
+    from hmt_deepspeed.planner.plan import uniform_plan
+    from hmt_deepspeed.sites import PAPER_POLICY
 
     Path(f"{folder}/torn.json").write_text("{")
     facts = engine.hmt_planner.facts
     other = replace(facts, shape=replace(facts.shape, layers=LAYERS + 1))
+    policy = PAPER_POLICY | {"residual": "swap_ssd"}
+    swapping = uniform_plan(facts.workload(BATCH, LENGTH), named_machine("rtx4090"), policy)
+    Path(f"{folder}/swapping.json").write_text(swapping.to_json())
     cases: dict[str, tuple[dict[str, Any], Any]] = {
         "another model": ({"plan": f"{folder}/tight/plan.json"}, other),
         "a folder": ({"plan": folder}, facts),
+        "no SSD": ({"plan": f"{folder}/swapping.json"}, facts),
         "torn": ({"plan": f"{folder}/torn.json"}, facts),
         "more than there is": ({"gpu_memory": 2**60}, facts),
         "too little": ({"gpu_memory": max(2**20, least // 2)}, facts),
@@ -267,6 +274,7 @@ def test_a_saved_plan_is_executed_without_a_profile(alone: dict[str, Any]) -> No
     [
         ("another model", ["hmt.planner.plan", "the plan is of model", "name a file that is not"]),
         ("a folder", ["hmt.planner.plan", "cannot be read", "legal: null", "not there yet"]),
+        ("no SSD", ["hmt.planner.plan", "swapping.json", "nvme_path names no folder. Set it"]),
         ("torn", ["hmt.planner.plan", "torn.json", "no JSON"]),
         ("more than there is", [f"hmt.planner.gpu_memory is {2**60}; legal: up to", "Lower it"]),
         ("too little", ["no plan fits", "gpu memory", "Raise hmt.planner.gpu_memory"]),
