@@ -41,11 +41,11 @@ def _in_words(names: tuple[str, ...]) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _choice(component: Component, description: str) -> Any:
+def _choice(component: Component, description: str, who: str) -> Any:
     return Field(
         default=PAPER_POLICY[component],
         description=description,
-        json_schema_extra={"legal": _in_words(LEGAL_CHOICES[component])},
+        json_schema_extra={"legal": _in_words(LEGAL_CHOICES[component]), "who": who},
     )
 
 
@@ -71,29 +71,43 @@ def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
 class Policy(StrictModel):
     """`hmt.activations.policy`; the defaults are the HMT paper's table."""
 
-    embedding: Choice = _choice("embedding", "What enters the first decoder layer.")
+    embedding: Choice = _choice(
+        "embedding",
+        "What enters the first decoder layer.",
+        who="swap_host: long sequences in chunks (hmt.fpdt).",
+    )
     attention_qkv: Choice = _choice(
-        "attention_qkv", "Outputs of the query, key and value projections."
+        "attention_qkv",
+        "Outputs of the query, key and value projections.",
+        who="keep: memory to spare for one recompute less.",
     )
     attention_output: Choice = _choice(
         "attention_output",
         "Output of the attention operation, which enters the output projection.",
+        who="swap_host in chunks: backward does not attend again (case alst).",
     )
     mlp_intermediate: Choice = _choice(
         "mlp_intermediate",
         "Outputs of the gate and up projections (of fc1), which enter the activation function.",
+        who="recompute: the first step where the default does not fit.",
     )
     residual: Choice = _choice(
         "residual",
         "What enters each further layer, and what attention adds to it; recompute is of the "
         "latter, and keeps the former.",
+        who="fp8 or swap_host: the second step where the default does not fit.",
     )
     projected_inputs: Choice = _choice(
         "projected_inputs",
         "X [Q | P], which projected linears in a layer save of their inputs: held, or computed again, which "
         "costs a product of r + k columns.",
+        who="project: memory to spare for r + k columns an input.",
     )
-    lm_head: Choice = _choice("lm_head", "Input of the language-model head.")
+    lm_head: Choice = _choice(
+        "lm_head",
+        "Input of the language-model head.",
+        who="swap_host: long sequences in chunks (hmt.fpdt).",
+    )
 
     check_choice = field_validator("*")(_check_choice)
 
@@ -134,31 +148,42 @@ class ActivationsConfig(StrictModel):
     policy: Annotated[Policy, BeforeValidator(_planned)] = Field(
         default_factory=Policy,
         description="A choice for each component; plan: the planner's, for each layer, see hmt.planner.",
-        json_schema_extra={"legal": '"plan" or an object'},
+        json_schema_extra={
+            "legal": '"plan" or an object',
+            "who": "plan: whoever would rather not choose.",
+        },
     )
     overrides: dict[Regex, PolicyOverride] = Field(
         default={},
         description="Choices of their own for layers or modules, by regular expression searched in "
         "the name; the first match decides.",
-        json_schema_extra={"legal": "an object of regular expressions and objects"},
+        json_schema_extra={
+            "legal": "an object of regular expressions and objects",
+            "who": "Layers that 8 bits harm, or that have memory to spare.",
+        },
     )
     components: dict[Regex, OwnedComponent] = Field(
         default={},
         description="Components of modules of model families that are not known, by regular "
         "expression searched in the name; the first match decides.",
         json_schema_extra={
-            "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}"
+            "legal": f"an object of regular expressions and {_in_words(get_args(OwnedComponent))}",
+            "who": "Model families that are not known by their modules' names.",
         },
     )
     host_memory: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
         default="auto",
         description="Bytes of pinned host memory that each rank may swap to, also by a plan; auto takes what a "
         "step needs, up to half of what is free, shared by the ranks of a machine.",
+        json_schema_extra={"who": "Machines whose host memory others need too."},
     )
     nvme_path: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="Folder on an SSD for swap_ssd.",
-        json_schema_extra={"legal": "null or the path of a folder"},
+        json_schema_extra={
+            "legal": "null or the path of a folder",
+            "who": "swap_ssd, and plans that may use an SSD.",
+        },
     )
 
     @property

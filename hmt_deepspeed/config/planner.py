@@ -22,17 +22,24 @@ class PlannerConfig(StrictModel):
         default="auto",
         description="Bytes of its device that each rank may use, all told; auto: what is free between two "
         "steps, less a twentieth.",
+        json_schema_extra={"who": "Devices that something else uses too."},
     )
     lossy: dict[Component, Lossy] = Field(
         default={},
         description="Components that may be held in 8 bits, and the codec; the others are held exactly.",
-        json_schema_extra={"legal": 'an object of components and "int8" or "fp8"'},
+        json_schema_extra={
+            "legal": 'an object of components and "int8" or "fp8"',
+            "who": "Plans that recompute too much (ds_configs/README.md, 7B on 24 GB).",
+        },
     )
     plan: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="A file: the plan in it is executed; where there is no such file the run writes the plan that it "
         "makes there, and its profile beside it (FILE.profile.json). launch/run.py writes both to the run's folder too.",
-        json_schema_extra={"legal": "null or the path of a file"},
+        json_schema_extra={
+            "legal": "null or the path of a file",
+            "who": "Runs that resume with the choices that they had, without measuring again.",
+        },
     )
 
     @field_validator("lossy")

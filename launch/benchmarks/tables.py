@@ -43,9 +43,12 @@ def config_table() -> str:
     rows = [(key.removeprefix("hmt."), *rest) for key, *rest in describe_fields()]
     for section, own in groupby(rows, lambda row: row[0].partition(".")[0]):
         lines += ["", f"### `{section}`", "", HMTConfig.model_fields[section].description or "", ""]
-        lines += ["| key | legal | default | what it does |", "|---|---|---|---|"]
-        for key, legal, default, text in own:
-            cells = (f"`{key}`", legal, f"`{default}`", text)
+        lines += [
+            "| key | legal | default | what it does | who needs it |",
+            "|---|---|---|---|---|",
+        ]
+        for key, legal, default, text, who in own:
+            cells = (f"`{key}`", legal, f"`{default}`", text, who)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*lines, ""])
 
