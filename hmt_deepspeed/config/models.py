@@ -330,7 +330,7 @@ class OffloadConfig(StrictModel):
     overlap: Literal["auto", "backward", "forward", "none"] = Field(
         default="auto",
         description="When states that zero_optimization.offload_optimizer keeps in host memory or on an SSD are "
-        "updated: during backward, before the verdict over clipping and overflow; after it, beside the next "
+        "updated: during backward, before clipping and overflow are decided; after that, beside the next "
         "forward; or inside step. Every choice gives the same numbers.",
         json_schema_extra={
             "who": "backward: runs that clip, with 12 bytes an element of host memory to spare."
@@ -408,28 +408,32 @@ class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
     optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="The optimizer and its projected backward."
+        default_factory=OptimizerConfig,
+        description="What the optimizer does with each linear's gradient, and how it stores its states.",
     )
     activations: ActivationsConfig = Field(
         default_factory=ActivationsConfig,
-        description="What becomes of activations; the backend is on where this is given.",
+        description="What is held between forward and backward. The section turns this on; {} is the HMT paper's table.",
     )
     planner: PlannerConfig = Field(
-        default_factory=PlannerConfig, description="The plan of a run's activations."
+        default_factory=PlannerConfig,
+        description='Limits and the file of a run that plans its activations ("policy": "plan").',
     )
     fpdt: FpdtConfig = Field(
         default_factory=FpdtConfig,
-        description="Long sequences in chunks; they are where this is given.",
+        description="Decoder layers in chunks of tokens. The section turns this on.",
     )
     offload: OffloadConfig = Field(
-        default_factory=OffloadConfig, description="The work on states in host memory or on an SSD."
+        default_factory=OffloadConfig,
+        description="When states that zero_optimization.offload_optimizer keeps off the device are updated.",
     )
     basis_cache: BasisCacheConfig = Field(
         default_factory=BasisCacheConfig,
-        description="Bases in host memory; they are where this is given.",
+        description="Bases wait in host memory between their uses. The section turns this on.",
     )
     snapshot: SnapshotConfig = Field(
-        default_factory=SnapshotConfig, description="Snapshots beside training."
+        default_factory=SnapshotConfig,
+        description="The state of training, written to a disk in the background.",
     )
 
     @model_validator(mode="after")
