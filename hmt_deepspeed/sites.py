@@ -14,6 +14,7 @@ from typing import Any
 from hmt_deepspeed.config.components import Choice
 
 __all__ = [
+    "ADAPTER",
     "BLOCK_SIZE",
     "LEFT_TO_ADAMW",
     "computing_projection",
@@ -25,7 +26,8 @@ __all__ = [
 
 # Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever target_modules
 # says, unless a module rule takes them.
-LEFT_TO_ADAMW = ("embed", "lm_head", "lora_")
+ADAPTER = "lora_"
+LEFT_TO_ADAMW = ("embed", "lm_head", ADAPTER)
 
 BLOCK_SIZE = 256  # tokens of a channel that share a scale (int8, fp8)
 SCALE_BYTES = 2  # a block's scale is bf16

@@ -12,6 +12,7 @@ __all__ = [
     "Auto",
     "NonEmptyRegexList",
     "PositiveFloat",
+    "PositiveFraction",
     "PositiveInt",
     "RankList",
     "Regex",
@@ -21,6 +22,7 @@ __all__ = [
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 def _list_to_tuple(value: object) -> object:

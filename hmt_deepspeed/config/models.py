@@ -16,6 +16,7 @@ from hmt_deepspeed.config.fields import (
     Auto,
     NonEmptyRegexList,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     RankList,
     Regex,
@@ -23,6 +24,7 @@ from hmt_deepspeed.config.fields import (
 )
 from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
 from hmt_deepspeed.config.planner import PlannerConfig
+from hmt_deepspeed.config.presets import Preset, overridden, with_preset
 from hmt_deepspeed.config.problems import field_problems, walk_fields
 
 __all__ = [
@@ -55,7 +57,7 @@ class ModuleRule(StrictModel):
 
     method: Method | None = None
     projection: Projection | None = None
-    rank: Auto | PositiveInt | None = None
+    rank: Auto | PositiveInt | PositiveFraction | None = None
     rank_candidates: RankList | Auto | None = Field(
         default=None,
         json_schema_extra={
@@ -92,9 +94,10 @@ class OptimizerConfig(StrictModel):
             "two_sided: smaller moments, 2.666."
         },
     )
-    rank: Auto | PositiveInt = Field(
+    rank: Auto | PositiveInt | PositiveFraction = Field(
         default="auto",
-        description="Rank of each basis: a fixed number, lowered to the smaller side of a narrower matrix, or "
+        description="Rank of each basis: a fixed number, lowered to the smaller side of a narrower matrix, a "
+        "share of that side, or "
         'chosen per matrix from the candidates; "auto" of "apollo" is a quarter of the smaller side, of '
         '"apollo_mini" 1.',
         json_schema_extra={
@@ -259,14 +262,15 @@ class OptimizerConfig(StrictModel):
             "who": "int8: the largest model on one card; 2.511 against 2.515 (1M tokens)."
         },
     )
-    target_modules: NonEmptyRegexList | None = Field(
+    target_modules: NonEmptyRegexList | Literal["all"] | None = Field(
         default=None,
         description="Regular expressions searched in a parameter's name; the matches get the "
         "low-rank rule. null: every linear. Embeddings, output heads (of transformers' models classifiers and scores "
-        "too) and LoRA's adapters are left to plain AdamW either way; module_rules alone give these a rule.",
+        "too) and LoRA's adapters are left to plain AdamW either way; module_rules alone give these a rule. "
+        "all: every matrix but adapters', embeddings and heads too.",
         json_schema_extra={
-            "legal": "null or a non-empty list of non-empty regular expressions",
-            "who": "Whoever trains only some linears at low rank.",
+            "legal": 'null, "all" or a non-empty list of non-empty regular expressions',
+            "who": "Whoever trains only some linears at low rank, or with the least memory every matrix.",
         },
     )
     module_rules: dict[Regex, ModuleRule] = Field(
@@ -407,6 +411,14 @@ class SnapshotConfig(StrictModel):
 class HMTConfig(StrictModel):
     """The whole "hmt" block."""
 
+    preset: Preset = Field(
+        default="balanced",
+        description="Whole settings by one word, which the fields beside it override: balanced, the defaults; "
+        "memory, the least bytes; paper, the HMT paper's settings to the letter.",
+        json_schema_extra={
+            "who": "Everyone who wants one word instead of a dozen fields: the README's first table measures them."
+        },
+    )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig,
         description="What the optimizer does with each linear's gradient, and how it stores its states.",
@@ -444,6 +456,13 @@ class HMTConfig(StrictModel):
             raise ValueError(_PLANNED_CHUNKS)
         return self
 
+    def describe_preset(self) -> str:
+        """The preset's name and, a line each, what of it is not in force; nothing under the default one."""
+        if self.preset == "balanced":
+            return ""
+        lost = [f"  {line}" for line in overridden(self.preset, self.model_dump())]
+        return "\n".join([f'hmt.preset "{self.preset}"' + (", but for:" if lost else ""), *lost])
+
     def gives(self, section: str) -> bool:
         """Whether the block has the section, if only as {}."""
         return section in self.model_fields_set
@@ -461,6 +480,7 @@ class HMTConfig(StrictModel):
                 f'The "{BLOCK_NAME}" key of the DeepSpeed config: got {block!r}. Legal: an object. '
                 f'Write "{BLOCK_NAME}": {{}} to use every default.'
             )
+        block = with_preset(block)
         try:
             return cls.model_validate(block)
         except ValidationError as error:

@@ -70,14 +70,16 @@ _RULES = (
             "full_rank_budget",
         ),
         "rank",
-        lambda given: isinstance(given.get("rank"), int),
+        lambda given: isinstance(given.get("rank"), int | float),
         'With "rank": {} it is ignored: remove it or set "rank": "auto".',
         unread=True,
     ),
     _Rule(
         ("range_finder",),
         "rank",
-        lambda given: given["range_finder"] == "random" and not isinstance(given.get("rank"), int),
+        lambda given: (
+            given["range_finder"] == "random" and not isinstance(given.get("rank"), int | float)
+        ),
         'A random basis has no spectrum to choose a rank by: set "rank" to a number.',
     ),
     _Rule(

@@ -6,11 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
-from hmt_deepspeed.sites import LEFT_TO_ADAMW
+from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = ["Assignment", "assign_rules", "head_weights", "linear_weights", "tied_weights"]
 
@@ -107,7 +108,7 @@ def assign_rules(
     *,
     settings: MatrixSettings | None,
     module_rules: Sequence[ModuleRule] = (),
-    target_modules: Sequence[str] | None,
+    target_modules: Sequence[str] | Literal["all"] | None,
     linear_names: Iterable[str] | None = None,
     head_names: Iterable[str] = (),
 ) -> list[Assignment]:
@@ -118,7 +119,7 @@ def assign_rules(
         settings: of the matrices; None when the method is ``adamw``.
         module_rules: the first match decides, before the other patterns and for any matrix.
         target_modules: regexes searched in the name; None means every linear weight. Those of
-            :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW` stay dense.
+            :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW` stay dense, but with "all", every matrix that is no adapter's.
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
         head_names: names known to be weights of output heads, which stay dense too.
@@ -128,7 +129,8 @@ def assign_rules(
     """
     parameters, heads = list(parameters), set(head_names)
     linear = None if linear_names is None else set(linear_names)
-    named = [("target_modules", pattern) for pattern in target_modules or ()]
+    targets = None if target_modules == "all" else target_modules
+    named = [("target_modules", pattern) for pattern in targets or ()]
     named += [("module_rules", pattern) for pattern, _ in module_rules]
     for field, pattern in named:
         if not any(re.search(pattern, name) for name, _ in parameters):
@@ -141,12 +143,14 @@ def assign_rules(
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
         if settings is None:
             return "method is adamw"
+        if target_modules == "all":
+            return f"{ADAPTER!r} is left to AdamW" if ADAPTER in name else ""
         if name in heads:
             return "output head"
         always = next((p for p in LEFT_TO_ADAMW if re.search(p, name)), None)
         if always is not None:
             return f"{always!r} is left to AdamW"
-        if target_modules is not None and not any(re.search(p, name) for p in target_modules):
+        if targets is not None and not any(re.search(p, name) for p in targets):
             return "not in target_modules"
         if linear is not None and name not in linear:
             return "not the weight of a linear layer"
@@ -166,7 +170,7 @@ def assign_rules(
         return Assignment(name, shape, None if reason else settings, reason)
 
     assigned = [assign(name, tuple(shape)) for name, shape in parameters]
-    _check_targets(target_modules or (), assigned, [pattern for pattern, _ in module_rules])
+    _check_targets(targets or (), assigned, [pattern for pattern, _ in module_rules])
     return assigned
 
 

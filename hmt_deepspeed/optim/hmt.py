@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -147,7 +147,7 @@ class HMT(Optimizer):
             [(name, tuple(p.shape)) for name, p in trainable],
             settings=self._settings,
             module_rules=self._rules,
-            target_modules=cast("Sequence[str] | None", self.options["target_modules"]),
+            target_modules=self.options["target_modules"],
             linear_names=self._linear_names,
             head_names=self._head_names,
         )
@@ -171,9 +171,7 @@ class HMT(Optimizer):
         return True
 
     def _check_dtypes(self, trainable: Iterable[tuple[str, Tensor]]) -> None:
-        seen = set()
         for name, param in trainable:
-            seen.add(param.dtype)
             if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"{name} is {param.dtype}; legal: float32, bfloat16, float16. "
@@ -184,11 +182,6 @@ class HMT(Optimizer):
                     f"hmt.optimizer.master_weights is 'none', but {name} is float16; stochastic "
                     "rounding is for bfloat16. Convert the weights or use 'fp32'."
                 )
-        if self.options["master_weights"] == "none" and torch.bfloat16 not in seen:
-            raise ValueError(
-                "hmt.optimizer.master_weights is 'none', but no weight is bfloat16; legal for "
-                "float32 weights: 'fp32', which keeps no copies of them either."
-            )
 
     def _extend_schedule(self) -> None:
         sizes = [slot.full_gradient_bytes for slot in self._low_rank]

@@ -155,10 +155,11 @@ def check_options(options: Mapping[str, object], given: Mapping[str, object]) ->
     if not whole and budget != "auto":
         _refuse("max_full_gradient_bytes", budget, '"auto" or an integer >= 1', 'use "auto"')
     patterns = options["target_modules"]
-    if patterns is not None:
+    if patterns not in (None, "all"):
         if not isinstance(patterns, Sequence) or isinstance(patterns, str):
             advice = "put the pattern in a list"
-            _refuse("target_modules", patterns, "a list of regular expressions", advice)
+            legal = '"all", None or a list of regular expressions'
+            _refuse("target_modules", patterns, legal, advice)
         words = cast("Sequence[object]", patterns)
         if wrong := [pattern for pattern in words if not _is_pattern(pattern)]:
             legal = "a list of non-empty regular expressions"

@@ -12,6 +12,7 @@ __all__ = [
     "legal_candidates",
     "misses_threshold",
     "select_rank",
+    "share_of_side",
 ]
 
 # A rank changes only when its energy passes the threshold by this share of what the threshold leaves out.
@@ -22,10 +23,14 @@ SIDE_SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 _MULTIPLE = 8  # of ranks: what a kernel's tiles take
 
 
+def share_of_side(share: float, side: int) -> int:
+    """Rank that is a share, in (0, 1), of a matrix's smaller side: in multiples of 8, rounded up."""
+    return min(_MULTIPLE * ceil(share * side / _MULTIPLE), side)
+
+
 def candidates_of_side(side: int) -> tuple[int, ...]:
-    """Candidates of a matrix by its smaller side: :data:`SIDE_SHARES` of it, in multiples of 8."""
-    ranks = (_MULTIPLE * ceil(share * side / _MULTIPLE) for share in SIDE_SHARES)
-    return tuple(sorted({min(rank, side) for rank in ranks}))
+    """Candidates of a matrix by its smaller side: :data:`SIDE_SHARES` of it."""
+    return tuple(sorted({share_of_side(share, side) for share in SIDE_SHARES}))
 
 
 def legal_candidates(candidates: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from hmt_deepspeed.optim.rank import legal_candidates
+from hmt_deepspeed.optim.rank import legal_candidates, share_of_side
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, STATE_DTYPES
 
 __all__ = [
@@ -32,7 +32,7 @@ class MatrixSettings:
 
     method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
     or ``two_sided``; APOLLO always projects the smaller side.
-    rank: fixed rank, or None to choose among ``rank_candidates`` (None: shares of the smaller side) by
+    rank: fixed rank, a share of the smaller side, or None to choose among ``rank_candidates`` (None: shares of the smaller side) by
     ``energy_threshold``; None is a quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has
     it as far as :meth:`ranks` says.
     scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
@@ -45,7 +45,7 @@ class MatrixSettings:
 
     method: str = LOW_RANK
     projection: str = "right"
-    rank: int | None = None
+    rank: int | float | None = None
     rank_candidates: tuple[int, ...] | None = None
     energy_threshold: float = 0.7
     update_interval: int = 200
@@ -121,6 +121,8 @@ class MatrixSettings:
         side = min(m, n)
         if self.method == APOLLO_MINI:
             return (1,)
+        if isinstance(self.rank, float):
+            return (share_of_side(self.rank, side),)
         if self.rank is not None:
             return (min(self.rank, side),)
         if self.method == APOLLO:
@@ -132,7 +134,7 @@ class MatrixSettings:
         if self.method == APOLLO_MINI or (self.method == APOLLO and self.rank is None):
             return None
         largest = None if self.rank_candidates is None else self.rank_candidates[-1]
-        wanted = largest if self.rank is None else self.rank
+        wanted = self.rank if isinstance(self.rank, int) else largest
         return wanted if wanted is not None and wanted > min(m, n) else None
 
     def moments_dtype(self, rows: int, columns: int) -> str:
@@ -188,7 +190,11 @@ def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str, str]:
 _LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "method": _one_of(*METHODS),
     "projection": _one_of("right", "left", "auto", "two_sided"),
-    "rank": (lambda v: v is None or _whole(v, 1), '"auto" or an integer >= 1', 'use "auto"'),
+    "rank": (
+        lambda v: v is None or _whole(v, 1) or (isinstance(v, float) and 0 < v < 1),
+        '"auto", an integer >= 1 or a number above 0 and below 1',
+        'use "auto"',
+    ),
     "rank_candidates": (
         lambda v: v is None or _rising(v),
         '"auto" or strictly increasing integers >= 1',

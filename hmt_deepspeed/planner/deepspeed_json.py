@@ -84,7 +84,7 @@ def _zero_block(
 
 
 # Those of ds_configs/: a start, not an answer.
-_LEARNING_RATES = {"adamw": 0.001, "lowrank_adamw": 0.01, "apollo": 0.01, "apollo_mini": 0.01}
+_LEARNING_RATES = {"adamw": 0.001, "lowrank_adamw": 0.001, "apollo": 0.01, "apollo_mini": 0.01}
 
 
 def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:

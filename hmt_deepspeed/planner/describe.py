@@ -104,6 +104,12 @@ def _active(shape: ModelShape) -> str:
     return f" ({shape.active:,} of them for each token)"
 
 
+_ABOVE_PEAK = (
+    "MFU counts the FLOPs of ordinary training. A projected backward computes up to a third less, so MFU may pass "
+    "100 %; HFU, of what is computed, does not."
+)
+
+
 def _coarse(shape: ModelShape) -> list[str]:
     """What is estimated roughly, and how."""
     if not isinstance(shape, ListedShape):
@@ -149,9 +155,18 @@ def _setups(answers: Sequence[Answer]) -> str:
     fitting = [answer for answer in answers if answer.plan is not None]
     others = answers[len(fitting) :]
     head = ("setup", "", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", "")
-    table = _table(head, map(_row, [*fitting, *others[:_CLOSEST]]))
-    left_out = len(others) - _CLOSEST
-    return table if left_out <= 0 else f"{table}\n... and {left_out} more that do not fit"
+    lines = [_table(head, map(_row, [*fitting, *others[:_CLOSEST]]))]
+    if len(others) > _CLOSEST:
+        lines.append(f"... and {len(others) - _CLOSEST} more that do not fit")
+    if any(_mfu(answer) > 1 for answer in fitting):
+        lines.append(_ABOVE_PEAK)
+    return "\n".join(lines)
+
+
+def _mfu(answer: Answer) -> float:
+    """By the seconds to believe."""
+    assert answer.plan is not None
+    return answer.estimate.mfu * answer.estimate.seconds / answer.plan.seconds
 
 
 def _why(advice: Advice) -> str:
@@ -171,13 +186,12 @@ def _row(answer: Answer) -> Sequence[str]:
     kind = "lossy" if answer.is_lossy else "exact"
     if plan is None:
         return (answer.name, kind, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
-    mfu = found.mfu * found.seconds / plan.seconds
     return (
         answer.name,
         kind,
         f"{answer.tokens_per_second:,.0f}",
         f"{plan.seconds:.3g}",
-        f"{mfu:.1%}",
+        f"{_mfu(answer):.1%}",
         *memory,
         "",
     )

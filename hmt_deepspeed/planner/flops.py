@@ -50,7 +50,7 @@ class Projected:
     side: Literal["right", "left", "auto"] = "right"
     shared: bool = False
     whole_at_full: bool = True
-    target_modules: tuple[str, ...] | None = None
+    target_modules: tuple[str, ...] | Literal["all"] | None = None
     adamw_modules: tuple[str, ...] = ()
     others: tuple[tuple[str, int, int], ...] = ()
 

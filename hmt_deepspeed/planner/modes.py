@@ -78,7 +78,7 @@ class OptimizerMode:
     second_moment: SecondMoment = "full"
     master_weights: Literal["fp32", "none"] = "fp32"
     weight_dtype: Literal["auto", "int8"] = "auto"
-    target_modules: tuple[str, ...] | None = None
+    target_modules: tuple[str, ...] | Literal["all"] | None = None
     adamw_modules: tuple[str, ...] = ()
     projected_backward: bool = True
     redrawn: bool = False
@@ -101,14 +101,16 @@ class OptimizerMode:
         """Whether a parameter has a matrix rule."""
         if not parameter.trained:
             return False
-        if self.method == "adamw" or parameter.kind in ("vector", "embedding", "head"):
+        if self.method == "adamw" or parameter.kind == "vector":
+            return False
+        if parameter.kind in ("embedding", "head") and self.target_modules != "all":
             return False
         return is_selected(parameter.name, self.target_modules, self.adamw_modules)
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
         takes = self.method == "lowrank_adamw" and self.residual != "full"
-        patched = parameter.kind != "conv1d" and self.projected_backward
+        patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
         return takes and patched and self.is_low_rank(parameter)
 
     def is_transposed(self, parameter: Parameter) -> bool:

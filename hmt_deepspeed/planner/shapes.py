@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hmt_deepspeed.sites import LEFT_TO_ADAMW
+from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = [
     "ROLES",
@@ -300,18 +300,21 @@ def by_layer(layer: str, names: Iterable[str]) -> dict[int, dict[str, str]]:
 
 
 def is_selected(
-    name: str, target_modules: Sequence[str] | None, adamw_modules: Sequence[str]
+    name: str, target_modules: Sequence[str] | Literal["all"] | None, adamw_modules: Sequence[str]
 ) -> bool:
-    """Whether ``hmt.optimizer``'s patterns leave a linear of this name on the low-rank rule.
+    """Whether ``hmt.optimizer``'s patterns leave a matrix of this name on the low-rank rule.
 
     Args:
-        target_modules: regular expressions searched in the name; None for every one.
+        target_modules: regular expressions searched in the name; None for every linear, "all" for every matrix.
         adamw_modules: likewise, of the module rules that leave their matches to AdamW; these are not selected, nor
-            are those of :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`.
+            are those of :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW`, of which "all" takes all but adapters.
     """
-    if any(re.search(pattern, name) for pattern in (*adamw_modules, *LEFT_TO_ADAMW)):
+    left = (ADAPTER,) if target_modules == "all" else LEFT_TO_ADAMW
+    if any(re.search(pattern, name) for pattern in (*adamw_modules, *left)):
         return False
-    return target_modules is None or any(re.search(pattern, name) for pattern in target_modules)
+    return target_modules in (None, "all") or any(
+        re.search(pattern, name) for pattern in target_modules
+    )
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -110,7 +110,7 @@ def dry_run(
         engine = _Engine(parsed, resolved, build, ranks)
         engine._do_sanity_check()
         check_engine(engine)
-        tables: list[str] = []
+        tables = [preset] if (preset := hmt.describe_preset()) else []
         held: dict[str, int] = {}
         if resolved is not None:
             planned = _optimizer(engine, resolved, ranks)

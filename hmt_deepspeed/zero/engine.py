@@ -167,6 +167,8 @@ class HMTEngine(InferenceEngine):
         if self.global_rank == 0:
             if self._for_inference:
                 print(IGNORED, flush=True)
+            if preset := hmt.describe_preset():
+                print(preset, flush=True)
             parts = [self.optimizer] if self.hmt_enabled else []
             parts += [self.hmt_activations] if self.hmt_activations is not None else []
             parts += [self.hmt_snapshots] if self.hmt_snapshots is not None else []

@@ -253,13 +253,12 @@ def _swapper_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _precision(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
-    bf16 = bool(parsed.bfloat16_config.enabled)
-    if options["master_weights"] == "none" and not bf16:
+    if options["master_weights"] == "none" and parsed.float16_config.enabled:
         yield (
             "hmt.optimizer.master_weights",
             "none",
-            '"fp32", or "none" with "bf16": {"enabled": true}',
-            "Stochastic rounding is defined on bf16 weights: turn bf16 on, or keep fp32 masters.",
+            '"fp32", or "none" with bf16 or fp32 weights',
+            "Stochastic rounding is defined on bf16 weights: use bf16, or keep fp32 masters.",
         )
     if parsed.float16_config.enabled and not get_accelerator().is_fp16_supported():
         device = get_accelerator().device_name()

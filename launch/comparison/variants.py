@@ -47,6 +47,8 @@ VARIANTS: dict[str, Variant] = {
         "apollo", {**_APOLLO, "scale": 1.0, "scale_type": "channel"}, _QUARTER
     ),
     "hmt": Variant("hmt", {}, _ADAMW),
+    "hmt_memory": Variant("hmt", {"preset": "memory"}, _ADAMW),
+    "hmt_paper": Variant("hmt", {"preset": "paper"}, _ADAMW),
     # half of the width in 8 bits: an eighth of AdamW's moments
     "hmt_int8_half": Variant("hmt", {"optimizer": {"rank": "d/2", "state_dtype": "int8"}}, _ADAMW),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),

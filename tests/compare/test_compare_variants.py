@@ -35,8 +35,10 @@ def test_the_default_is_the_whole_table_and_adapters_only_tune() -> None:
     assert kinds == {"adamw", "galore", "fira", "apollo", "hmt", "lora", "qlora"}
 
 
-def test_the_default_block_is_a_variant() -> None:
+def test_the_default_block_and_the_presets_are_variants() -> None:
     assert VARIANTS["hmt"].options == {}
+    assert VARIANTS["hmt_memory"].options == {"preset": "memory"}
+    assert VARIANTS["hmt_paper"].options == {"preset": "paper"}
 
 
 @pytest.mark.parametrize(

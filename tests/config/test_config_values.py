@@ -174,7 +174,7 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
     ("rule", "path", "words"),
     [
         ({"rnk": 4}, ".rnk", "did you mean \"hmt.optimizer.module_rules['q'].rank\"?"),
-        ({"rank": 0}, ".rank", 'Legal: "auto", an integer >= 1 or null.'),
+        ({"rank": 0}, ".rank", 'Legal: "auto", an integer >= 1, a number > 0 and < 1 or null.'),
         ({"rank": "8"}, ".rank", "Write it without quotes."),
         ({"method": "galore"}, ".method", "Legal: "),
         ({"projection": "rigth"}, ".projection", 'Did you mean "right"?'),
@@ -351,7 +351,7 @@ SNAPSHOT = ("path", "interval")
 
 def test_every_field_is_described_once():
     rows = describe_fields()
-    fields = [f"hmt.optimizer.{key}" for key in DEFAULTS]
+    fields = ["hmt.preset", *(f"hmt.optimizer.{key}" for key in DEFAULTS)]
     fields += ["hmt.activations.policy"]
     fields += [f"hmt.activations.policy.{key}" for key in POLICY]
     fields += [f"hmt.activations.{key}" for key in ACTIVATIONS if key != "policy"]
@@ -406,14 +406,14 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
         ("rank_budget", '"auto", a number > 0 and <= 1 or null'),
         ("full_rank_budget", "a number >= 0 and <= 1"),
         ("module_rules", "an object of regular expressions and objects"),
-        ("rank", '"auto" or an integer >= 1'),
+        ("rank", '"auto", an integer >= 1 or a number > 0 and < 1'),
         ("rank_candidates", '"auto" or a non-empty, strictly increasing list of integers >= 1'),
         ("energy_threshold", "a number > 0 and <= 1"),
         ("update_interval", "an integer >= 1"),
         ("probes", '"auto" or an integer >= 0'),
         ("projected_backward", '"auto", true or false'),
         ("scale", '"auto" or a number > 0'),
-        ("target_modules", "null or a non-empty list of non-empty regular expressions"),
+        ("target_modules", 'null, "all" or a non-empty list of non-empty regular expressions'),
         ("seed", f"an integer >= 0 and <= {2**63 - 1}"),
     ],
 )

@@ -275,3 +275,28 @@ def test_steps_of_few_tokens_are_not_taken_at_their_first_gradients_word(
         energies = [held_by(directions[:, :rank], later) for rank in matrix.candidates]
         asked_for = select_rank(energies, matrix.candidates, threshold)
         assert first["in_sample"] < asked_for == first["out_of_sample"], (first, energies)
+
+
+@pytest.mark.parametrize(("rank", "side", "found"), [(0.25, 64, 16), (0.1, 64, 8), (0.5, 20, 16)])
+@pytest.mark.parametrize("method", ["lowrank_adamw", "apollo"])
+def test_a_rank_may_be_a_share_of_the_smaller_side(method, rank, side, found):
+    model = nn.Linear(side, 3 * side, bias=False)
+    optimizer = HMT(model, lr=1e-3, method=method, rank=rank)
+    (matrix,) = optimizer.matrices.values()
+    assert matrix.candidates == (found,)
+
+
+@pytest.mark.parametrize("rank", [1.0, 0.0, -0.5, True, "half"])
+def test_another_share_is_refused(rank):
+    with pytest.raises(ValueError, match=r"hmt\.optimizer\.rank is .*above 0 and below 1"):
+        HMT(nn.Linear(8, 8), lr=1e-3, rank=rank)
+
+
+def test_all_matrices_are_embeddings_and_heads_too_but_not_adapters():
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(40, 16), "lora_A": nn.Linear(16, 16), "lm_head": nn.Linear(16, 40)}
+    )
+    rows = {row.name: row for row in HMT(model, lr=1e-3, rank=0.5, target_modules="all").describe()}
+    low = {name for name, row in rows.items() if row.rule == "lowrank_adamw"}
+    assert low == {"embed.weight", "lm_head.weight"}
+    assert "lora_" in rows["lora_A.weight"].reason

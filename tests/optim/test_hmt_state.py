@@ -181,7 +181,7 @@ def test_every_mode_resumes_bit_exactly(mode, after, given):
     train(resumed, fresh, data[after:], max_norm=1.0)
     assert_same_weights(straight, resumed)
     ours, theirs = optimizer.state_dict(), fresh.state_dict()
-    assert ours["hmt"] == theirs["hmt"]
+    assert str(ours["hmt"]) == str(theirs["hmt"])  # as text: a nan equals itself
     assert ours["state"].keys() == theirs["state"].keys()
     for index, state in ours["state"].items():
         assert_same_state(state, theirs["state"][index])

@@ -122,6 +122,8 @@ CHOSEN = {
     "factored": {"second_moment": "factored"},
     "list": {"rank_candidates": (8, 40)},
     "apollo": {"method": "apollo"},
+    "share": {"rank": 0.2},
+    "all matrices": {"rank": 0.125, "target_modules": "all"},
 }
 
 

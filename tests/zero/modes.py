@@ -40,6 +40,12 @@ MODES: dict[str, dict[str, Any]] = {
     "random, two_sided": {**FIXED, "range_finder": "random", "projection": "two_sided"},
     "apollo": APOLLO,
     "apollo_mini": MINI,
+    "all matrices": {
+        **FIXED,
+        "rank": 0.125,
+        "target_modules": "all",
+        "max_full_gradient_bytes": 60_000,
+    },
     "module_rules": {
         **LOW_RANK,
         "module_rules": {

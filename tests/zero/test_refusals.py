@@ -43,10 +43,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"hmt": {"optimizer": {"target_modules": ["no_such"]}}},
         ["hmt.optimizer.target_modules", "'no_such'", "Correct or remove"],
     ),
-    "no masters in fp32": (
-        {"hmt": {"optimizer": {"master_weights": "none"}}},
-        ["hmt.optimizer.master_weights is 'none'", '"bf16"', "keep fp32"],
-    ),
     "a plan beside rules for single modules": (
         {
             "hmt": {
@@ -69,6 +65,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             }
         },
         ["zero_optimization.offload_optimizer.buffer_count is 2", "at least 3"],
+    ),
+    "no masters in fp16": (
+        {"fp16": {"enabled": True}, "hmt": {"optimizer": {"master_weights": "none"}}},
+        ["hmt.optimizer.master_weights is 'none'", "use bf16, or keep fp32 masters"],
     ),
     "fp16 where there is none": (
         {"fp16": {"enabled": True}},

@@ -1,0 +1,74 @@
+"""Each preset as a run has it: it trains, says what it is, and holds what it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+from harness import Ranks
+from training import ds_config, make_engine, tiny_llama, train
+
+from hmt_deepspeed.config.presets import PRESETS
+from hmt_deepspeed.zero.bases import ParkedBases
+from hmt_deepspeed.zero.statistics import state_bytes
+
+STEPS = 40
+STAGES = {"balanced": 2, "memory": 3, "paper": 1}
+
+
+def preset_runs() -> dict[str, dict[str, Any]]:
+    found = {}
+    for preset, stage in STAGES.items():
+        config = ds_config(stage, bf16={"enabled": True})
+        config["hmt"] = {"preset": preset}
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            engine = make_engine(config, tiny_llama(seed=7))
+        losses = train(engine, STEPS)
+        entries = engine.optimizer.entries
+        found[preset] = {
+            "losses": losses,
+            "said": said.getvalue(),
+            "state_bytes": sum(map(state_bytes, entries)),
+            "low_rank": sum(entry.matrix is not None for entry in entries),
+            "masters": any(entry.weight.has_master for entry in entries),
+            "caches": isinstance(engine.optimizer.bases, ParkedBases),
+            "activations": engine.hmt_activations is not None,
+        }
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks) -> dict[str, dict[str, Any]]:
+    (found,) = ranks.run(preset_runs, 1)
+    return found
+
+
+def test_every_preset_is_run() -> None:
+    assert set(STAGES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_preset_trains(preset: str, runs: dict[str, dict[str, Any]]) -> None:
+    losses = runs[preset]["losses"]
+    assert losses[-1] < losses[0] - 0.1
+    assert (f'hmt.preset "{preset}"' in runs[preset]["said"]) == (preset != "balanced")
+    assert "but for" not in runs[preset]["said"]
+
+
+def test_presets_hold_what_they_promise(runs: dict[str, dict[str, Any]]) -> None:
+    balanced, memory, paper = (runs[preset] for preset in STAGES)
+    assert memory["low_rank"] == balanced["low_rank"] + 2  # embeddings and head
+    assert balanced["masters"]
+    assert not memory["masters"]
+    assert not paper["masters"]
+    # of tensors this small the moments stay in fp32, so that half of the width and the factored moment count alone
+    assert memory["state_bytes"] < 0.5 * balanced["state_bytes"]
+    assert not balanced["activations"]
+    assert memory["activations"]
+    assert paper["activations"]
+    assert paper["caches"]
+    assert not memory["caches"]
