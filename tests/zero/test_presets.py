@@ -11,7 +11,6 @@ from harness import Ranks
 from training import ds_config, make_engine, tiny_llama, train
 
 from hmt_deepspeed.config.presets import PRESETS
-from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.statistics import state_bytes
 
 STEPS = 40
@@ -34,7 +33,7 @@ def preset_runs() -> dict[str, dict[str, Any]]:
             "state_bytes": sum(map(state_bytes, entries)),
             "low_rank": sum(entry.matrix is not None for entry in entries),
             "masters": any(entry.weight.has_master for entry in entries),
-            "caches": isinstance(engine.optimizer.bases, ParkedBases),
+            "caches": engine.optimizer.settings.cache is not None,
             "activations": engine.hmt_activations is not None,
         }
         engine.destroy()
