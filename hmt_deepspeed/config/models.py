@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -25,7 +26,7 @@ from hmt_deepspeed.config.fields import (
 from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
 from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.presets import Preset, overridden, with_preset
-from hmt_deepspeed.config.problems import field_problems, walk_fields
+from hmt_deepspeed.config.problems import field_problems, unknown_key_text, walk_fields
 
 __all__ = [
     "BLOCK_NAME",
@@ -292,6 +293,26 @@ class OptimizerConfig(StrictModel):
         description="Seed of the random bases and of the probe columns.",
         json_schema_extra={"who": "Whoever repeats a run with other draws."},
     )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> OptimizerConfig:
+        """Validate fields that are given in Python.
+
+        Raises:
+            TypeError: an unknown field, and what to do.
+            ValueError: a line for every problem: the full key, the value given, what is legal and what to do.
+        """
+        path = f"{BLOCK_NAME}.optimizer"
+        for name in fields:
+            if name not in cls.model_fields:
+                text = unknown_key_text(name, path, cls, cls, path)
+                raise TypeError(f"HMT() got an unexpected field {name!r}. {text}")
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            problems = field_problems(error, cls, path)
+        problems |= conflict_problems(dict(fields), path, problems, conflicts_of)
+        raise ValueError("\n".join(f"{key}: {text}" for key, text in problems.items()))
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> OptimizerConfig:

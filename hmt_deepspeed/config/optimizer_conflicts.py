@@ -58,6 +58,8 @@ _READ_BY = {"adamw": _READ_BY_ALL, "apollo": _READ_BY_APOLLO, "apollo_mini": _RE
 # What a module rule of another method does not take from the others: it means something else to it.
 OWN_OF_METHOD = ("rank", "scale")
 _NOT_FOR_RULES = ("method", "module_rules", "target_modules")
+# What contradicts the field it depends on within one matrix, so that a module rule may bring it about.
+_OF_A_MATRIX = ("range_finder", "second_moment", "residual", "probes")
 
 # Rules of lowrank_adamw; `{}` in an advice is the value of the field it depends on.
 _RULES = (
@@ -152,7 +154,7 @@ _RULES = (
         ("residual",),
         "projection",
         _all(_is("residual", "full"), _is("projection", "two_sided")),
-        'A core has the exact residual inside its span already: set "probe" or "none".',
+        'The core of "projection": "two_sided" has the exact residual inside its span already: set "probe" or "none".',
     ),
     _Rule(
         ("probes",),
@@ -237,12 +239,17 @@ def _read_by(rule: Given, given: Given, method: str) -> set[str]:
 def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> Iterator[Conflict]:
     """`where`: the rule's key. `method`: of a rule that names none."""
     own = str(rule.get("method", method))
-    found = _method_conflicts(own, rule) if own in _READ_BY else []
-    if own == LOW_RANK:
-        together = {**_taken_over(rule, given, method), **rule}
-        found = [c for c in _conflicts(together, own) if c.unread and c.key in rule]
-    for conflict in found:
-        yield conflict._replace(key=f"{where}.{conflict.key}")
+    if own in _READ_BY:
+        for conflict in _method_conflicts(own, rule):
+            yield conflict._replace(key=f"{where}.{conflict.key}")
+        return
+    for conflict in _conflicts({**_taken_over(rule, given, method), **rule}, own):
+        other = conflict.depends_on[0]
+        if conflict.key in rule and (conflict.unread or conflict.key in _OF_A_MATRIX):
+            yield conflict._replace(key=f"{where}.{conflict.key}")
+        elif other in rule and not conflict.unread and conflict.key in _OF_A_MATRIX:
+            key, depends_on = f"{where}.{other}", (conflict.key, "module_rules")
+            yield Conflict(key, rule[other], depends_on, conflict.advice)
 
 
 def _conflicts(given: Given, method: str) -> list[Conflict]:

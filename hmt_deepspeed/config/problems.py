@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from hmt_deepspeed.config.removed import REMOVED
 
-__all__ = ["field_problems", "walk_fields"]
+__all__ = ["field_problems", "unknown_key_text", "walk_fields"]
 
 
 def walk_fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -80,7 +80,7 @@ def field_problems(error: ValidationError, root: type[BaseModel], name: str) -> 
         path, model, rest = _resolve(detail["loc"], root, name)
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             key = str(rest[0])
-            text = _unknown_key_text(key, path, model, root, name)
+            text = unknown_key_text(key, path, model, root, name)
             problems.setdefault(f"{path}.{key}", f"got {detail['input']!r}. {text}")
         elif detail["type"] == "model_type":
             legal = dict(walk_fields(root, name)).get(path, {}).get("legal", "an object")
@@ -156,9 +156,14 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _unknown_key_text(
+def unknown_key_text(
     key: str, path: str, model: type[BaseModel], root: type[BaseModel], name: str
 ) -> str:
+    """What to do about a key that ``model``, whose full key is ``path``, does not have.
+
+    Args:
+        root: the model around it, and ``name`` that model's full key.
+    """
     written = _normalised(key)
     section = path.partition("[")[0].rpartition(".")[0]  # around an object of patterns
     removed = REMOVED.get(f"{section if '[' in path else path}.{written}")

@@ -18,7 +18,6 @@ from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import (
     check_group,
-    check_options,
     complete_options,
     matrix_settings,
     module_rules,
@@ -84,7 +83,6 @@ class HMT(Optimizer):
         **fields: Any,
     ) -> None:
         self.options = complete_options(fields)
-        check_options(self.options, fields)
         self._settings = matrix_settings(self.options)
         self._rules = module_rules(self.options)
         self._slots: dict[Tensor, Slot] = {}

@@ -1,29 +1,21 @@
-"""Settings of one matrix's update rule: plain values with their legal ranges."""
+"""Settings of one matrix's update rule, as plain values; what is legal is declared in `hmt_deepspeed.config`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import inf
-from typing import Any
 
 from hmt_deepspeed.optim.rank import legal_candidates, share_of_side
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS, STATE_DTYPES
+from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 
 __all__ = [
     "APOLLO",
     "APOLLO_MINI",
     "DENSE",
-    "LOW_RANK",
-    "METHODS",
-    "SECOND_MOMENTS",
     "MatrixSettings",
 ]
 
-LOW_RANK, APOLLO, APOLLO_MINI, DENSE = "lowrank_adamw", "apollo", "apollo_mini", "adamw"
-METHODS = (LOW_RANK, APOLLO, APOLLO_MINI, DENSE)
-SECOND_MOMENTS = ("full", "factored")
+APOLLO, APOLLO_MINI, DENSE = "apollo", "apollo_mini", "adamw"
 
 
 @dataclass(frozen=True)
@@ -32,9 +24,9 @@ class MatrixSettings:
 
     method: ``lowrank_adamw``, ``apollo`` or ``apollo_mini``. projection: ``right``, ``left``, ``auto``
     or ``two_sided``; APOLLO always projects the smaller side.
-    rank: fixed rank, a share of the smaller side, or None to choose among ``rank_candidates`` (None: shares of the smaller side) by
-    ``energy_threshold``; None is a quarter of the smaller side for ``apollo``, 1 for ``apollo_mini``. A matrix has
-    it as far as :meth:`ranks` says.
+    rank: fixed rank, a share of the smaller side, or None to choose among ``rank_candidates`` (None: shares of
+    the smaller side) by ``energy_threshold``; None is a quarter of the smaller side for ``apollo``, 1 for
+    ``apollo_mini``. A matrix has it as far as :meth:`ranks` says.
     scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
     every rank, and is APOLLO's published one.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
@@ -43,47 +35,20 @@ class MatrixSettings:
     gives, for messages.
     """
 
-    method: str = LOW_RANK
-    projection: str = "right"
-    rank: int | float | None = None
-    rank_candidates: tuple[int, ...] | None = None
-    energy_threshold: float = 0.7
-    update_interval: int = 200
-    range_finder: str = "randomized"
-    residual: str = "probe"
-    probes: int | None = None
-    scale: float | None = None
-    state_dtype: str = "fp32"
-    second_moment: str = "full"
-    seed: int = 0
+    method: str
+    projection: str
+    rank: int | float | None
+    rank_candidates: tuple[int, ...] | None
+    energy_threshold: float
+    update_interval: int
+    range_finder: str
+    residual: str
+    probes: int | None
+    scale: float | None
+    state_dtype: str
+    second_moment: str
+    seed: int
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a value out of range: field, value, legal range, what to do."""
-        for name, (is_legal, legal, advice) in _LEGAL.items():
-            value = getattr(self, name)
-            if not is_legal(value):
-                raise ValueError(f"{self.key(name)} is {value!r}; legal: {legal}. To do: {advice}.")
-        if self.residual == "probe" and self.probes == 0:
-            raise ValueError(
-                f"{self.key('probes')} is 0 with {self.key('residual')} 'probe'; legal: an integer >= 1. "
-                'To do: raise it, or set residual to "none".'
-            )
-        if self.projection == "two_sided" and self.residual == "full" and not self.is_apollo:
-            raise ValueError(
-                f"{self.key('residual')} is 'full' with {self.key('projection')} 'two_sided'; legal with a "
-                "core: 'probe' (exact inside the span of the right basis) or 'none'. To do: choose one of them."
-            )
-        if self.is_factored and self.projection == "two_sided":
-            raise ValueError(
-                f"{self.key('second_moment')} is 'factored' with {self.key('projection')} 'two_sided'; legal "
-                "with a core: 'full' (its r x r is small already). To do: use that, or project one side."
-            )
-        if self.range_finder == "random" and self.rank is None and self.method == LOW_RANK:
-            raise ValueError(
-                f"{self.key('range_finder')} is 'random' with {self.key('rank')} 'auto', but a basis that "
-                "ignores the gradient has no spectrum to choose a rank by; legal: a fixed rank. To do: give one."
-            )
 
     def key(self, name: str) -> str:
         """Full key of a field: of the module rule's where that gives the value."""
@@ -166,55 +131,3 @@ class MatrixSettings:
     def oriented(self, m: int, n: int) -> tuple[int, int]:
         """Shape of the weight, or of its transpose where that is projected."""
         return (n, m) if self.transposes(m, n) else (m, n)
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _number(value: Any, above: float, most: float = inf) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and above < value <= most and value < inf
-
-
-def _rising(ranks: Any) -> bool:
-    whole = isinstance(ranks, tuple) and len(ranks) > 0 and all(_whole(r, 1) for r in ranks)
-    return whole and all(a < b for a, b in pairwise(ranks))
-
-
-def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str, str]:
-    return choices.__contains__, f"one of {choices}", "choose one of them"
-
-
-# What each field may be: test, legal range in words, what to do.
-_LEGAL: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "method": _one_of(*METHODS),
-    "projection": _one_of("right", "left", "auto", "two_sided"),
-    "rank": (
-        lambda v: v is None or _whole(v, 1) or (isinstance(v, float) and 0 < v < 1),
-        '"auto", an integer >= 1 or a number above 0 and below 1',
-        'use "auto"',
-    ),
-    "rank_candidates": (
-        lambda v: v is None or _rising(v),
-        '"auto" or strictly increasing integers >= 1',
-        "sort the ranks",
-    ),
-    "energy_threshold": (lambda v: _number(v, 0, 1), "above 0, at most 1", "0.7 is usual"),
-    "update_interval": (lambda v: _whole(v, 1), "an integer >= 1", "200 is usual"),
-    "range_finder": _one_of("randomized", "subspace", "svd", "random"),
-    "residual": _one_of("none", "probe", "full"),
-    "probes": (lambda v: v is None or _whole(v, 0), '"auto" or an integer >= 0', 'use "auto"'),
-    "scale": (
-        lambda v: v is None or _number(v, 0),
-        '"auto" or a number > 0',
-        'use "auto"',
-    ),
-    "state_dtype": _one_of(*STATE_DTYPES),
-    "second_moment": _one_of(*SECOND_MOMENTS),
-    "seed": (
-        lambda v: _whole(v, 0) and v < 1 << 63,
-        "an integer from 0 to 2^63 - 1",
-        "choose another",
-    ),
-}

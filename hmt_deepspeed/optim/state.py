@@ -17,9 +17,8 @@ from torch import Tensor
 from hmt_deepspeed.kernels.int8_state import BLOCK, decode_state, encode_state
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
-__all__ = ["MIN_INT8_ELEMENTS", "STATE_DTYPES", "StateTensor", "stored_bytes"]
+__all__ = ["MIN_INT8_ELEMENTS", "StateTensor", "stored_bytes"]
 
-STATE_DTYPES = ("fp32", "bf16", "int8")
 MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
 
 
@@ -34,7 +33,7 @@ class StateTensor:
     """One optimizer state, zero at first.
 
     Args:
-        shape: of the state. dtype: one of :data:`STATE_DTYPES`.
+        shape: of the state. dtype: ``fp32``, ``bf16`` or ``int8``.
         signed: False for a state that is never negative; int8 then has twice the levels.
         device: where it lives.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from hmt_deepspeed.config.models import Method, Projection, Residual, SecondMoment, StateDtype
 from hmt_deepspeed.planner.flops import Projected, check_probes, check_rank, probes_at, rank_at
 from hmt_deepspeed.planner.shapes import (
     ModelShape,
@@ -15,11 +16,6 @@ from hmt_deepspeed.planner.shapes import (
 
 __all__ = ["LEAST_INT8", "REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
 
-Method = Literal["adamw", "lowrank_adamw", "apollo", "apollo_mini"]
-Projection = Literal["right", "left", "auto", "two_sided"]
-Residual = Literal["none", "probe", "full"]
-StateDtype = Literal["fp32", "bf16", "int8"]
-SecondMoment = Literal["full", "factored"]
 
 LEAST_INT8 = 4096  # elements of a state; smaller ones stay in fp32
 

@@ -17,7 +17,7 @@ from benchmarks.setting import DTYPES, Setting
 from benchmarks.timing import column, interleave, median_of, paired_spread, timed
 from hmt_deepspeed.optim.linear import ProjectedSite, SharedInputs, patch_linear
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.settings import MatrixSettings
+from hmt_deepspeed.optim.options import complete_options, matrix_settings
 
 INPUT_BYTES_TARGET = 1 / 8
 
@@ -83,7 +83,8 @@ class Projected(Contender):
         self.sites = [ProjectedSite(str(i)) for i in range(len(self.linears))]
         self.shared = SharedInputs(self.sites)
         for linear, site in zip(self.linears, self.sites, strict=True):
-            settings = MatrixSettings(rank=stack.rank)
+            settings = matrix_settings(complete_options({"rank": stack.rank}))
+            assert settings is not None
             shape = (linear.out_features, linear.in_features)
             matrix = LowRankMatrix(site.name, shape, (0, shape[0]), settings, dtype, self.x.device)
             matrix.prepare(0)

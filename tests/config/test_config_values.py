@@ -6,7 +6,7 @@ import pytest
 from blocks import ACTIVATIONS, DEFAULTS, POLICY, problem_of_field, problems_of
 from pydantic import ValidationError
 
-from hmt_deepspeed.config import HMTConfig, OptimizerConfig, describe_fields
+from hmt_deepspeed.config import HMTConfig, describe_fields
 from hmt_deepspeed.config.removed import REMOVED
 
 # --- accepted ---------------------------------------------------------------------------------
@@ -419,9 +419,3 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
 )
 def test_legal_values_in_words(key, legal):
     assert {row[0]: row[1] for row in describe_fields()}[f"hmt.optimizer.{key}"] == legal
-
-
-def test_the_plain_optimizer_has_the_same_defaults():
-    from hmt_deepspeed.optim import options
-
-    assert OptimizerConfig().model_dump() == options.DEFAULTS

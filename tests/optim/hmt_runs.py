@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from hmt_deepspeed.optim.options import complete_options, matrix_settings
+
 WIDTHS = (24, 40, 40, 16)
 
 
@@ -52,3 +54,8 @@ def movement(model, seed=0):
     start = network(seed)
     pairs = zip(model.parameters(), start.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def settings_of(**fields):
+    """Settings of one matrix from fields of ``hmt.optimizer``."""
+    return matrix_settings(complete_options(fields))

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
+from hmt_runs import settings_of
 from test_policy import SHAPE
 
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.column_energies import column_energies
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 CPU = torch.device("cpu")
 
 
 def stepped(rows=(0, SHAPE[0]), name="a", seed=0, **settings):
     """A matrix that has a basis from a gradient and has taken some steps; its gradients."""
-    made = MatrixSettings(**settings)
+    made = settings_of(**settings)
     matrix = build_matrix(name, SHAPE, rows, made, torch.float32, CPU)
     basis = matrix.seeded_basis(8, 0)
     matrix.adopt(basis)
@@ -85,7 +85,7 @@ def test_there_are_none_before_a_basis_from_a_gradient_and_a_step():
         assert column_energies([matrix], [slice(None)]) is None
         for name, value in before.items():
             setattr(matrix, name, value)
-    new = build_matrix("a", SHAPE, (0, SHAPE[0]), MatrixSettings(), torch.float32, CPU)
+    new = build_matrix("a", SHAPE, (0, SHAPE[0]), settings_of(), torch.float32, CPU)
     new.adopt(new.seeded_basis(8, 0))
     assert new.measured
     assert column_energies([new], [slice(None)]) is None

@@ -5,6 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from hmt_runs import settings_of
 from test_later_energy import BatchNoise, Turned
 from test_policy import SHAPE, Source, moment_and_basis_bytes, train
 from test_share_basis import Block
@@ -16,7 +17,6 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import LEAST_GAIN, USUAL_BUDGET, RankPolicy
 from hmt_deepspeed.optim.rank import SIDE_SHARES, candidates_of_side, legal_candidates, select_rank
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 # -- candidates -----------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ CANDIDATES = (2, 4, 8, 16)
 def policy_of(count, budget, thresholds):
     groups = []
     for i, threshold in zip(range(count), thresholds, strict=True):
-        settings = MatrixSettings(rank_candidates=CANDIDATES, energy_threshold=threshold)
+        settings = settings_of(rank_candidates=CANDIDATES, energy_threshold=threshold)
         shape = (48, 32) if i % 2 else (32, 24)
         matrix = LowRankMatrix(
             f"{i}.w", shape, (0, shape[0]), settings, torch.float32, torch.device("cpu")
@@ -134,7 +134,7 @@ def test_bytes_for_all_thresholds_give_every_matrix_its_own():
 
 def test_full_rank_that_takes_fewer_bytes_is_not_passed_over_for_the_threshold():
     """Rank 28 of 32 columns reaches the threshold, and takes more than AdamW without a basis."""
-    settings = MatrixSettings(rank_candidates=(8, 28, 32), energy_threshold=0.7)
+    settings = settings_of(rank_candidates=(8, 28, 32), energy_threshold=0.7)
     matrix = LowRankMatrix("w", (32, 32), (0, 32), settings, torch.float32, torch.device("cpu"))
     policy = RankPolicy([[matrix]], 8 * 32 * 32, 0)
     assert policy.bytes_at(0, 28) > policy.bytes_at(0, 32)
@@ -288,7 +288,7 @@ def test_a_rank_may_be_a_share_of_the_smaller_side(method, rank, side, found):
 
 @pytest.mark.parametrize("rank", [1.0, 0.0, -0.5, True, "half"])
 def test_another_share_is_refused(rank):
-    with pytest.raises(ValueError, match=r"hmt\.optimizer\.rank is .*above 0 and below 1"):
+    with pytest.raises(ValueError, match=r"hmt\.optimizer\.rank: got .*a number > 0 and < 1"):
         HMT(nn.Linear(8, 8), lr=1e-3, rank=rank)
 
 

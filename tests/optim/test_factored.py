@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hmt_runs import settings_of
 
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.factored import FactoredMatrix
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 M, N, RANK = 48, 32, 8
 BETAS, EPS = (0.9, 0.999), 1e-8
-SETTINGS = MatrixSettings(rank=RANK, residual="none", probes=0, scale=1.0, second_moment="factored")
+SETTINGS = settings_of(rank=RANK, residual="none", probes=0, scale=1.0, second_moment="factored")
 
 
 def new_matrix(basis=None, rows=(0, M), **changes):
@@ -170,7 +170,7 @@ def test_bytes_are_rows_and_columns():
     matrix = new_matrix(q)
     assert matrix.moments.nbytes == 4 * (M * RANK + M + RANK + 1) + 4 * RANK  # and evidence
     assert matrix.moment_bytes_at(RANK) == 4 * (M * RANK + M + RANK + 1)
-    large = MatrixSettings(rank=128, state_dtype="int8", second_moment="factored")
+    large = settings_of(rank=128, state_dtype="int8", second_moment="factored")
     held = build_matrix("w", (512, 512), (0, 512), large, torch.float32, torch.device("cpu"))
     assert held.moments.nbytes - 4 * 128 == held.moment_bytes_at(128)
     assert held.moment_bytes_at(128) < 0.14 * 2 * 4 * 512 * 128

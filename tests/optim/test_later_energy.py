@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 import torch
+from hmt_runs import settings_of
 from test_policy import SHAPE, Source, captured, construct, orthonormal, train
 from torch import nn
 
@@ -21,7 +22,6 @@ from hmt_deepspeed.optim.later_energy import (
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.rank_history import RankHistory, RankRecord
-from hmt_deepspeed.optim.settings import MatrixSettings
 from hmt_deepspeed.optim.windows import Windows
 
 
@@ -124,7 +124,7 @@ def test_exponents_stay_in_range(own, later, exponent):
 
 
 def matrix_named(name, **settings):
-    chosen = MatrixSettings(rank_candidates=(4, 8, 16), **settings)
+    chosen = settings_of(rank_candidates=(4, 8, 16), **settings)
     device = torch.device("cpu")
     return LowRankMatrix(name, SHAPE, (0, SHAPE[0]), chosen, torch.float32, device)
 
@@ -354,7 +354,7 @@ def test_known_energies_save_the_sketching_of_what_is_not_chosen(monkeypatch):
 
 def test_the_norm_of_a_group_is_of_all_its_gradients():
     """What grows is the second member; a wider sketch is predicted from the group's norm."""
-    settings, device = MatrixSettings(rank_candidates=(4, 8)), torch.device("cpu")
+    settings, device = settings_of(rank_candidates=(4, 8)), torch.device("cpu")
     group = [
         LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device) for name in "ab"
     ]

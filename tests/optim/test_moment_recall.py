@@ -11,20 +11,18 @@ from functools import lru_cache
 
 import pytest
 import torch
+from hmt_runs import settings_of
 from torch import Tensor
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together, overlap_of
 from hmt_deepspeed.optim.moments import LeftMoments, Recalled
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 M, N, RANK, PHASE = 24, 64, 16, 100
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def new_matrix(basis: Tensor, state_dtype: str = "fp32") -> LowRankMatrix:
-    settings = MatrixSettings(
-        rank=RANK, residual="none", probes=0, scale=1.0, state_dtype=state_dtype
-    )
+    settings = settings_of(rank=RANK, residual="none", probes=0, scale=1.0, state_dtype=state_dtype)
     matrix = LowRankMatrix("w", (M, N), (0, M), settings, torch.float32, torch.device("cpu"))
     matrix.state_dtype = state_dtype  # also of so few elements
     matrix.adopt(basis)

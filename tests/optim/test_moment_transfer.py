@@ -8,13 +8,13 @@ import copy
 
 import pytest
 import torch
+from hmt_runs import settings_of
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 M, N, RANK, STEPS = 48, 64, 16, 400
 BETAS, EPS = (0.9, 0.999), 1e-8
-SETTINGS = MatrixSettings(rank=RANK, residual="none", probes=0, scale=1.0)
+SETTINGS = settings_of(rank=RANK, residual="none", probes=0, scale=1.0)
 
 
 def new_matrix(basis):

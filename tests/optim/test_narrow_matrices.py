@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hmt_runs import settings_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,7 +11,6 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.matrix import MatrixRule
 from hmt_deepspeed.optim.options import complete_options
 from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 N, RANK = 32, 8
 RANKS = {"trunk.weight": 8, "router.weight": 4, "classifier.weight": 3}
@@ -182,7 +182,7 @@ def test_a_budget_counts_what_small_matrices_hold():
     options = complete_options(
         {"state_dtype": "int8", "rank_candidates": (8, 16), "rank_budget": 1}
     )
-    settings = MatrixSettings(state_dtype="int8", rank_candidates=(8, 16))
+    settings = settings_of(state_dtype="int8", rank_candidates=(8, 16))
     small = LowRank("small", (64, 48), settings)
     assert build_policy([[small]], options).bytes_at(0, 8) == (2 * 64 * 8 + 48 * 8) * 4
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from hmt_runs import settings_of
 
 from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, widened
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 CPU = torch.device("cpu")
 N = 96
@@ -58,7 +58,7 @@ def test_from_an_old_basis_a_rank_that_rises_again_takes_fewer_products():
 def test_a_matrix_widens_its_own_basis_by_the_older_one() -> None:
     left, right = orthonormal(16, 4, n=200), orthonormal(16, 5)
     gradient = left * torch.linspace(2, 1, 16) @ right.t()
-    settings = MatrixSettings(rank_candidates=(4, 16))
+    settings = settings_of(rank_candidates=(4, 16))
     matrix = LowRankMatrix("w", (200, N), (0, 200), settings, torch.float32, CPU)
     matrix.adopt(right[:, :4])
     found = [matrix.find_basis(gradient, 1, 4, 0.9, older=older) for older in (None, right)]

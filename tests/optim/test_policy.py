@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hmt_runs import PAPERS_RULE, assert_same_weights
+from hmt_runs import PAPERS_RULE, assert_same_weights, settings_of
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
@@ -13,7 +13,6 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.policy import RankPolicy
 from hmt_deepspeed.optim.rank_budget import allocate_ranks, total_captured
-from hmt_deepspeed.optim.settings import MatrixSettings
 
 SHAPE = (48, 64)
 CANDIDATES = (4, 8, 16, 32)
@@ -519,7 +518,7 @@ def test_adding_a_group_keeps_what_is_known_of_the_others():
 
 def test_equal_matrices_do_not_swap_ranks_for_noise():
     """A budget for one large and one small rank: whoever has the large one keeps it."""
-    settings = MatrixSettings(rank_candidates=(4, 8), probes=0, residual="none")
+    settings = settings_of(rank_candidates=(4, 8), probes=0, residual="none")
     groups = []
     for name in ("a", "b"):
         shape, device = (64, 32), torch.device("cpu")

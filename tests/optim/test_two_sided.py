@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from hmt_runs import PAPERS_RULE
+from hmt_runs import PAPERS_RULE, settings_of
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.settings import MatrixSettings
 from hmt_deepspeed.optim.two_sided import TwoSidedMatrix
 
 M, N, RANK = 24, 32, 6
@@ -24,7 +23,7 @@ def orthonormal(rows, columns, seed=0):
 
 
 def new_matrix(residual="none", probes=0, m=M, n=N, rank=RANK, **settings):
-    fields = MatrixSettings(
+    fields = settings_of(
         projection="two_sided", rank=rank, residual=residual, probes=probes, scale=1.0, **settings
     )
     return TwoSidedMatrix("w", (m, n), (0, m), fields, torch.float32, torch.device("cpu"))

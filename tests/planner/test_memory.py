@@ -19,8 +19,8 @@ from hmt_deepspeed.optim.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import encoded_weight
+from hmt_deepspeed.optim.options import complete_options, matrix_settings
 from hmt_deepspeed.optim.schedule import RefreshSchedule
-from hmt_deepspeed.optim.settings import MatrixSettings
 from hmt_deepspeed.planner.cost import estimate
 from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
@@ -178,7 +178,7 @@ def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
     fields = {k: v for k, v in MODES[mode].items() if k != "target_modules"}
     assigned = assign_rules(
         [(name, tuple(p.shape)) for name, p in network.named_parameters()],
-        settings=MatrixSettings(**fields),
+        settings=matrix_settings(complete_options(fields)),
         target_modules=MODES[mode].get("target_modules"),
         linear_names=linear_weights(network),
     )
