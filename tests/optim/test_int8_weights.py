@@ -382,11 +382,11 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weight_dtype": "fp8"}, ["weight_dtype is 'fp8'", "'auto', 'int8'"]),
-        ({"projected_backward": False}, ["weight_dtype is 'int8'", "projected linears"]),
-        ({"residual": "full"}, ["weight_dtype is 'int8'", "full residual"]),
-        ({"method": "apollo"}, ["weight_dtype is 'int8'", '"method": "apollo"']),
-        ({"method": "adamw"}, ["weight_dtype is 'int8'", '"method": "adamw"']),
+        ({"weight_dtype": "fp8"}, ["weight_dtype: got 'fp8'", '"auto" or "int8"']),
+        ({"projected_backward": False}, ["weight_dtype: got 'int8'", "projected linears"]),
+        ({"residual": "full"}, ["weight_dtype: got 'int8'", "full residual"]),
+        ({"method": "apollo"}, ["weight_dtype: got 'int8'", '"method": "apollo"']),
+        ({"method": "adamw"}, ["weight_dtype: got 'int8'", '"method": "adamw"']),
         ({"module_rules": {".": {"method": "adamw"}}}, ["no matrix to convert", "legal"]),
     ],
 )
