@@ -40,8 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
     "random, two_sided": {**FIXED, "range_finder": "random", "projection": "two_sided"},
     "apollo": APOLLO,
     "apollo_mini": MINI,
-    "all matrices": {
-        **FIXED,
+    "all matrices": {  # with the preset's scale
+        "update_interval": 3,
         "rank": 0.125,
         "target_modules": "all",
         "max_full_gradient_bytes": 60_000,
