@@ -212,10 +212,10 @@ class OptimizerConfig(StrictModel):
     )
     scale: Scale = Field(
         default="auto",
-        description='Factor on the update. "auto": inside its basis a low-rank update has the root mean square of '
-        "AdamW's at every rank and side, so AdamW's lr and weight_decay hold; of APOLLO the published value, 1, of Mini "
-        "128, each under the root. A number is GaLore's alpha, there 0.25, and 1 in the HMT "
-        "paper: the root mean square is then that x sqrt(r / n) for n columns.",
+        description='Factor on the update. "auto": AdamW\'s lr and weight_decay hold. A low-rank update is then '
+        "multiplied by 2.5, and embeddings, heads and vectors beside it have ten times the rate: GaLore's alpha of 0.25 "
+        "at ten times AdamW's rate. Of APOLLO auto is the published value, 1, of Mini 128, at their published rates. A "
+        "number is GaLore's alpha, 1 in the HMT paper, and all parameters have the rate that is given.",
         json_schema_extra={
             "who": "A number: whoever goes on with GaLore's settings and learning rate."
         },

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import nn
 
 from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
 from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
-__all__ = ["Assignment", "assign_rules", "head_weights", "linear_weights", "tied_weights"]
+__all__ = [
+    "Assignment",
+    "assign_rules",
+    "head_weights",
+    "linear_weights",
+    "tied_weights",
+]
 
 ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 
@@ -23,12 +29,24 @@ class Assignment:
     """Rule of one parameter.
 
     settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
+    lr_scale: factor on the learning rate, see :data:`~hmt_deepspeed.optim.settings.LR_RATIO`.
     """
 
     name: str
     shape: tuple[int, ...]
     settings: MatrixSettings | None
     reason: str = ""
+    lr_scale: float = 1.0
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """lr, betas, eps and weight_decay of a step from a parameter group; a step takes ``lr * weight_decay`` of a
+        weight whatever ``lr_scale`` is."""
+        return {
+            "lr": float(group["lr"]) * self.lr_scale,
+            "betas": group["betas"],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"] / self.lr_scale,
+        }
 
     @property
     def low_rank(self) -> bool:
@@ -156,21 +174,34 @@ def assign_rules(
             return "not the weight of a linear layer"
         return ""
 
+    def lr_scale(name: str, shape: tuple[int, ...]) -> float:
+        """Of what is left to AdamW beside the matrices in low rank, and not by the user's word."""
+        is_vector = len(shape) < 2 or _is_vector(shape)
+        is_table = name in heads or any(re.search(p, name) for p in LEFT_TO_ADAMW)
+        beside = is_vector or (is_table and len(shape) == 2)
+        return 1.0 if settings is None or ADAPTER in name or not beside else settings.lr_scale
+
     def assign(name: str, shape: tuple[int, ...]) -> Assignment:
+        scale = lr_scale(name, shape)
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
-            return Assignment(name, shape, None, reason if settings else "method is adamw")
+            return Assignment(name, shape, None, reason if settings else "method is adamw", scale)
         if _is_vector(shape):
-            return Assignment(name, shape, None, "a vector in disguise")
+            return Assignment(name, shape, None, "a vector in disguise", scale)
         rule = next((rule for rule in module_rules if re.search(rule[0], name)), None)
         if rule is not None:
             reason = "" if rule[1] else f"module_rules {rule[0]!r}"
-            return Assignment(name, shape, rule[1], reason)
+            rate = 1.0 if rule[1] is None else rule[1].lr_scale
+            return Assignment(name, shape, rule[1], reason, rate)
         reason = reason_dense(name, shape)
-        return Assignment(name, shape, None if reason else settings, reason)
+        if settings is None or reason:
+            return Assignment(name, shape, None, reason, scale)
+        return Assignment(name, shape, settings, lr_scale=settings.lr_scale)
 
     assigned = [assign(name, tuple(shape)) for name, shape in parameters]
     _check_targets(targets or (), assigned, [pattern for pattern, _ in module_rules])
+    if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
+        assigned = [replace(own, lr_scale=1.0) for own in assigned]
     return assigned
 
 

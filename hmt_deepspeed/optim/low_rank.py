@@ -14,6 +14,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.moments import Moments, Recalled
 from hmt_deepspeed.optim.projected import Columns, ProjectedMatrix
 from hmt_deepspeed.optim.rules import full_residual, growth_factor, probe_residual
+from hmt_deepspeed.optim.settings import LR_RATIO, PUBLISHED_SCALE
 from hmt_deepspeed.optim.state import stored_bytes
 
 __all__ = ["LowRankMatrix", "adopt_together", "overlap_of"]
@@ -162,15 +163,10 @@ class LowRankMatrix(ProjectedMatrix):
 
     @property
     def scale(self) -> float:
-        """Factor on the update, at full rank too; "auto" is ``1 / rms_share``: AdamW's learning rate is one for
-        all ranks and sides."""
-        wanted = self.settings.scale
-        return 1 / self.rms_share if wanted is None else wanted
-
-    @property
-    def rms_share(self) -> float:
-        """Root mean square of the update's part inside the basis, of Adam's step in it: ``sqrt(r / n)``."""
-        return (self.rank / self.shape[1]) ** 0.5
+        """Factor on the update; without one given GaLore's, and AdamW's own step where all columns are spanned."""
+        if self.settings.scale is not None:
+            return self.settings.scale
+        return 1 / LR_RATIO if self.is_full_at(self.rank) else PUBLISHED_SCALE
 
 
 def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:

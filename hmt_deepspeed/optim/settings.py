@@ -12,10 +12,15 @@ __all__ = [
     "APOLLO",
     "APOLLO_MINI",
     "DENSE",
+    "LR_RATIO",
+    "PUBLISHED_SCALE",
     "MatrixSettings",
 ]
 
 APOLLO, APOLLO_MINI, DENSE = "apollo", "apollo_mini", "adamw"
+# GaLore, Fira and APOLLO train at ten times AdamW's learning rate, embeddings, head and norms too, and multiply the
+# update of the matrices by a quarter. Where no scale is given the rate is AdamW's, and both factors are taken here.
+LR_RATIO, PUBLISHED_SCALE = 10.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,7 @@ class MatrixSettings:
     rank: fixed rank, a share of the smaller side, or None to choose among ``rank_candidates`` (None: shares of
     the smaller side) by ``energy_threshold``; None is a quarter of the smaller side for ``apollo``, 1 for
     ``apollo_mini``. A matrix has it as far as :meth:`ranks` says.
-    scale: factor on the update; None gives its part inside the basis the root mean square of AdamW's, at
-    every rank, and is APOLLO's published one.
+    scale: factor on the update; None is the published one, of low-rank AdamW at :data:`LR_RATIO` times the rate.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     state_dtype: storage of the moments, see :meth:`moments_dtype`. second_moment: ``full``, or
     ``factored`` as Adafactor's; APOLLO's is always full. written: keys of the values that a module rule
@@ -64,6 +68,11 @@ class MatrixSettings:
         if self.is_apollo:
             return f"{self.key('method')} is {self.method!r}"
         return f"{self.key('residual')} is 'full'" if self.residual == "full" else ""
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate."""
+        return LR_RATIO if self.scale is None and not self.is_apollo else 1.0
 
     @property
     def is_factored(self) -> bool:

@@ -156,13 +156,14 @@ class Slot:
         Args:
             clipped: what clipping has multiplied the gradient by.
         """
+        hyper = self.assigned.hyper(group)
         if self.matrix is not None:
-            self._step_matrix(self.matrix, group, step, clipped)
+            self._step_matrix(self.matrix, hyper, step, clipped)
         elif self.param.grad is not None:
-            self._step_dense(self.param.grad, group, step)
+            self._step_dense(self.param.grad, hyper, step)
 
     def _step_matrix(
-        self, matrix: MatrixRule, group: Mapping[str, Any], step: int, clipped: Tensor | float
+        self, matrix: MatrixRule, hyper: Mapping[str, Any], step: int, clipped: Tensor | float
     ) -> None:
         reduced = self.reduced()
         if reduced is None:
@@ -172,9 +173,9 @@ class Slot:
         matrix.observe(matrix.measure(reduced, slice(None)), clipped)
         if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
-        update, sums = matrix.advance(reduced, 1.0, betas=group["betas"], eps=group["eps"])
+        update, sums = matrix.advance(reduced, 1.0, betas=hyper["betas"], eps=hyper["eps"])
         update = matrix.finish(update, sums.sum(dim=0))
-        lr, decay = float(group["lr"]), group["weight_decay"]
+        lr, decay = hyper["lr"], hyper["weight_decay"]
         key = matrix.rounding_key(step)
         left, right = update, matrix.projection
         if matrix.transposed:  # B U^T instead of U B^T
@@ -206,7 +207,7 @@ class Slot:
             )
         return self.dense
 
-    def _step_dense(self, gradient: Tensor, group: Mapping[str, Any], step: int) -> None:
+    def _step_dense(self, gradient: Tensor, hyper: Mapping[str, Any], step: int) -> None:
         weight = self._writable()
         dense_adamw_(
             weight.view(-1),
@@ -215,10 +216,7 @@ class Slot:
             factor=None,
             key=keyed_seed(self.seed, self.name, "round", step),
             state_keys=state_keys(self.seed, self.name, step),
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            **hyper,
         )
         self._write_back(weight)
 

@@ -164,11 +164,6 @@ class TwoSidedMatrix(LowRankMatrix):
         del self._core, self._seen
         return update.mul_(self.scale)
 
-    @property
-    def rms_share(self) -> float:
-        """``r / sqrt(m n)``: r x r entries of Adam's step, spread over m x n."""
-        return self.rank / (self.shape[0] * self.shape[1]) ** 0.5
-
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

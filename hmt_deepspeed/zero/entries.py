@@ -132,8 +132,8 @@ class Entry:
         return self.assignment.name
 
     def hyper(self) -> dict[str, Any]:
-        keys = ("lr", "betas", "eps", "weight_decay")
-        return {key: self.group[key] for key in keys}
+        """lr, betas, eps and weight_decay of its step."""
+        return self.assignment.hyper(self.group)
 
 
 def linears_to_encode(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from hmt_deepspeed.optim.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.basis_cache import describe_bases
@@ -150,6 +151,10 @@ def _rule(entry: Entry) -> list[str]:
     """The rule and why; of a matrix the projected side and what its backward makes."""
     reason = entry.assignment.reason
     told = [f"{entry.assignment.rule}: {reason}" if reason else entry.assignment.rule]
+    rate = entry.assignment.lr_scale
+    if rate != 1 and isinstance(entry.matrix, LowRankMatrix):
+        rate *= entry.matrix.scale
+    told += [] if rate == 1 else [f"learning rate x {rate:g}"]
     matrix, settings = entry.matrix, entry.assignment.settings
     if matrix is None or settings is None:
         return told

@@ -291,7 +291,8 @@ class ZeroStep:
         self, entry: Entry, left: Tensor, right: Tensor, key: int, gather: GatherPipeline
     ) -> None:
         """``W <- (1 - lr wd) W - lr left right^T``; ``left`` of the rows held here, or of all rows."""
-        weight, lr, decay = entry.weight, entry.group["lr"], entry.group["weight_decay"]
+        weight, hyper = entry.weight, entry.hyper()
+        lr, decay = hyper["lr"], hyper["weight_decay"]
         if weight.by_rows:
             begin, end = weight.shards.rows(self.shard_rank)
             own = left if left.shape[0] == end - begin else left[begin:end]
@@ -310,7 +311,8 @@ class ZeroStep:
         if matrix.transposed:
             columns = entry.gradient.shards
             update = rows_from_columns(update, columns, weight.shards, self.collectives)
-        weight.step_update(update, entry.group["lr"], entry.group["weight_decay"], key)
+        hyper = entry.hyper()
+        weight.step_update(update, hyper["lr"], hyper["weight_decay"], key)
         self._gather_weight(entry, gather)
 
     def _exchange_whole(
@@ -318,11 +320,12 @@ class ZeroStep:
     ) -> None:
         """An INT8 weight has no part that is this rank's: the update travels, also a full-rank one."""
         weight, shards, width = entry.weight, entry.gradient.shards, update.shape[1]
-        lr, decay = entry.group["lr"], entry.group["weight_decay"]
+        hyper = entry.hyper()
 
         def deliver(packed: Tensor) -> None:
             whole = _whole_rows(packed, shards, width)
-            weight.step_update(whole.t() if matrix.transposed else whole, lr, decay, key)
+            update = whole.t() if matrix.transposed else whole
+            weight.step_update(update, hyper["lr"], hyper["weight_decay"], key)
 
         part = update.to(self.settings.comm_dtype)
         gather.add(part.reshape(-1), shards.max_rows * width, deliver)

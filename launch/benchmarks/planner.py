@@ -12,7 +12,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from benchmarks import recipes
+from benchmarks import presets, recipes
 from benchmarks.activations import end_copies
 from benchmarks.held_bytes import held_for_backward
 from benchmarks.results import CaseResult, Measurement
@@ -227,5 +227,9 @@ def _times(name: str, planner: Any, mine: Any, base: Any) -> list[Measurement]:
     ]
 
 
-CASES: dict[str, Callable[[Setting], CaseResult]] = {"in_a_run": in_a_run, **recipes.CASES}
+CASES: dict[str, Callable[[Setting], CaseResult]] = {
+    "in_a_run": in_a_run,
+    **recipes.CASES,
+    **presets.CASES,
+}
 USES_ENGINE = {"in_a_run"}

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.presets import preset_table
 from benchmarks.recipes import recipe_table
 from benchmarks.results import RESULTS, headlines
 from benchmarks.suites import SUITES
 from comparison.cells import Store
-from comparison.headline import headline, short_headline
+from comparison.headline import headline
 from hmt_deepspeed.config import HMTConfig, describe_fields
 from hmt_deepspeed.planner.reproduce import Row, table
 from reliability.results import markdown, read_records
@@ -78,7 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planner": planner_table,
     "stress": lambda: markdown(read_records(RESULTS)),
     "compare": lambda: headline(_store()),
-    "presets": lambda: short_headline(_store()),
+    "presets": lambda: preset_table(RESULTS),
     "recipes": lambda: recipe_table(RESULTS),
     "config": config_table,
 }

@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "rank_budget": {**BY_BUDGET, "rank_budget": 0.3},
     "out_of_sample": {**BY_BUDGET, "rank_budget": 0.3, "energy_estimate": "out_of_sample"},
     "out_of_sample, shared": {**LOW_RANK, "energy_estimate": "out_of_sample", "share_basis": True},
-    "default ranks": {"update_interval": 3, "max_full_gradient_bytes": 60_000, "scale": 1.0},
+    "defaults": {"update_interval": 3, "max_full_gradient_bytes": 60_000},
     "full_rank_budget": {**LOW_RANK, "energy_threshold": 0.9, "full_rank_budget": 0.7},
     "factored": {**LOW_RANK, "projection": "auto", "second_moment": "factored"},
     "subspace": {**LOW_RANK, "range_finder": "subspace"},

@@ -311,7 +311,7 @@ def test_the_start_table_fits_80_columns_and_says_of_all_what_is_true_of_all(
                 assert words in table, (name, words)
         assert sum(row.weight_bytes for row in rows) == metrics["weight_bytes"], name
         has_budget = "\nrank_budget: moments and bases may take " in table
-        assert has_budget == (name in ("rank_budget", "out_of_sample", "default ranks")), name
+        assert has_budget == (name in ("rank_budget", "out_of_sample", "defaults")), name
     for length in range(20, 90):  # where a line ends makes no difference
         told = _wrapped(["a" * length, "b" * 30, "c" * 30]).splitlines()
         assert all(len(line) <= 80 for line in told if "a" * 80 not in line), length

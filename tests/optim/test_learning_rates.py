@@ -1,0 +1,91 @@
+"""Learning rates beside low rank: what the default multiplies, what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.settings import LR_RATIO, PUBLISHED_SCALE
+
+LR, DECAY = 1e-3, 0.1
+
+
+class Model(nn.Module):
+    """An embedding, a linear and its bias, a norm, a head and an adapter, by the names that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(24, 16)
+        self.fc = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.lm_head = nn.Linear(16, 24, bias=False)
+        self.lora_A = nn.Linear(16, 16, bias=False)
+
+
+def moved(**fields: Any) -> dict[str, float]:
+    """Root mean square of what the first step takes of each weight beside the decay, as a multiple of the rate."""
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = HMT(model, lr=LR, weight_decay=DECAY, eps=1e-12, **fields)
+    for number, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [LR]  # what a script logs
+    return {
+        name: float((before[name] * (1 - LR * DECAY) - p.detach()).square().mean().sqrt()) / LR
+        for name, p in model.named_parameters()
+    }
+
+
+def test_at_adamws_rate_everything_has_the_published_ones() -> None:
+    sizes = moved(rank=4, residual="none")
+    # one step of Adam in 4 of 16 columns, each of the basis' columns of size one
+    assert sizes["fc.weight"] == pytest.approx(
+        LR_RATIO * PUBLISHED_SCALE * (4 / 16) ** 0.5, rel=1e-3
+    )
+    for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias", "norm.weight", "norm.bias"):
+        assert sizes[name] == pytest.approx(LR_RATIO, rel=1e-3), name
+    assert sizes["lora_A.weight"] == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scale": 0.25}, {"method": "adamw"}, {"method": "apollo", "rank": 4}]
+)
+def test_with_a_scale_or_another_method_everything_has_one_rate(fields: dict[str, Any]) -> None:
+    sizes = moved(**fields)
+    for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias", "norm.weight"):
+        assert sizes[name] == pytest.approx(1.0, rel=1e-3), name
+
+
+def test_a_module_rule_has_the_plain_rate() -> None:
+    rules = {"lm_head": {"method": "adamw"}, "embed": {"rank": 4, "scale": 1.0}}
+    sizes = moved(module_rules=rules)
+    assert sizes["lm_head.weight"] == pytest.approx(1.0, rel=1e-3)
+    assert sizes["embed_tokens.weight"] < 2.0
+    assert sizes["norm.weight"] == pytest.approx(LR_RATIO, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_modules": "all"}, {"module_rules": {"embed|lm_head": {"method": "lowrank_adamw"}}}],
+)
+def test_embeddings_and_heads_in_low_rank_are_matrices_like_others(fields: dict[str, Any]) -> None:
+    sizes = moved(rank=4, residual="none", **fields)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert sizes[name] == pytest.approx(LR_RATIO * PUBLISHED_SCALE * 0.5, rel=1e-3)
+
+
+def test_at_full_rank_it_is_adamws_own_step() -> None:
+    assert moved(rank=16, residual="none")["fc.weight"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_where_nothing_is_in_low_rank_everything_has_the_plain_rate() -> None:
+    """A head that is trained beside adapters, of a base that is frozen."""
+    sizes = moved(module_rules={"fc": {"method": "adamw"}})
+    assert sizes == pytest.approx(dict.fromkeys(sizes, 1.0), rel=1e-3)
