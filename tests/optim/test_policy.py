@@ -309,13 +309,13 @@ def test_a_single_candidate_may_fall_back_to_full_rank_too():
         assert next(iter(optimizer.matrices.values())).rank == expected
 
 
-def test_the_step_keeps_its_scale_at_full_rank():
+def test_the_step_keeps_a_given_scale_at_full_rank():
     steps = {}
     for share in (0.0, 1.0):
         weight = nn.Parameter(torch.zeros(256, 64))
         options = {**PAPERS_RULE, "energy_threshold": 0.999}
         options |= {"rank_candidates": (60,), "full_rank_budget": share}
-        optimizer = HMT([weight], lr=1e-2, residual="none", **options)
+        optimizer = HMT([weight], lr=1e-2, scale=0.25, residual="none", **options)
         draw = torch.Generator().manual_seed(0)
         for _ in range(4):
             before = weight.detach().clone()

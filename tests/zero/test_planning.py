@@ -156,9 +156,9 @@ def run_alone(folder: str) -> dict[str, Any]:
 def refusals(engine: Any, folder: str, least: int) -> dict[str, str]:
     """What planners of the engine's run say that are given something else."""
     from hmt_deepspeed.config import HMTConfig
+    from hmt_deepspeed.config.components import PAPER_POLICY
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.plan import uniform_plan
-    from hmt_deepspeed.sites import PAPER_POLICY
 
     Path(f"{folder}/torn.json").write_text("{")
     facts = engine.hmt_planner.facts
