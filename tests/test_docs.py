@@ -72,10 +72,14 @@ def test_blocks_that_are_shown_are_legal(name: str) -> None:
     text = text_of(name)
     fenced = re.findall(r"^ *```json\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     inline = re.findall(r"`(\"hmt\": \{[^`]*\})`", _FENCED.sub("", text))
+    problems = []
     for shown in [*inline, *(block.strip() for block in fenced)]:
         found = json.loads(shown if shown.startswith("{") else f"{{{shown}}}")
-        if "hmt" in found:
-            HMTConfig.from_block(found["hmt"])
+        try:
+            HMTConfig.from_block(found.get("hmt", {}))
+        except ValueError as error:
+            problems.append(str(error))
+    assert problems == []
 
 
 def test_every_config_is_listed() -> None:

@@ -435,7 +435,7 @@ class HMTConfig(StrictModel):
     preset: Preset = Field(
         default="balanced",
         description="Whole settings by one word, which the fields beside it override: balanced, the defaults; "
-        "memory, the least bytes; paper, the HMT paper's settings to the letter.",
+        "memory, the least bytes; paper, the HMT paper's settings.",
         json_schema_extra={
             "who": "Everyone who wants one word instead of a dozen fields: the README's first table measures them."
         },

@@ -29,8 +29,8 @@ PRESETS: dict[Preset, Block] = {
         },
         "activations": {},
     },
-    # the HMT paper to the letter: cores, ranks by the energy of the very gradient that a basis is made from, no
-    # residual, the low-rank update as it is, 16-bit states and weights, old bases in host memory
+    # the HMT paper's: cores, ranks by the energy of the very gradient that a basis is made from, no
+    # residual, the low-rank update as it is, bf16 where it has fp16 states, weights without masters, old bases in host memory
     "paper": {
         "optimizer": {
             "projection": "two_sided",

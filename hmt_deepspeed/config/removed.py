@@ -9,6 +9,7 @@ REMOVED: dict[str, str] = {
     "hmt.optimizer.moment_transfer": 'Remove it: moments are rotated into each new basis, as with "rotate".',
     "hmt.optimizer.basis_momentum": "Remove it: a basis is made of the latest gradient alone, as with 0.",
     "hmt.activations.policy.layernorm": "Remove it: of a norm only its input is held, which is residual.",
+    "hmt.activations.layernorm": "Remove it: of a norm only its input is held, which is residual.",
     "hmt.activations.rounding": "Remove it: int8 and fp8 round stochastically, which is unbiased.",
     "hmt.activations.block_size": "Remove it: 256 tokens of a channel share a scale.",
     "hmt.activations.error_interval": "Remove it: runs do not measure the error of int8 and fp8.",

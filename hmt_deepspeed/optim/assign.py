@@ -148,14 +148,7 @@ def assign_rules(
     parameters, heads = list(parameters), set(head_names)
     linear = None if linear_names is None else set(linear_names)
     targets = None if target_modules == "all" else target_modules
-    named = [("target_modules", pattern) for pattern in targets or ()]
-    named += [("module_rules", pattern) for pattern, _ in module_rules]
-    for field, pattern in named:
-        if not any(re.search(pattern, name) for name, _ in parameters):
-            raise ValueError(
-                f"hmt.optimizer.{field}: {pattern!r} matches no trainable parameter; "
-                f"names look like {[name for name, _ in parameters[:3]]}. Correct or remove the pattern."
-            )
+    _check_matches(targets or (), module_rules, parameters)
     _check_order(module_rules, parameters)
 
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
@@ -174,15 +167,8 @@ def assign_rules(
             return "not the weight of a linear layer"
         return ""
 
-    def lr_scale(name: str, shape: tuple[int, ...]) -> float:
-        """Of what is left to AdamW beside the matrices in low rank, and not by the user's word."""
-        is_vector = len(shape) < 2 or _is_vector(shape)
-        is_table = name in heads or any(re.search(p, name) for p in LEFT_TO_ADAMW)
-        beside = is_vector or (is_table and len(shape) == 2)
-        return 1.0 if settings is None or ADAPTER in name or not beside else settings.lr_scale
-
     def assign(name: str, shape: tuple[int, ...]) -> Assignment:
-        scale = lr_scale(name, shape)
+        scale = settings.lr_scale if settings and _is_beside(name, shape, heads) else 1.0
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
             return Assignment(name, shape, None, reason if settings else "method is adamw", scale)
@@ -203,6 +189,31 @@ def assign_rules(
     if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
         assigned = [replace(own, lr_scale=1.0) for own in assigned]
     return assigned
+
+
+def _is_beside(name: str, shape: tuple[int, ...], heads: set[str]) -> bool:
+    """Whether AdamW has a parameter beside the matrices in low rank by its kind: vectors, embeddings and heads, which
+    GaLore, Fira and APOLLO train at the matrices' rate; no adapter, and nothing of more than two dimensions."""
+    if ADAPTER in name or len(shape) > 2:
+        return False
+    is_vector = len(shape) < 2 or _is_vector(shape)
+    return is_vector or name in heads or any(re.search(p, name) for p in LEFT_TO_ADAMW)
+
+
+def _check_matches(
+    targets: Sequence[str],
+    rules: Sequence[ModuleRule],
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Refuse a pattern that matches nothing."""
+    named = [("target_modules", pattern) for pattern in targets]
+    named += [("module_rules", pattern) for pattern, _ in rules]
+    for field, pattern in named:
+        if not any(re.search(pattern, name) for name, _ in parameters):
+            raise ValueError(
+                f"hmt.optimizer.{field}: {pattern!r} matches no trainable parameter; "
+                f"names look like {[name for name, _ in parameters[:3]]}. Correct or remove the pattern."
+            )
 
 
 def _is_vector(shape: tuple[int, ...]) -> bool:

@@ -23,43 +23,6 @@ HEADERS = (
     "tokens/s",
 )
 
-# what the short table shows: name in words -> variant
-SHORT = {
-    "AdamW": "adamw",
-    "HMT, half the width, INT8 moments": "hmt_auto_side_int8_states_d2",
-    "HMT, 3/8 of the width, INT8, factored": "hmt_auto_side_int8_factored_3d8",
-    "HMT, a quarter, wide residual": "hmt_half_wide_residual_200",
-    "Fira, a quarter": "fira_interval_200",
-    "GaLore, a quarter": "galore_interval_200",
-    "APOLLO, a quarter": "apollo_interval_200",
-}
-SHORT_HEADERS = (
-    "optimizer",
-    "moments and bases",
-    "validation loss",
-    "against AdamW, by seed",
-    "tokens/s",
-)
-
-
-def short_headline(store: Store) -> str:
-    """The pretraining of `SHORT`'s variants, one line each."""
-    experiment = _largest(store)["final"]
-    variants = experiment["variants"]
-    rows = []
-    for name, variant in SHORT.items():
-        cells = dict(zip(HEADERS[2:], _cells(variants[variant], variants[BASELINE]), strict=True))
-        rows.append(
-            (
-                name,
-                cells["with bases"],
-                cells["validation loss"],
-                cells["against AdamW, by seed"],
-                cells["tokens/s"],
-            )
-        )
-    return _markdown(SHORT_HEADERS, rows)
-
 
 def headline(store: Store) -> str:
     """One line a variant of a stage's experiment with the most variants, seeds from the lowest.

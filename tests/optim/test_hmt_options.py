@@ -132,7 +132,8 @@ def test_what_a_module_rule_reads_is_accepted():
 
 
 def test_every_default_may_be_written():
-    HMT(network(), **complete_options({}))
+    options = complete_options({})
+    assert HMT(network(), **options).options == options == HMT(network()).options
 
 
 def test_share_basis_of_bare_parameters_is_refused():
