@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.planner.advise import Advice, advise
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
-from hmt_deepspeed.planner.describe import describe, describe_plan
+from hmt_deepspeed.planner.advise.advise import Advice, advise
+from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.describe import describe, describe_plan
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
-from hmt_deepspeed.planner.models import SIZES, model_shape
-from hmt_deepspeed.planner.modes import Method, OptimizerMode
-from hmt_deepspeed.planner.plan import plan_from_json
-from hmt_deepspeed.planner.setups import Request
-from hmt_deepspeed.planner.shapes import ModelShape
-from hmt_deepspeed.planner.simulate import simulate
+from hmt_deepspeed.planner.model.models import SIZES, model_shape
+from hmt_deepspeed.planner.model.shapes import ModelShape
+from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import plan_from_json
+from hmt_deepspeed.planner.timeline.simulate import simulate
 
 __all__ = ["main"]
 
@@ -186,7 +186,7 @@ def _compare(advice: Advice, path: str) -> None:
 
 
 def _draw(advice: Advice, path: str) -> None:
-    from hmt_deepspeed.planner.picture import draw
+    from hmt_deepspeed.planner.timeline.picture import draw
 
     assert advice.best.simulation is not None
     request, limit = advice.request, advice.best.problem.budget.gpu

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.flops import attention_flops
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.memory import (
+from hmt_deepspeed.planner.model.flops import attention_flops
+from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters, plain_shape
+from hmt_deepspeed.planner.model.workload import build_workload
+from hmt_deepspeed.planner.run.memory import (
     MemoryBudget,
     OptimizerMode,
     Sharding,
@@ -22,8 +24,6 @@ from hmt_deepspeed.planner.memory import (
     communication_volume,
     model_states,
 )
-from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, plain_shape
-from hmt_deepspeed.planner.workload import build_workload
 
 __all__ = ["ADAMW", "Row", "fpdt_rows", "playbook_rows", "table", "zero_rows"]
 

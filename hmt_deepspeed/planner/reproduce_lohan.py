@@ -11,17 +11,17 @@ from dataclasses import replace
 from functools import cache
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.cost import Estimate, estimate
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates, named_machine
-from hmt_deepspeed.planner.loads import BACKWARD_PASSES, FORWARD_PASSES
 from hmt_deepspeed.planner.lohan import Load, Rates, SwapLayer, Sweep, sweep
-from hmt_deepspeed.planner.memory import MemoryBudget
-from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters, plain_shape
+from hmt_deepspeed.planner.model.workload import Workload, build_workload
 from hmt_deepspeed.planner.reproduce import ADAMW, GB, GIB, Row
-from hmt_deepspeed.planner.shapes import ModelShape, num_parameters, plain_shape
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
-from hmt_deepspeed.planner.workload import Workload, build_workload
+from hmt_deepspeed.planner.run.loads import BACKWARD_PASSES, FORWARD_PASSES
+from hmt_deepspeed.planner.run.memory import MemoryBudget
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.solve.cost import Estimate, estimate
+from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
+from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits, solve
 
 __all__ = ["lohan_rows"]
 

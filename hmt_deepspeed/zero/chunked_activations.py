@@ -24,7 +24,7 @@ from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.components import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed
-from hmt_deepspeed.planner.fpdt import HeldInChunks
+from hmt_deepspeed.planner.run.fpdt import HeldInChunks
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.activations import (
     build_codecs,

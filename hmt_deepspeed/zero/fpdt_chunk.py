@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from hmt_deepspeed.config import FpdtConfig
-from hmt_deepspeed.planner.fpdt import fpdt_bytes, fpdt_chunk_size
+from hmt_deepspeed.planner.run.fpdt import fpdt_bytes, fpdt_chunk_size
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.plan_inputs import KEPT_FREE, RunFacts, bytes_at_rest, device_capacity
 

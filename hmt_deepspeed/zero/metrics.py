@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from hmt_deepspeed.memory.counters import Counters
-from hmt_deepspeed.planner.compare import Busy
-from hmt_deepspeed.planner.cost import Resource
+from hmt_deepspeed.planner.advise.compare import Busy
+from hmt_deepspeed.planner.solve.cost import Resource
 from hmt_deepspeed.report.metrics import (
     MATRIX_INTERVAL,
     device_memory,

@@ -7,11 +7,11 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-from hmt_deepspeed.planner.calibrate import IterationSeconds
-from hmt_deepspeed.planner.compare import Busy, Comparison, compare
-from hmt_deepspeed.planner.cost import Resource
-from hmt_deepspeed.planner.plan import Plan
-from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.advise.calibrate import IterationSeconds
+from hmt_deepspeed.planner.advise.compare import Busy, Comparison, compare
+from hmt_deepspeed.planner.run.problem import Problem
+from hmt_deepspeed.planner.solve.cost import Resource
+from hmt_deepspeed.planner.solve.plan import Plan
 
 __all__ = ["PlannedIterations"]
 

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.optim.rank import SIDE_SHARES
-from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import Machine
-from hmt_deepspeed.planner.host import CachedBases, cached_bases
-from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.memory import (
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
+from hmt_deepspeed.planner.model.workload import Workload, build_workload
+from hmt_deepspeed.planner.run.host import CachedBases, cached_bases
+from hmt_deepspeed.planner.run.loads import static_bytes
+from hmt_deepspeed.planner.run.memory import (
     MemoryBudget,
     OptimizerMode,
     Sharding,
     temporary_bytes,
 )
-from hmt_deepspeed.planner.offloaded import offloaded_states
-from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
-from hmt_deepspeed.planner.shapes import ModelShape, by_layer
-from hmt_deepspeed.planner.workload import Workload, build_workload
+from hmt_deepspeed.planner.run.offloaded import offloaded_states
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.zero.entries import CacheSettings, HostSettings
 from hmt_deepspeed.zero.plan_memory import engine_memory
 from hmt_deepspeed.zero.swap import free_host_memory

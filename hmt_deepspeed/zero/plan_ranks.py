@@ -7,10 +7,10 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.plan import Plan, regrouped
-from hmt_deepspeed.planner.problem import Problem
+from hmt_deepspeed.planner.run.loads import static_bytes
+from hmt_deepspeed.planner.run.problem import Problem
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import Plan, regrouped
 
 __all__ = ["FoundRanks", "RankWatch", "reason_to_plan_again"]
 

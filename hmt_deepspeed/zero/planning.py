@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activations import Policy, PolicyOverride
-from hmt_deepspeed.planner.best import best_plan
-from hmt_deepspeed.planner.compare import Busy, Comparison
-from hmt_deepspeed.planner.cost import Resource, estimate
-from hmt_deepspeed.planner.describe import describe_plan
+from hmt_deepspeed.planner.advise.compare import Busy, Comparison
+from hmt_deepspeed.planner.advise.describe import describe_plan
 from hmt_deepspeed.planner.hardware import Machine, machine_from_json
-from hmt_deepspeed.planner.memory import MemoryBudget
-from hmt_deepspeed.planner.plan import Plan, plan_from_json, regrouped
-from hmt_deepspeed.planner.problem import Problem
-from hmt_deepspeed.planner.simulate import predict
-from hmt_deepspeed.planner.solve import allowed_choices
+from hmt_deepspeed.planner.run.memory import MemoryBudget
+from hmt_deepspeed.planner.run.problem import Problem
+from hmt_deepspeed.planner.solve.cost import Resource, estimate
+from hmt_deepspeed.planner.solve.plan import Plan, plan_from_json, regrouped
+from hmt_deepspeed.planner.solve.solve import allowed_choices
+from hmt_deepspeed.planner.timeline.best import best_plan
+from hmt_deepspeed.planner.timeline.simulate import predict
 from hmt_deepspeed.zero.plan_comparison import PlannedIterations
 from hmt_deepspeed.zero.plan_inputs import (
     RunFacts,

@@ -16,11 +16,11 @@ import torch
 from hmt_deepspeed.activations.codecs import build_codec
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.file_io import PositionalIO
-from hmt_deepspeed.planner.calibrate import IterationSeconds, calibrated, with_rerun_rates
+from hmt_deepspeed.planner.advise.calibrate import IterationSeconds, calibrated, with_rerun_rates
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates, Overheads
-from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Problem
-from hmt_deepspeed.planner.workload import Workload
+from hmt_deepspeed.planner.model.workload import Workload
+from hmt_deepspeed.planner.run.problem import Problem
+from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
 from hmt_deepspeed.zero.activations import choices_of
 from hmt_deepspeed.zero.plan_inputs import RunFacts
 from hmt_deepspeed.zero.profile import Probe, measure_machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from hmt_deepspeed.planner.calibrate import IterationSeconds
+from hmt_deepspeed.planner.advise.calibrate import IterationSeconds
 
 __all__ = ["StepTimer"]
 

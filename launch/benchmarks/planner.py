@@ -28,9 +28,9 @@ from benchmarks.setting import (
 )
 from benchmarks.timing import Sample, column, interleave, median_of, paired_spread
 from hmt_deepspeed.config.components import COMPONENTS
-from hmt_deepspeed.planner.compare import held_by_component
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.plan import uniform_plan
+from hmt_deepspeed.planner.advise.compare import held_by_component
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import uniform_plan
 
 SUITE = "planner"
 SHAPE = Shape(256, 4, 4, vocabulary=2048, sequence=512, micro_batch=2)

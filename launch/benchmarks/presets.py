@@ -16,12 +16,12 @@ from comparison.stages import BASELINE
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import COMPONENTS, PAPER_POLICY, Choice, Component
 from hmt_deepspeed.config.presets import PRESETS
-from hmt_deepspeed.planner.advise import evaluate
+from hmt_deepspeed.planner.advise.advise import evaluate
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.models import model_shape
-from hmt_deepspeed.planner.modes import OptimizerMode
-from hmt_deepspeed.planner.problem import RunSetup
-from hmt_deepspeed.planner.setups import Request
+from hmt_deepspeed.planner.model.models import model_shape
+from hmt_deepspeed.planner.run.modes import OptimizerMode
+from hmt_deepspeed.planner.run.problem import RunSetup
 from hmt_deepspeed.zero.plan_inputs import optimizer_mode
 
 GIB = 2**30

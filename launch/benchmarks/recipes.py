@@ -9,13 +9,13 @@ from typing import Any
 
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import Setting
-from hmt_deepspeed.planner.advise import Answer, advise
-from hmt_deepspeed.planner.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.advise.advise import Answer, advise
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import Machine, named_machine
-from hmt_deepspeed.planner.models import model_shape
-from hmt_deepspeed.planner.modes import OptimizerMode
-from hmt_deepspeed.planner.setups import Request
-from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.model.models import model_shape
+from hmt_deepspeed.planner.model.shapes import ModelShape
+from hmt_deepspeed.planner.run.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.run.modes import OptimizerMode
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 VOCABULARY = 32000

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM  # here, so that forks fi
 
 import hmt_deepspeed
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.plan import uniform_plan
-from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.workload import build_workload
+from hmt_deepspeed.planner.solve.plan import uniform_plan
 
 __all__ = ["batch", "plan_of", "raised_by_us", "small_model", "train_step"]
 

@@ -12,9 +12,9 @@ from benchmarks.counting import Uncomputed, counted
 from benchmarks.fpdt import layer_workspace
 from benchmarks.setting import Batches, Shape, llama
 from hmt_deepspeed.config import ActivationsConfig
-from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
-from hmt_deepspeed.planner.shapes import plain_shape
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.shapes import plain_shape
+from hmt_deepspeed.planner.run.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
 
 SHAPE = plain_shape(layers=2, hidden=64, heads=4, vocab=100, dropout=0.0)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates
-from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode
-from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
-from hmt_deepspeed.planner.shapes import plain_shape
-from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.planner.model.shapes import plain_shape
+from hmt_deepspeed.planner.model.workload import build_workload
+from hmt_deepspeed.planner.run.memory import MemoryBudget, OptimizerMode
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
 
 ADAMW = OptimizerMode(method="adamw")
 ON_SSD = RunSetup(zero_stage=3, offload_param="nvme", offload_optimizer="nvme")

@@ -15,24 +15,24 @@ from problems import MACHINE
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.planner.advise import (
+from hmt_deepspeed.planner.advise.advise import (
     advise,
     evaluate,
     largest_batch,
     longest_in_chunks,
     longest_sequence,
 )
+from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.describe import describe
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.command import main
-from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
-from hmt_deepspeed.planner.describe import describe
-from hmt_deepspeed.planner.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.models import SIZES, model_shape
-from hmt_deepspeed.planner.plan import plan_from_json
-from hmt_deepspeed.planner.problem import RunSetup
-from hmt_deepspeed.planner.setups import Request
-from hmt_deepspeed.planner.shapes import ModelShape
+from hmt_deepspeed.planner.model.models import SIZES, model_shape
+from hmt_deepspeed.planner.model.shapes import ModelShape
+from hmt_deepspeed.planner.run.fpdt import fpdt_bytes
+from hmt_deepspeed.planner.run.memory import OptimizerMode
+from hmt_deepspeed.planner.run.problem import RunSetup
+from hmt_deepspeed.planner.solve.plan import plan_from_json
 from hmt_deepspeed.train.models import PRESETS
 
 GIB = 2**30

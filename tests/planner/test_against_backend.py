@@ -10,9 +10,9 @@ from real_models import MICRO_BATCH, SEQ_LENGTH, config, model, run
 
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.memory import OptimizerMode, choices_of
-from hmt_deepspeed.planner.workload import build_workload, recompute_flops
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
+from hmt_deepspeed.planner.run.memory import OptimizerMode, choices_of
 
 pytest.importorskip("hmt_deepspeed.activations.backend", reason="the backend is not merged yet")
 

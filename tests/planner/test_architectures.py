@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from hmt_deepspeed.architectures import meta_model, model_class, read_config
 from hmt_deepspeed.doctor import examine
 from hmt_deepspeed.planner.command import main
-from hmt_deepspeed.planner.listed import ListedShape, workload_of
-from hmt_deepspeed.planner.memory import model_states
-from hmt_deepspeed.planner.models import shape_of_architecture
-from hmt_deepspeed.planner.modes import OptimizerMode
-from hmt_deepspeed.planner.shapes import num_parameters, parameters
-from hmt_deepspeed.planner.structure import listed_shape
+from hmt_deepspeed.planner.model.listed import ListedShape, workload_of
+from hmt_deepspeed.planner.model.models import shape_of_architecture
+from hmt_deepspeed.planner.model.shapes import num_parameters, parameters
+from hmt_deepspeed.planner.model.structure import listed_shape
+from hmt_deepspeed.planner.run.memory import model_states
+from hmt_deepspeed.planner.run.modes import OptimizerMode
 
 BATCH, LENGTH = 2, 48
 RUN = {

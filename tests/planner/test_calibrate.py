@@ -9,19 +9,19 @@ import pytest
 from problems import MACHINE, small_problem
 
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.planner.calibrate import (
+from hmt_deepspeed.planner.advise.calibrate import (
     IterationSeconds,
     calibrated,
     predicted_seconds,
     with_rerun_rates,
 )
-from hmt_deepspeed.planner.compare import Busy, compare, held_by_component
-from hmt_deepspeed.planner.cost import estimate
+from hmt_deepspeed.planner.advise.compare import Busy, compare, held_by_component
 from hmt_deepspeed.planner.hardware import Overheads, machine_from_json
-from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Problem, RunSetup
-from hmt_deepspeed.planner.simulate import simulate
+from hmt_deepspeed.planner.run.memory import OptimizerMode
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
+from hmt_deepspeed.planner.timeline.simulate import simulate
 
 RECOMPUTE = PAPER_POLICY | dict.fromkeys(
     ("attention_qkv", "attention_output", "mlp_intermediate", "residual"), "recompute"

@@ -8,16 +8,16 @@ import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
 from hmt_deepspeed.planner.hardware import MACHINES, named_machine
-from hmt_deepspeed.planner.host import EngineMemory
-from hmt_deepspeed.planner.loads import amounts, layer_load, static_bytes
-from hmt_deepspeed.planner.memory import MemoryBudget, OptimizerMode, Sharding, model_states
-from hmt_deepspeed.planner.models import model_shape
-from hmt_deepspeed.planner.plan import uniform_plan
-from hmt_deepspeed.planner.problem import Problem, RunSetup, make_problem
-from hmt_deepspeed.planner.simulate import simulate
-from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.planner.model.models import model_shape
+from hmt_deepspeed.planner.model.workload import build_workload
+from hmt_deepspeed.planner.run.host import EngineMemory
+from hmt_deepspeed.planner.run.loads import amounts, layer_load, static_bytes
+from hmt_deepspeed.planner.run.memory import MemoryBudget, OptimizerMode, Sharding, model_states
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.solve.cost import RESOURCES, Estimate, PhaseTime, estimate, rates
+from hmt_deepspeed.planner.solve.plan import uniform_plan
+from hmt_deepspeed.planner.timeline.simulate import simulate
 
 KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep") | {
     "projected_inputs": "project"

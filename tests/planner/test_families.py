@@ -6,11 +6,16 @@ import pytest
 import torch
 from real_models import FAMILIES, MICRO_BATCH, SEQ_LENGTH, config, flops, model, saved_bytes
 
-from hmt_deepspeed.planner.families import FAMILIES as KNOWN
-from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.flops import attention_flops
-from hmt_deepspeed.planner.shapes import layer_linears, num_parameters, parameters, plain_shape
-from hmt_deepspeed.planner.workload import build_workload, recompute_flops
+from hmt_deepspeed.planner.model.families import FAMILIES as KNOWN
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.flops import attention_flops
+from hmt_deepspeed.planner.model.shapes import (
+    layer_linears,
+    num_parameters,
+    parameters,
+    plain_shape,
+)
+from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
 
 ITEMSIZE = {torch.float32: 4, torch.bfloat16: 2}
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}

@@ -32,8 +32,8 @@ import numpy as np
 import pytest
 
 from hmt_deepspeed.planner.lohan import Load, Rates, SwapLayer, phase_seconds, sweep
-from hmt_deepspeed.planner.program import Columns, Program
-from hmt_deepspeed.planner.search import solve_program
+from hmt_deepspeed.planner.solve.program import Columns, Program
+from hmt_deepspeed.planner.solve.search import solve_program
 
 RATES = Rates(gpu=1.0, link=1.0, ssd_read=1e9, ssd_write=1e9)
 

@@ -21,11 +21,12 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.int8_linear import encoded_weight
 from hmt_deepspeed.optim.options import complete_options, matrix_settings
 from hmt_deepspeed.optim.schedule import RefreshSchedule
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.memory import (
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.shapes import num_parameters, parameters, plain_shape
+from hmt_deepspeed.planner.model.workload import build_workload
+from hmt_deepspeed.planner.run.loads import static_bytes
+from hmt_deepspeed.planner.run.memory import (
     MemoryBudget,
     OptimizerMode,
     Sharding,
@@ -35,12 +36,11 @@ from hmt_deepspeed.planner.memory import (
     model_states,
     temporary_bytes,
 )
-from hmt_deepspeed.planner.offloaded import offloaded_states
-from hmt_deepspeed.planner.plan import regrouped, uniform_plan
-from hmt_deepspeed.planner.problem import RunSetup, make_problem
-from hmt_deepspeed.planner.refresh import worst_refresh
-from hmt_deepspeed.planner.shapes import num_parameters, parameters, plain_shape
-from hmt_deepspeed.planner.workload import build_workload
+from hmt_deepspeed.planner.run.offloaded import offloaded_states
+from hmt_deepspeed.planner.run.problem import RunSetup, make_problem
+from hmt_deepspeed.planner.run.refresh import worst_refresh
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import regrouped, uniform_plan
 from hmt_deepspeed.zero import plan_inputs
 from hmt_deepspeed.zero.shards import RowShards
 

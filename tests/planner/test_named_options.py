@@ -19,14 +19,14 @@ from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.fpdt.families import FAMILIES as CHUNKED
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner import command
-from hmt_deepspeed.planner.advise import Advice, advise
-from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
-from hmt_deepspeed.planner.describe import describe
-from hmt_deepspeed.planner.fpdt import IN_CHUNKS
+from hmt_deepspeed.planner.advise.advise import Advice, advise
+from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.describe import describe
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.modes import Method, OptimizerMode
-from hmt_deepspeed.planner.setups import Request
-from hmt_deepspeed.planner.shapes import plain_shape
+from hmt_deepspeed.planner.model.shapes import plain_shape
+from hmt_deepspeed.planner.run.fpdt import IN_CHUNKS
+from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -11,8 +11,8 @@ import pytest
 from problems import MACHINE, small_problem
 
 from hmt_deepspeed.config.components import PAPER_POLICY, POLICY_COMPONENTS
-from hmt_deepspeed.planner.modes import OptimizerMode
-from hmt_deepspeed.planner.plan import (
+from hmt_deepspeed.planner.run.modes import OptimizerMode
+from hmt_deepspeed.planner.solve.plan import (
     LayerChoices,
     Plan,
     fingerprint,

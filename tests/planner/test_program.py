@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from hmt_deepspeed.planner.program import Columns, Program
-from hmt_deepspeed.planner.search import Solution, round_and_repair, solve_program
+from hmt_deepspeed.planner.solve.program import Columns, Program
+from hmt_deepspeed.planner.solve.search import Solution, round_and_repair, solve_program
 
 AS_FAST = 3e-7  # solve_program trades 1e-7 of the time for less movement, and floats round
 

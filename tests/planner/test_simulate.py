@@ -8,14 +8,14 @@ import pytest
 from problems import ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.best import best_plan
-from hmt_deepspeed.planner.cost import ADDED_SHARE, estimate
-from hmt_deepspeed.planner.loads import Amount, static_bytes
-from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Overlap, Problem, RunSetup
-from hmt_deepspeed.planner.simulate import AGREEMENT, predict, simulate
-from hmt_deepspeed.planner.solve import allowed_choices, solve
+from hmt_deepspeed.planner.run.loads import Amount, static_bytes
+from hmt_deepspeed.planner.run.memory import OptimizerMode
+from hmt_deepspeed.planner.run.problem import Overlap, Problem, RunSetup
+from hmt_deepspeed.planner.solve.cost import ADDED_SHARE, estimate
+from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
+from hmt_deepspeed.planner.solve.solve import allowed_choices, solve
+from hmt_deepspeed.planner.timeline.best import best_plan
+from hmt_deepspeed.planner.timeline.simulate import AGREEMENT, predict, simulate
 
 SWAP: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "swap_host"),

@@ -8,12 +8,12 @@ from real_models import MICRO_BATCH, SEQ_LENGTH, config, flops, saved_bytes, tok
 
 from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.planner.families import shape_of_config
-from hmt_deepspeed.planner.flops import Projected
-from hmt_deepspeed.planner.layer_sites import OUTSIDE
-from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.shapes import num_parameters, plain_shape
-from hmt_deepspeed.planner.workload import build_workload, recompute_flops
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.flops import Projected
+from hmt_deepspeed.planner.model.layer_sites import OUTSIDE
+from hmt_deepspeed.planner.model.shapes import num_parameters, plain_shape
+from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
+from hmt_deepspeed.planner.run.memory import OptimizerMode
 from hmt_deepspeed.sites import held_bytes
 
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}

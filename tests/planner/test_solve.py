@@ -12,13 +12,13 @@ import pytest
 from problems import ADAMW, MACHINE, ON_SSD, small_problem, with_budget
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.cost import estimate
-from hmt_deepspeed.planner.host import EngineMemory
-from hmt_deepspeed.planner.loads import static_bytes
-from hmt_deepspeed.planner.modes import OptimizerMode
-from hmt_deepspeed.planner.plan import LayerChoices, Plan, uniform_plan
-from hmt_deepspeed.planner.problem import Problem, RunSetup
-from hmt_deepspeed.planner.solve import Allowed, allowed_choices, fits, solve
+from hmt_deepspeed.planner.run.host import EngineMemory
+from hmt_deepspeed.planner.run.loads import static_bytes
+from hmt_deepspeed.planner.run.modes import OptimizerMode
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup
+from hmt_deepspeed.planner.solve.cost import estimate
+from hmt_deepspeed.planner.solve.plan import LayerChoices, Plan, uniform_plan
+from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits, solve
 
 EXACT = allowed_choices(MACHINE)
 RECOMPUTE: dict[Component, Choice] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hmt_deepspeed.planner.timeline import Task, play
+from hmt_deepspeed.planner.timeline.timeline import Task, play
 
 
 def test_a_pipeline_takes_its_slowest_stage_and_one_of_each_other() -> None:

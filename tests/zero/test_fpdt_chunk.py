@@ -41,7 +41,7 @@ def chosen() -> dict[str, Any]:
 
 
 def test_the_chunk_follows_from_the_fullest_rank(ranks: Ranks) -> None:
-    from hmt_deepspeed.planner.fpdt import fpdt_chunk_size
+    from hmt_deepspeed.planner.run.fpdt import fpdt_chunk_size
 
     first, second = ranks.run(chosen, 2)
     expected = fpdt_chunk_size(first["shape"], POSITIONS, ROOM, **first["sizes"])

@@ -144,7 +144,7 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.memory import basis_cache as cache_memory
     from hmt_deepspeed.planner.hardware import named_machine
-    from hmt_deepspeed.planner.loads import static_bytes
+    from hmt_deepspeed.planner.run.loads import static_bytes
     from hmt_deepspeed.zero import basis_cache, engine_settings, host_worker, plan_memory
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 1024, 4

@@ -22,8 +22,8 @@ def run() -> dict[str, Any]:
     from hmt_deepspeed.config.components import PAPER_POLICY
     from hmt_deepspeed.optim.policy import RankPolicy
     from hmt_deepspeed.planner.hardware import named_machine
-    from hmt_deepspeed.planner.loads import Amount, phases, static_bytes
-    from hmt_deepspeed.planner.plan import uniform_plan
+    from hmt_deepspeed.planner.run.loads import Amount, phases, static_bytes
+    from hmt_deepspeed.planner.solve.plan import uniform_plan
     from hmt_deepspeed.zero.plan_memory import counted_bytes
     from hmt_deepspeed.zero.plan_ranks import RankWatch, reason_to_plan_again
 

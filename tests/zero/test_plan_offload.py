@@ -58,7 +58,7 @@ def look_at(name: str, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
     """Predicted and counted of one engine in its third step, when every basis has been found."""
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.planner.hardware import named_machine
-    from hmt_deepspeed.planner.loads import phases, static_bytes
+    from hmt_deepspeed.planner.run.loads import phases, static_bytes
     from hmt_deepspeed.zero.plan_memory import counted_bytes
 
     options, stage, accumulation = MODES[name]
@@ -129,7 +129,7 @@ def test_bytes_are_where_the_engine_has_them(
 def test_a_step_moves_and_updates_what_was_predicted(
     looks: list[dict[tuple[str, str], dict[str, Any]]], case: tuple[str, str]
 ) -> None:
-    from hmt_deepspeed.planner.loads import Amount
+    from hmt_deepspeed.planner.run.loads import Amount
 
     amounts = looks[0][case]["amounts"]
     for index, amount in enumerate((Amount.TO_HOST, Amount.TO_GPU)):

@@ -14,13 +14,13 @@ from test_nvme import needs_async_io
 from training import tiny_llama
 
 import hmt_deepspeed
-from hmt_deepspeed.planner.advise import Advice, Answer, advise
+from hmt_deepspeed.planner.advise.advise import Advice, Answer, advise
+from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.command import main
-from hmt_deepspeed.planner.deepspeed_json import deepspeed_json
-from hmt_deepspeed.planner.families import shape_of_config
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.memory import OptimizerMode
-from hmt_deepspeed.planner.setups import Request
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.run.memory import OptimizerMode
 
 GIB = 2**30
 VOCABULARY, LENGTH = 8192, 64

@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from harness import Ranks
 from training import PAPERS_RULE, ds_config, loss_of, make_engine, matrix_ranks, tiny_llama
 
-from hmt_deepspeed.planner.compare import held_by_component
-from hmt_deepspeed.planner.plan import plan_from_json
+from hmt_deepspeed.planner.advise.compare import held_by_component
+from hmt_deepspeed.planner.solve.plan import plan_from_json
 from hmt_deepspeed.zero import plan_inputs
 from hmt_deepspeed.zero.plan_ranks import RankWatch
 
@@ -73,8 +73,8 @@ def cached(profile: str) -> None:
 def limits(engine: Any) -> tuple[int, int]:
     """Device bytes that the reference takes by the planner, and half-way from there to keeping everything."""
     from hmt_deepspeed.config.components import PAPER_POLICY
-    from hmt_deepspeed.planner.cost import estimate
-    from hmt_deepspeed.planner.plan import uniform_plan
+    from hmt_deepspeed.planner.solve.cost import estimate
+    from hmt_deepspeed.planner.solve.plan import uniform_plan
     from hmt_deepspeed.zero.run_profile import reference_plan
 
     planner = engine.hmt_planner
@@ -158,7 +158,7 @@ def refusals(engine: Any, folder: str, least: int) -> dict[str, str]:
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.config.components import PAPER_POLICY
     from hmt_deepspeed.planner.hardware import named_machine
-    from hmt_deepspeed.planner.plan import uniform_plan
+    from hmt_deepspeed.planner.solve.plan import uniform_plan
 
     Path(f"{folder}/torn.json").write_text("{")
     facts = engine.hmt_planner.facts
@@ -419,8 +419,8 @@ def on_ssd(
 
 
 def run_on_ssd(folder: str) -> dict[str, Any]:
-    from hmt_deepspeed.planner.cost import estimate
-    from hmt_deepspeed.planner.loads import Amount
+    from hmt_deepspeed.planner.run.loads import Amount
+    from hmt_deepspeed.planner.solve.cost import estimate
     from hmt_deepspeed.zero import planning
 
     cache_in(folder)

@@ -1,0 +1,260 @@
+"""What FPDT needs of device and host for chunks of a size, and the size to choose (2408.16978, section 4).
+
+Any of four moments may be the fullest; K, V, Q, O are tensors of a chunk (Qw, Kw: channels of queries and of
+keys; e: bytes of an element), and a layer's weight gradients are summed in fp32.
+
+1. Attention's backward, chunk of keys j outside and of queries i inside, beside the sums of the whole layer::
+
+    K, V and Q, O, dO of the pair                    e (2 Kw + 3 Qw)
+    the same of the next pair, double-buffered       e (2 Kw + 3 Qw)
+    dK, dV; dQ of i and the final one of j, fp32     4 (2 Kw + 2 Qw)
+    what the pair's backward returns                 e (2 Kw + Qw)
+    dQ on their way, two out and one in, fp32        4 (3 Qw)
+    two log-sum-exps, fp32                           4 (2 heads)
+
+2. The end of a piece of the projections' backward: the piece's weight gradients beside the sums of the whole
+   layer, and on the device K, V and Q, O, dO, in fp32 dK, dV, and four of dQ.
+3. The end of a piece of the output projection's and the MLP's backward: the piece's weight gradients beside
+   their sums, and on the device Q, K, V, attention's output in two layouts, its gradient, and in fp32 its sum.
+4. The backward of a piece of the loss, a quarter of a chunk: logits, their logarithms of probabilities and their
+   gradient in fp32, or the piece's gradient of the head beside the last of these; and the sum of the head's
+   gradients in fp32.
+
+As long as the sequence are, in all, every layer's input and attention's outputs as far as they are held, the
+gradients that enter and leave the last layer, cos and sin; with the loss also the last norm's output. Gradients of layers that backward has left are ZeRO's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hmt_deepspeed.config.components import Choice
+from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, layer_linears, parameters
+from hmt_deepspeed.sites import held_bytes
+
+__all__ = [
+    "IN_CHUNKS",
+    "FpdtBytes",
+    "HeldInChunks",
+    "fpdt_bytes",
+    "fpdt_chunk_size",
+    "longest_fpdt_sequence",
+]
+
+# Families whose layers FPDT replaces, and sizes given by numbers alone, which are like one of them.
+IN_CHUNKS = (
+    "plain",
+    "plain, gated",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+)
+FP32 = 4
+PIECES = 4  # of a chunk, for projections, MLP and loss
+LOGITS = 2**27  # of one piece at most
+_SMALLEST_CHUNK = 256  # tokens; below it kernels do not fill a GPU
+_GRANULE = 256  # tokens, to which the longest sequence is found
+
+
+@dataclass(frozen=True)
+class HeldInChunks:
+    """What ``hmt.activations`` beside ``hmt.fpdt`` holds on the device between forward and backward.
+
+    Of what is swapped nothing counts, as if copies out kept up with the layers that make it.
+
+    Attributes:
+        inputs, attention: the choices of the layers, of any number of them; ``recompute`` of attention holds nothing.
+        head: the choice of what enters the head.
+    """
+
+    inputs: tuple[Choice, ...]
+    attention: tuple[Choice, ...]
+    head: Choice
+
+    def bytes(self, shape: ModelShape, tokens: int, query: int, heads: int, itemsize: int) -> int:
+        """Of the layers, for ``tokens`` of inputs and for attention of ``query`` channels and ``heads`` heads."""
+        found = sum(held_bytes(choice, tokens, shape.hidden, itemsize) for choice in self.inputs)
+        for choice in self.attention:
+            found += held_bytes(choice, tokens, query, itemsize)
+            if choice in ("keep", "int8", "fp8"):  # log-sum-exps are never rounded
+                found += FP32 * tokens * heads
+        return found
+
+
+@dataclass(frozen=True)
+class FpdtBytes:
+    """Bytes of one rank.
+
+    Attributes:
+        chunks: device bytes of the chunks at hand in attention's backward.
+        gradients: device bytes of a layer's weight gradients, summed in fp32 over the chunks.
+        pieces: device bytes where a piece's weight gradients are beside their sums (moments 2 and 3).
+        loss: device bytes of a piece of the loss, and of the head's gradient, beyond ``stream``.
+        stream: device bytes that are as long as this rank's part of the sequence.
+        host: pinned bytes of a layer's chunks between their uses.
+    """
+
+    chunks: int
+    gradients: int
+    pieces: int
+    loss: int
+    stream: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Most at once on the device, beside what is there between two steps."""
+        return self.stream + max(self.chunks + self.gradients, self.pieces, self.loss)
+
+
+def fpdt_bytes(
+    shape: ModelShape,
+    seq_length: int,
+    chunk_size: int,
+    *,
+    micro_batch: int = 1,
+    itemsize: int = 2,
+    sequence_parallel: int = 1,
+    held: HeldInChunks | None = None,
+) -> FpdtBytes:
+    """What FPDT needs for a sequence in chunks of ``chunk_size`` tokens, of which there are three or more.
+
+    Args:
+        seq_length, chunk_size: tokens of the whole sequence and of a whole chunk.
+        sequence_parallel: ranks that share the sequence; each has a part of the heads in attention and a part
+            of the tokens elsewhere.
+        held: of activations; None: every layer's input and the head's.
+    """
+    tokens = micro_batch * min(chunk_size, seq_length)
+    query = shape.query_width // sequence_parallel
+    key = max(shape.head_dim, shape.kv_width // sequence_parallel)
+    heads = shape.heads // sequence_parallel
+    unit = 2 * key + 3 * query
+    per_token = itemsize * (2 * unit + 2 * key + query)
+    per_token += FP32 * (2 * key + 5 * query + 2 * heads)
+    own = micro_batch * -(-seq_length // sequence_parallel)
+    waiting = itemsize * unit + FP32 * (query + heads)
+    if held is None:
+        kept: tuple[Choice, ...] = ("keep",)
+        held = HeldInChunks(kept * shape.layers, (), "keep")
+    of_layers = held.bytes(
+        shape, own, query * sequence_parallel, heads * sequence_parallel, itemsize
+    )
+    piece = min(tokens // PIECES, LOGITS // shape.vocab, own)
+    softmax = 3 * FP32 * piece
+    cast = 2 * itemsize if itemsize < FP32 else 0  # logits and their gradient in the head's dtype
+    product = itemsize * shape.hidden + (FP32 + cast) * piece
+    turning = (
+        2 * shape.rotary_dim * shape.rotary_tables * itemsize
+    )  # cos and sin are of a row for all
+    of_a_layer = sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer))
+    return FpdtBytes(
+        chunks=tokens * per_token,
+        gradients=FP32 * of_a_layer,
+        pieces=_pieces(shape, tokens, query, key, itemsize, of_a_layer),
+        loss=shape.vocab * (max(softmax, product) + FP32 * shape.hidden)
+        + held_bytes(held.head, own, shape.hidden, itemsize),
+        stream=of_layers + 2 * own * shape.hidden * itemsize + own // micro_batch * turning,
+        host=micro_batch * seq_length * waiting,
+    )
+
+
+def _pieces(
+    shape: ModelShape, tokens: int, query: int, key: int, itemsize: int, of_a_layer: int
+) -> int:
+    """Moments 2 and 3, the larger; until a sum is wide, its narrow gradient of the piece before is there too."""
+    linears = layer_linears(shape)
+    projections = [one for one in linears if one.role == "qkv"]
+    finish = [one for one in linears if one.role != "qkv"]
+
+    def of_a_piece(those: list[Linear]) -> int:
+        narrow = those[-1].elements if itemsize < FP32 else 0
+        return itemsize * (sum(one.elements for one in those) + narrow)
+
+    projecting = itemsize * (2 * key + 3 * query) + FP32 * (2 * key + 4 * query)
+    finishing = itemsize * (2 * key + 4 * query) + FP32 * query
+    return max(
+        FP32 * of_a_layer + of_a_piece(projections) + tokens * projecting,
+        FP32 * sum(one.elements for one in finish) + of_a_piece(finish) + tokens * finishing,
+    )
+
+
+def fpdt_chunk_size(
+    shape: ModelShape,
+    seq_length: int,
+    budget: int,
+    *,
+    micro_batch: int = 1,
+    itemsize: int = 2,
+    sequence_parallel: int = 1,
+    held: HeldInChunks | None = None,
+) -> int:
+    """The largest power of two of tokens, up to the sequence, whose chunks fit; at least 256.
+
+    Args:
+        budget: device bytes beside what is there between two steps.
+
+    Raises:
+        ValueError: not even chunks of 256 tokens fit.
+    """
+    chunk = 1 << max(0, (seq_length - 1).bit_length())
+    while True:
+        needed = fpdt_bytes(
+            shape,
+            seq_length,
+            chunk,
+            micro_batch=micro_batch,
+            itemsize=itemsize,
+            sequence_parallel=sequence_parallel,
+            held=held,
+        ).device
+        if needed <= budget:
+            return chunk
+        if chunk <= _SMALLEST_CHUNK:
+            raise ValueError(
+                f'hmt.fpdt.chunk_size is "auto", but {micro_batch} x {seq_length} tokens do not fit: in chunks of '
+                f"{chunk} a rank needs {needed:,} bytes of its device beside weights and states, and has "
+                f"{budget:,}. Shorten the sequence, share it with hmt.fpdt.sequence_parallel_size, or use a "
+                "higher ZeRO stage."
+            )
+        chunk //= 2
+
+
+def longest_fpdt_sequence(
+    shape: ModelShape,
+    device_budget: int,
+    host_budget: int,
+    *,
+    micro_batch: int = 1,
+    itemsize: int = 2,
+    sequence_parallel: int = 1,
+) -> int:
+    """The longest sequence, a multiple of 256 tokens, that fits in chunks of 256; 0 if none does.
+
+    Args:
+        device_budget: bytes beside what is there between two steps. host_budget: pinned bytes of a rank.
+    """
+
+    def fits(granules: int) -> bool:
+        found = fpdt_bytes(
+            shape,
+            granules * _GRANULE,
+            _SMALLEST_CHUNK,
+            micro_batch=micro_batch,
+            itemsize=itemsize,
+            sequence_parallel=sequence_parallel,
+        )
+        return found.device <= device_budget and found.host <= host_budget
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * _GRANULE

@@ -1,0 +1,214 @@
+"""Bytes that a run occupies on one rank, by kind: activations and what is alive for a moment.
+
+What is there between two steps is in ``states.py``, whose names are here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from hmt_deepspeed.config.components import Choice, Component
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.model.layer_sites import Site
+from hmt_deepspeed.planner.model.workload import Workload
+from hmt_deepspeed.planner.run.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
+from hmt_deepspeed.planner.run.refresh import worst_refresh
+from hmt_deepspeed.planner.run.states import (
+    ModelStates,
+    communication_volume,
+    gradient_columns,
+    model_states,
+    parameters_by_mode,
+)
+
+__all__ = [
+    "ActivationBytes",
+    "MemoryBudget",
+    "Method",
+    "ModelStates",
+    "OptimizerMode",
+    "Sharding",
+    "StateDtype",
+    "TemporaryBytes",
+    "activation_bytes",
+    "choices_of",
+    "communication_volume",
+    "model_states",
+    "temporary_bytes",
+]
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes that a plan may use on one rank: device memory, its part of host memory and of the SSDs."""
+
+    gpu: int
+    host: int
+    ssd: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits that nothing fits in: field, value, legal range, what to do."""
+        for field, least in (("gpu", 1), ("host", 0), ("ssd", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"memory limit {field} is {value!r}; legal: an integer of bytes >= {least}. Raise it, "
+                    "or leave it to the machine."
+                )
+
+    @classmethod
+    def of(cls, machine: Machine, reserve: int = 2 * 2**30) -> MemoryBudget:
+        """All that a machine has for one of its ranks.
+
+        Args:
+            reserve: device bytes left to the CUDA context, kernels' workspaces and fragmentation (the
+                playbook: 1 to 2 GB).
+        """
+        ranks = machine.num_gpus
+        return cls(
+            machine.gpu_memory - reserve, machine.host_memory // ranks, machine.ssd_memory // ranks
+        )
+
+
+# -- activations --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Activations held until backward, by where they are.
+
+    Attributes:
+        device: held on the device. host, ssd: swapped out, as computed.
+    """
+
+    device: int
+    host: int
+    ssd: int
+
+
+def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
+    """Choice of every site under one policy by component.
+
+    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``config/components.py``).
+
+    Raises:
+        ValueError: a component without a choice.
+    """
+    missing = {site.component for site in workload.sites} - set(policy)
+    if missing:
+        raise ValueError(
+            f"the policy has no choice for {sorted(missing)}; legal: one for every component of the model. "
+            "Add them."
+        )
+    return {
+        site: "keep"
+        if policy[site.component] == "recompute" and "recompute" not in site.legal
+        else policy[site.component]
+        for site in workload.sites
+    }
+
+
+def activation_bytes(
+    workload: Workload,
+    choices: Mapping[Site, Choice] | None,
+    *,
+    partition: int = 1,
+) -> ActivationBytes:
+    """Bytes held between forward and backward of one micro-batch.
+
+    Args:
+        choices: of every site; None for no checkpointing at all.
+        partition: ranks over which what enters each layer is divided (ZeRO-R's P_a).
+
+    Raises:
+        ValueError: a choice that is not legal for its site, or a partition without ranks.
+    """
+    if not isinstance(partition, int) or partition < 1:
+        raise ValueError(
+            f"partition is {partition!r}; legal: an integer >= 1. Give the number of ranks."
+        )
+    if choices is None:
+        return ActivationBytes(workload.saved_bytes, 0, 0)
+    sizes = {"device": workload.shared_bytes, "host": 0, "ssd": 0}
+    for site, choice in choices.items():
+        parts = partition if site.name == "layer_input" else 1
+        sizes["device"] += site.count * -(-site.device_bytes(choice) // parts)
+        if choice in ("swap_host", "swap_ssd"):
+            sizes[choice.removeprefix("swap_")] += site.count * -(-site.nbytes // parts)
+    return ActivationBytes(**sizes)
+
+
+@dataclass(frozen=True)
+class TemporaryBytes:
+    """Device bytes alive for a moment; the peak has the largest of the moments, not their sum.
+
+    Attributes:
+        logits: at the loss. layer: one layer's backward, its recomputed activations and their gradients.
+        weight_gradient: of one linear, before it is added to what has accumulated.
+        gathered: weights of the layer computed and of the one prefetched, at stage 3 on several ranks.
+        buckets: gradients on their way between ranks.
+        full_gradient: of the matrices that refresh their basis together, beyond their projected ones.
+        refreshed_inputs: of their linears in the layer that keeps most.
+    """
+
+    logits: int
+    layer: int
+    weight_gradient: int
+    gathered: int
+    buckets: int
+    full_gradient: int
+    refreshed_inputs: int
+
+    @property
+    def peak(self) -> int:
+        """At the loss nothing else is alive but gathered weights; in a layer's backward all but the logits."""
+        backward = self.layer + self.weight_gradient + self.buckets
+        backward += self.full_gradient + self.refreshed_inputs
+        return self.gathered + max(self.logits, backward)
+
+
+def temporary_bytes(
+    workload: Workload,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    bucket_elements: int = 500_000_000,
+    gradient_itemsize: int | None = None,
+) -> TemporaryBytes:
+    """Device bytes alive for a moment.
+
+    Args:
+        bucket_elements: DeepSpeed's ``reduce_bucket_size``.
+        gradient_itemsize: of accumulated gradients, None for that of the weights.
+    """
+    layer = max(workload.layers, key=lambda group: group.parameters)
+    itemsize = workload.itemsize
+    refresh = worst_refresh(workload.shape, mode, gradient_itemsize or itemsize)
+    reduced = _on_their_way(workload, mode, bucket_elements) if sharding.world_size > 1 else 0
+    return TemporaryBytes(
+        workload.head.logits_bytes,
+        max(group.working_bytes for group in workload.layers),
+        max(group.weight_gradient_bytes for group in workload.layers),
+        2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
+        reduced * itemsize,
+        refresh.full_gradients,
+        max(
+            (
+                sum(group.freed_inputs.get(role, 0) for role in roles)
+                for group in workload.layers
+                for roles in refresh.inputs
+            ),
+            default=0,
+        ),
+    )
+
+
+def _on_their_way(workload: Workload, mode: OptimizerMode, bucket_elements: int) -> int:
+    """Elements of gradients being reduced: of two buckets, one of which may hold a single one above their size."""
+    gradients = (
+        prod(gradient_columns(parameter, own) if own.is_low_rank(parameter) else parameter.shape)
+        for parameter, own in parameters_by_mode(workload.shape, mode)
+    )
+    return min(bucket_elements + max(bucket_elements, *gradients), workload.parameters)

@@ -1,0 +1,219 @@
+"""The optimizer and how ZeRO divides its states, as far as bytes and FLOPs depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from hmt_deepspeed.config.models import Method, Projection, Residual, SecondMoment, StateDtype
+from hmt_deepspeed.planner.model.flops import (
+    Projected,
+    check_probes,
+    check_rank,
+    probes_at,
+    rank_at,
+)
+from hmt_deepspeed.planner.model.shapes import (
+    ModelShape,
+    Parameter,
+    by_layer,
+    is_selected,
+)
+
+__all__ = ["LEAST_INT8", "REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
+
+
+LEAST_INT8 = 4096  # elements of a state; smaller ones stay in fp32
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How model states are divided: ZeRO's stage over ``world_size`` ranks."""
+
+    stage: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for another stage or no ranks: field, value, legal range, what to do."""
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"ZeRO stage is {self.stage!r}; legal: 0, 1, 2 or 3. Choose one of them."
+            )
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(
+                f"world_size is {self.world_size!r}; legal: an integer >= 1. Give the number of ranks."
+            )
+
+    def ranks(self, stage: int) -> int:
+        """Over how many ranks is divided what ZeRO divides from ``stage`` on."""
+        return self.world_size if self.stage >= stage else 1
+
+
+REPLICATED = Sharding()
+
+
+@dataclass(frozen=True)
+class OptimizerMode:
+    """``hmt.optimizer`` as far as bytes depend on it; the defaults are its own.
+
+    Attributes:
+        rank: r of every matrix, or the one assumed for ``"auto"``; a float is a share of the smaller side,
+            in multiples of 8, of APOLLO in whole numbers.
+        probes: k, None for "auto".
+        ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
+            whose matrix has its own.
+        target_modules, adamw_modules: regular expressions searched in a parameter's name, see
+            :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
+        projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
+        share_basis: one basis for the linears that read one input.
+        max_full_gradient_bytes: None for "auto".
+        host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
+            have masters too.
+    """
+
+    method: Method = "lowrank_adamw"
+    projection: Projection = "right"
+    rank: int | float = 128
+    probes: int | None = None
+    residual: Residual = "probe"
+    state_dtype: StateDtype = "fp32"
+    second_moment: SecondMoment = "full"
+    master_weights: Literal["fp32", "none"] = "fp32"
+    weight_dtype: Literal["auto", "int8"] = "auto"
+    target_modules: tuple[str, ...] | Literal["all"] | None = None
+    adamw_modules: tuple[str, ...] = ()
+    projected_backward: bool = True
+    redrawn: bool = False
+    share_basis: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    max_full_gradient_bytes: int | None = None
+    host_is_ours: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an illegal value: field, value, legal values, what to do."""
+        for field, legal in _LEGAL.items():
+            if getattr(self, field) not in legal:
+                raise ValueError(
+                    f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
+                )
+        check_rank("hmt.optimizer.", self.rank)
+        check_probes("hmt.optimizer.", self.probes)
+
+    def is_low_rank(self, parameter: Parameter) -> bool:
+        """Whether a parameter has a matrix rule."""
+        if not parameter.trained:
+            return False
+        if self.method == "adamw" or parameter.kind == "vector":
+            return False
+        if parameter.kind in ("embedding", "head") and self.target_modules != "all":
+            return False
+        return is_selected(parameter.name, self.target_modules, self.adamw_modules)
+
+    def is_projected(self, parameter: Parameter) -> bool:
+        """Whether its backward forms the projected gradient only."""
+        takes = self.method == "lowrank_adamw" and self.residual != "full"
+        patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
+        return takes and patched and self.is_low_rank(parameter)
+
+    def is_transposed(self, parameter: Parameter) -> bool:
+        """Whether a low-rank matrix is projected from the left; APOLLO takes the smaller side."""
+        m, n = parameter.shape
+        if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
+            return m < n
+        return self.projection == "left"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether weights or states are held with fewer bits than the method's own fp32."""
+        given = (self.master_weights, self.state_dtype, self.second_moment, self.weight_dtype)
+        return given != ("fp32", "fp32", "full", "auto")
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether the second moments of low-rank matrices are row and column means."""
+        return self.second_moment == "factored" and self.method == "lowrank_adamw"
+
+    @property
+    def can_be_full(self) -> bool:
+        """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
+        return self.projection != "two_sided" and not self.redrawn
+
+    def is_full(self, parameter: Parameter) -> bool:
+        """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
+        if self.method != "lowrank_adamw" or not self.can_be_full:
+            return False
+        m, n = parameter.shape
+        columns = m if self.is_transposed(parameter) else n
+        return self.rank_of(parameter) == columns
+
+    def updates_whole(self, parameter: Parameter) -> bool:
+        """Whether the update of a low-rank matrix is formed whole instead of as two factors."""
+        factors = self.method == "lowrank_adamw" and self.residual != "full"
+        return not factors or self.is_full(parameter)
+
+    def backward(self) -> Projected | None:
+        """What projected backward does to the layers' linears, None without it."""
+        if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
+            return None
+        return Projected(
+            self.rank,
+            self.probes,
+            self.residual,
+            side="right" if self.projection == "two_sided" else self.projection,
+            shared=self.share_basis,
+            whole_at_full=self.can_be_full,
+            target_modules=self.target_modules,
+            adamw_modules=self.adamw_modules,
+            others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
+        )
+
+    def by_layers(self, shape: ModelShape) -> list[tuple[OptimizerMode, int]]:
+        """Modes whose ``ranks`` have no layer's number in a name, and how many layers are of each."""
+        given = dict(self.ranks)
+        own = by_layer(shape.names.layer, given)
+        if not own:
+            return [(self, shape.layers)]
+        numbered = {name for names in own.values() for name in names.values()}
+        shared = {name: rank for name, rank in given.items() if name not in numbered}
+        ranks = [
+            shared | {starred: given[name] for starred, name in names.items()}
+            for names in own.values()
+        ]
+        found = [(replace(self, ranks=tuple(each.items())), 1) for each in ranks]
+        others = shape.layers - len(own)
+        return [(replace(self, ranks=tuple(shared.items())), others)] * bool(others) + found
+
+    def rank_of(self, parameter: Parameter) -> int:
+        """r of a low-rank matrix: its own, or that of all as far as the smaller side has it."""
+        own = dict(self.ranks).get(parameter.name)
+        return self._lowered(parameter) if own is None else own
+
+    def _lowered(self, parameter: Parameter) -> int:
+        if self.method == "apollo" and isinstance(self.rank, float):
+            return max(1, int(self.rank * min(parameter.shape)))
+        return 1 if self.method == "apollo_mini" else rank_at(self.rank, *parameter.shape)
+
+    def moments_dtype(self, parameter: Parameter) -> StateDtype:
+        """Storage of a low-rank matrix's moments; 8 bits only from LEAST_INT8 elements on, at the rank that is the
+        largest candidate's where it is chosen."""
+        rank, (m, n) = self._lowered(parameter), parameter.shape
+        rows = n if self.is_transposed(parameter) else m
+        if self.method == "lowrank_adamw" and self.projection == "two_sided":
+            rows = rank
+        small = self.state_dtype == "int8" and rows * rank < LEAST_INT8
+        return "fp32" if small else self.state_dtype
+
+    def probes_at(self, rank: int) -> int:
+        """See :func:`~hmt_deepspeed.planner.model.flops.probes_at`."""
+        return probes_at(rank, self.probes, self.residual)
+
+
+_LEGAL: dict[str, tuple[object, ...]] = {
+    "method": get_args(Method),
+    "projection": get_args(Projection),
+    "residual": get_args(Residual),
+    "state_dtype": get_args(StateDtype),
+    "second_moment": get_args(SecondMoment),
+    "master_weights": ("fp32", "none"),
+    "weight_dtype": ("auto", "int8"),
+}

@@ -1,0 +1,277 @@
+"""Bytes of weights, gradients, masters and optimizer states on one rank.
+
+They follow ZeRO (1910.02054, section 5): stage 1 divides masters and optimizer states over the ranks,
+stage 2 gradients too, stage 3 weights too. HMT's states are those of ``optim``: what is divided are rows of
+a matrix, so a rank holds every row that its flat part touches, and a row that two ranks touch is held by
+both. The numbers are those of the rank that holds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, num_parameters, parameters
+from hmt_deepspeed.planner.run.modes import LEAST_INT8, REPLICATED, OptimizerMode, Sharding
+
+__all__ = [
+    "ModelStates",
+    "borrowers",
+    "communication_volume",
+    "gradient_columns",
+    "model_states",
+    "moment_bytes",
+    "parameters_by_mode",
+    "projection_bytes",
+    "states_by_parameter",
+]
+
+FP32 = 4
+STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of the model's states on the rank that holds most, between two steps.
+
+    Attributes:
+        weights: as computed with. gradients: accumulated over a window. masters: fp32 copies of 16-bit weights.
+        moments: the optimizer's, with scales and evidence. bases: of low-rank matrices. probes: columns
+            beside the bases, redrawn every step.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    bases: int
+    probes: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def optimizer(self) -> int:
+        """What the optimizer reports: masters, moments and bases."""
+        return self.masters + self.moments + self.bases
+
+
+def model_states(
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    itemsize: int = 2,
+    gradient_itemsize: int | None = None,
+) -> ModelStates:
+    """Bytes of weights, gradients, masters and optimizer states on one rank.
+
+    Args:
+        itemsize: of the weights. gradient_itemsize: of accumulated gradients, None for that of the weights.
+
+    Raises:
+        ValueError: int8 weights at stage 3.
+    """
+    if mode.weight_dtype == "int8" and sharding.stage == 3:
+        raise ValueError(
+            "hmt.optimizer.weight_dtype is 'int8' at ZeRO stage 3; legal: stages 0, 1 and 2, since every "
+            "rank holds all codes. Lower the stage, or use 'auto'."
+        )
+    sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
+    for parameter, found in states_by_parameter(
+        shape, mode, sharding, itemsize=itemsize, gradient_itemsize=gradient_itemsize
+    ):
+        for kind, nbytes in found.items():
+            sizes[kind] += parameter.count * nbytes
+    return ModelStates(**sizes)
+
+
+def states_by_parameter(
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding = REPLICATED,
+    *,
+    itemsize: int = 2,
+    gradient_itemsize: int | None = None,
+) -> Iterator[tuple[Parameter, dict[str, int]]]:
+    """(parameter, its bytes by the names of :class:`ModelStates`), of one of its equal layers."""
+    borrowing = borrowers(shape, mode)
+    each = gradient_itemsize or itemsize
+    for parameter, own in parameters_by_mode(shape, mode):
+        borrows = parameter.name in borrowing
+        sizes = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
+        yield parameter, sizes | dict(_states_of(parameter, own, sharding, itemsize, each, borrows))
+
+
+def parameters_by_mode(
+    shape: ModelShape, mode: OptimizerMode
+) -> Iterator[tuple[Parameter, OptimizerMode]]:
+    """Every parameter with the mode of its layers: more than once where layers have ranks of their own."""
+    layers = mode.by_layers(shape) if mode.ranks else []
+    for parameter in parameters(shape):
+        if not layers or not parameter.name.startswith(shape.names.layer):
+            yield parameter, mode
+            continue
+        for own, count in layers:
+            yield replace(parameter, count=count), own
+
+
+def borrowers(shape: ModelShape, mode: OptimizerMode) -> set[str]:
+    """Names of the matrices that project on the basis of the first that reads their input."""
+    names = shape.names
+    sharing = (*names.qkv[1:], *names.up[1:]) if mode.share_basis else ()
+    return {f"{names.layer}.{name}.weight" for name in sharing}
+
+
+@lru_cache(maxsize=4096)  # asked for again at every batch and length of a search
+def _states_of(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    gradient_itemsize: int,
+    borrows: bool,
+) -> Mapping[str, int]:
+    """Bytes by kind of one parameter."""
+    encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
+    keeps = mode.host_is_ours if itemsize == FP32 else mode.master_weights == "fp32"
+    masters = keeps and not encoded
+    if not parameter.trained:
+        return {"weights": _part(parameter.numel, sharding.ranks(3)) * itemsize}
+    sizes = {
+        "weights": _part(parameter.numel, sharding.ranks(3)) * itemsize,
+        "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
+    }
+    if encoded:
+        rows, columns = parameter.shape
+        sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
+    if mode.is_low_rank(parameter):
+        return sizes | _matrix_states(
+            parameter, mode, sharding, itemsize, gradient_itemsize, borrows
+        )
+    dtype = mode.state_dtype if parameter.numel >= LEAST_INT8 else "fp32"
+    return sizes | {
+        "gradients": _part(parameter.numel, sharding.ranks(2)) * gradient_itemsize,
+        "moments": 2 * _state_bytes(_part(parameter.numel, sharding.ranks(1)), dtype),
+    }
+
+
+def _part(numel: int, ranks: int) -> int:
+    return -(-numel // ranks)
+
+
+def _state_bytes(numel: int, dtype: str) -> int:
+    """One moment: fp32, bf16, or uint8 codes with a scale for each block."""
+    if dtype == "int8":
+        return numel + -(-numel // STATE_BLOCK) * FP32
+    return numel * (FP32 if dtype == "fp32" else 2)
+
+
+def _most_rows(rows: int, columns: int, ranks: int) -> int:
+    """Most rows that a rank's flat part of ``ceil(rows columns / ranks)`` elements touches."""
+    part = _part(rows * columns, ranks)
+    starts = range(0, rows * columns, part)
+    ends = (min(start + part, rows * columns) for start in starts)
+    return max(
+        -(-end // columns) - start // columns for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _matrix_states(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    gradient_itemsize: int,
+    borrows: bool,
+) -> dict[str, int]:
+    """Gradients, moments, bases and probes of one matrix.
+
+    Args:
+        borrows: it projects on the basis of another.
+    """
+    rows, columns = gradient_columns(parameter, mode)
+    reduced_rows = _most_rows(rows, _oriented(parameter, mode)[1], sharding.ranks(2))
+    basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
+    left = 0
+    if mode.method == "lowrank_adamw" and mode.projection == "two_sided" and not mode.redrawn:
+        left = _rows_held(parameter, mode, sharding) * mode.rank_of(parameter) * itemsize
+    return {
+        "gradients": reduced_rows * columns * gradient_itemsize,
+        "moments": sum(moment_bytes(parameter, mode, sharding)),
+        "bases": basis + left,
+        "probes": probes,
+    }
+
+
+def _oriented(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
+    """(m, n) of a matrix as its rule sees it."""
+    m, n = parameter.shape
+    return (n, m) if mode.is_transposed(parameter) else (m, n)
+
+
+def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) -> int:
+    """Rows whose states a rank holds."""
+    return _most_rows(*_oriented(parameter, mode), sharding.ranks(1))
+
+
+def moment_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, *, in_fp32: bool = False
+) -> tuple[int, ...]:
+    """Bytes of a low-rank matrix's (evidence, first moments, second moments) on the rank that holds most.
+
+    A factored second moment is three: the means of its columns, of its rows, and of all of it.
+
+    Args:
+        in_fp32: as they are saved, not as they are held.
+    """
+    rank = mode.rank_of(parameter)
+    two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
+    core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
+    each = _state_bytes(core, "fp32" if in_fp32 else mode.moments_dtype(parameter))
+    if mode.is_factored:
+        rows = _rows_held(parameter, mode, sharding)
+        return rank * FP32, each, rank * FP32, rows * FP32, FP32
+    return (rank * rank if two_sided else rank) * FP32, each, each
+
+
+def projection_bytes(
+    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, itemsize: int
+) -> tuple[int, int]:
+    """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
+
+    Stage 3 deals the rows of both over ranks where backward is projected, but for those that backward itself
+    needs. None where nothing is stored: APOLLO, full rank, bases redrawn from a seed.
+    """
+    if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:
+        return 0, 0
+    n, rank = _oriented(parameter, mode)[1], mode.rank_of(parameter)
+    probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
+    if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
+        n = _part(n, sharding.world_size)
+    return n * rank * itemsize, n * probes * itemsize
+
+
+def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
+    """(rows, columns) of the gradient that accumulates of a low-rank matrix."""
+    m, n = parameter.shape
+    if mode.is_transposed(parameter):
+        m, n = n, m
+    if mode.updates_whole(parameter):
+        return m, n
+    rank = mode.rank_of(parameter)
+    return m, rank + min(mode.probes_at(rank), n - rank)
+
+
+def communication_volume(shape: ModelShape, sharding: Sharding) -> int:
+    """Elements that a rank sends per step with AdamW (1910.02054, section 7), for many ranks.
+
+    An all-reduce of the gradients, or a reduce-scatter of them and a gather of the weights: 2 Psi. Stage 3
+    gathers the weights in forward and in backward: 3 Psi.
+    """
+    if sharding.world_size == 1:
+        return 0
+    return (3 if sharding.stage == 3 else 2) * num_parameters(shape)

@@ -1,0 +1,1 @@
+"""The best plan by a mixed-integer linear program: cost of a plan, its program, the search."""

@@ -1,0 +1,1 @@
+"""A plan played event by event, its picture, and the plan that wastes least."""
