@@ -14,8 +14,8 @@ from hmt_deepspeed import HMT
 from hmt_deepspeed.activations.codecs import Int8
 from hmt_deepspeed.activations.linear import EncodedInputs
 from hmt_deepspeed.activations.linear import patch_linear as patch_head
-from hmt_deepspeed.optim.int8_linear import dequantize, encoded_weight, quantize
-from hmt_deepspeed.optim.linear import ProjectedSite, SharedInputs, patch_linear
+from hmt_deepspeed.optim.backward.int8_linear import dequantize, encoded_weight, quantize
+from hmt_deepspeed.optim.backward.linear import ProjectedSite, SharedInputs, patch_linear
 
 N, WIDTH = 6, 3
 

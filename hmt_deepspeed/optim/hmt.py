@@ -13,20 +13,20 @@ from torch.optim import Optimizer
 
 from hmt_deepspeed import ownership
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
-from hmt_deepspeed.optim.assign import assign_rules, head_weights, linear_weights
-from hmt_deepspeed.optim.int8_linear import release
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.options import (
+from hmt_deepspeed.optim.backward.int8_linear import release
+from hmt_deepspeed.optim.backward.patches import Patches
+from hmt_deepspeed.optim.decisions.policy import build_policy
+from hmt_deepspeed.optim.decisions.refresh import refresh_bases
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.assign import assign_rules, head_weights, linear_weights
+from hmt_deepspeed.optim.settings.options import (
     check_group,
     complete_options,
     matrix_settings,
     module_rules,
 )
-from hmt_deepspeed.optim.patches import Patches
-from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.refresh import refresh_bases
-from hmt_deepspeed.optim.schedule import RefreshSchedule
-from hmt_deepspeed.optim.sharing import regroup, share_bases
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
 
 __all__ = ["HMT", "MARK", "ParameterRow"]

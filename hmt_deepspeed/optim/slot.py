@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
-from hmt_deepspeed.optim.apply import apply_whole_, apply_whole_rounded_
-from hmt_deepspeed.optim.assign import Assignment
-from hmt_deepspeed.optim.basis import keyed_seed
-from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.dense import DenseState, dense_adamw_, new_dense_state, state_keys
-from hmt_deepspeed.optim.int8_linear import Int8Weight
-from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.sharing import held_projection
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
+from hmt_deepspeed.optim.backward.linear import ProjectedSite
+from hmt_deepspeed.optim.bases.basis import keyed_seed
+from hmt_deepspeed.optim.decisions.sharing import held_projection
+from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_, new_dense_state, state_keys
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.optim.settings.assign import Assignment
 
 __all__ = ["ParameterRow", "Slot"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.projected import Columns
-from hmt_deepspeed.optim.sharing import held_projection
+from hmt_deepspeed.optim.decisions.sharing import held_projection
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import Columns
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry
 from hmt_deepspeed.zero.moment_history import MomentHistory

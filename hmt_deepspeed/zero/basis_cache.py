@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.memory.transfer import TransferEngine
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives

@@ -23,9 +23,9 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.fpdt.install import install
 from hmt_deepspeed.memory.alternate import Piece
+from hmt_deepspeed.optim.backward.int8_linear import quantize
+from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import quantize
-from hmt_deepspeed.optim.policy import build_policy
 from hmt_deepspeed.zero import start_table, statistics
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.bases import ParkedBases

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.int8_linear import Int8Weight, encoded_weight, quantize
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weight, quantize
 from hmt_deepspeed.zero.shards import RowShards
 from hmt_deepspeed.zero.weights import Weight
 

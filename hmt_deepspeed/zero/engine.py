@@ -22,8 +22,8 @@ from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.fpdt.install import Installation
 from hmt_deepspeed.memory.counters import in_background
+from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import release
 from hmt_deepspeed.zero import checkpoint
 from hmt_deepspeed.zero.activations import Activations
 from hmt_deepspeed.zero.chunked_activations import ChunkedActivations

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
-from hmt_deepspeed.optim.assign import (
+from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
+from hmt_deepspeed.optim.backward.linear import ProjectedSite, can_project
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.assign import (
     Assignment,
     assign_rules,
     head_weights,
     linear_weights,
     tied_weights,
 )
-from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.dense import DenseState, new_dense_state
-from hmt_deepspeed.optim.int8_linear import check_encodable, encoded_weight
-from hmt_deepspeed.optim.linear import ProjectedSite, can_project
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.options import matrix_settings, module_rules
-from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.optim.settings.options import matrix_settings, module_rules
 from hmt_deepspeed.zero.encoded import EncodedWeight
 from hmt_deepspeed.zero.gradient import Gradient, ReductionScale
 from hmt_deepspeed.zero.host_adamw import HostAdamW

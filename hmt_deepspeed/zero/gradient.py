@@ -8,8 +8,8 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.linear import ProjectedSite
-from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.backward.linear import ProjectedSite
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.host_worker import HostGradient
 from hmt_deepspeed.zero.shards import RowShards
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.memory.slot_pipeline import Lease
-from hmt_deepspeed.optim.state import StateTensor
+from hmt_deepspeed.optim.rules.state import StateTensor
 from hmt_deepspeed.zero import host_worker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
-from hmt_deepspeed.optim.apply import apply_whole_
+from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.zero.host_states import MASTER, HostStates, Loan, RamStates
 from hmt_deepspeed.zero.host_worker import HostWorker, chunks
 from hmt_deepspeed.zero.shards import RowShards

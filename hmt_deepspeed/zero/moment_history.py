@@ -1,7 +1,7 @@
 """Moments of bases that matrices have left, in each rank's basis cache, for when a basis turns back.
 
 A basis change carries over what the basis in force has seen, and a direction that it has not starts as new
-(:meth:`hmt_deepspeed.optim.moments.Moments.rotate`). Where gradients come back to a subspace that an earlier
+(:meth:`hmt_deepspeed.optim.rules.moments.Moments.rotate`). Where gradients come back to a subspace that an earlier
 basis spanned, its second moments are still there.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, overlap_of
-from hmt_deepspeed.optim.moments import LeftMoments, Recalled
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
+from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.collectives import Collectives

@@ -23,12 +23,12 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.assign import linear_weights
+from hmt_deepspeed.optim.backward.linear import patch_linear, unpatch_linear
+from hmt_deepspeed.optim.decisions.policy import build_policy
+from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.linear import patch_linear, unpatch_linear
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.policy import build_policy
-from hmt_deepspeed.optim.sharing import regroup, share_bases
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.settings.assign import linear_weights
 from hmt_deepspeed.zero import checkpoint_state, start_table, state_access, statistics
 from hmt_deepspeed.zero.basis_cache import build_bases
 from hmt_deepspeed.zero.collectives import Collectives

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.optim.rank import SIDE_SHARES
+from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
 from hmt_deepspeed.zero import basis_cache, host_worker, ssd
 from hmt_deepspeed.zero.support import checks_overflow

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.run.loads import static_bytes
 from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import estimate

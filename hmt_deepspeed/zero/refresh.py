@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.optim.basis import Subspace
-from hmt_deepspeed.optim.column_energies import column_energies
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
-from hmt_deepspeed.optim.moments import Recalled
-from hmt_deepspeed.optim.policy import RankPolicy
-from hmt_deepspeed.optim.schedule import RefreshSchedule
-from hmt_deepspeed.optim.sharing import stacked_gradient
+from hmt_deepspeed.optim.bases.basis import Subspace
+from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.policy import RankPolicy
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
+from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.entries import Entry

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.basis_cache import describe_bases
 from hmt_deepspeed.zero.host_states import RamStates

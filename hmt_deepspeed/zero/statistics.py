@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.zero.basis_cache import basis_metrics
 from hmt_deepspeed.zero.collectives import gather_bytes, reduce_bytes
 from hmt_deepspeed.zero.host_weight import HostWeight

@@ -10,9 +10,9 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.optim.basis import keyed_seed
-from hmt_deepspeed.optim.dense import state_keys
-from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.bases.basis import keyed_seed
+from hmt_deepspeed.optim.rules.dense import state_keys
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.bases import ParkedBases
 from hmt_deepspeed.zero.collectives import Collectives
 from hmt_deepspeed.zero.encoded import EncodedWeight

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product, low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
-from hmt_deepspeed.optim.apply import apply_whole_
-from hmt_deepspeed.optim.dense import DenseState, dense_adamw_
+from hmt_deepspeed.optim.rules.apply import apply_whole_
+from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_
 from hmt_deepspeed.zero.collectives import Collectives, Work
 from hmt_deepspeed.zero.residency import on_ssd, resident
 from hmt_deepspeed.zero.shards import RowShards, padded
@@ -146,7 +146,7 @@ class Weight:
         key: int,
         **hyper: Any,
     ) -> None:
-        """AdamW on the shard; arguments as of :func:`hmt_deepspeed.optim.dense.dense_adamw_`."""
+        """AdamW on the shard; arguments as of :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`."""
         hyper |= {"key": key, "offset": self.shards.flat(self.rank)[0]}
         if self.master is not None:
             dense_adamw_(self.master, gradient, state, **hyper)

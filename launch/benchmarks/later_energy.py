@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.rank_rules import SHAPE, SPREAD, state_bytes, training_gradients
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import TOY, Setting
-from hmt_deepspeed.optim.later_energy import fading_of, later_curve
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
-from hmt_deepspeed.optim.rank_history import RankRecord
+from hmt_deepspeed.optim.bases.rank_budget import Spectrum, allocate_ranks, total_captured
+from hmt_deepspeed.optim.decisions.later_energy import fading_of, later_curve
+from hmt_deepspeed.optim.decisions.rank_history import RankRecord
 
 STEPS, TOY_STEPS = (100, 200, 400), (2, 12)
 # A basis is made from the first gradient, seen to hold of the next two, and tried on the others.

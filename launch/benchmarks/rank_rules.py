@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import LEARNING_RATE, TOY, Batches, Setting, Shape, llama
-from hmt_deepspeed.optim.rank import select_rank
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
+from hmt_deepspeed.optim.bases.rank import select_rank
+from hmt_deepspeed.optim.bases.rank_budget import Spectrum, allocate_ranks, total_captured
 from hmt_deepspeed.train.data import prepare_data
 from hmt_deepspeed.train.packing import GlobalOrder
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from comparison.contenders import Contender
+from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.linear import can_project
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
 
 ADAMW_MOMENT_BYTES = 8  # two fp32 moments per element

@@ -32,7 +32,7 @@ from comparison.measures import (
     state_bytes,
     without_activation_error,
 )
-from hmt_deepspeed.optim.int8_linear import encoded_weight
+from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
 from hmt_deepspeed.train.data import TrainingData
 from hmt_deepspeed.train.packing import GlobalOrder
 

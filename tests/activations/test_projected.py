@@ -16,8 +16,8 @@ from backends import (
 )
 from families import tiny, tokens
 
+from hmt_deepspeed.optim.backward.linear import _PATCHED, InputGroup
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.linear import _PATCHED, InputGroup
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hmt_deepspeed.optim.options import complete_options, matrix_settings
+from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 
 WIDTHS = (24, 40, 40, 16)
 

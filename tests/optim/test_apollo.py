@@ -7,9 +7,9 @@ import torch
 from hmt_runs import batches, network, train
 from torch import nn
 
-from hmt_deepspeed.optim import rules
-from hmt_deepspeed.optim.apollo import ApolloMatrix
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.rules import formulas as rules
+from hmt_deepspeed.optim.rules.apollo import ApolloMatrix
 
 TALL, WIDE = (20, 12), (12, 20)
 BETAS = (0.9, 0.95)

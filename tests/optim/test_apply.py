@@ -2,8 +2,8 @@
 
 import torch
 
-from hmt_deepspeed.optim import apply
-from hmt_deepspeed.optim.apply import apply_whole_, apply_whole_rounded_
+from hmt_deepspeed.optim.rules import apply
+from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 
 M, N, LR, DECAY = 37, 20, 1e-2, 0.1
 

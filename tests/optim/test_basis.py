@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hmt_deepspeed.optim.basis import (
+from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     keyed_seed,
     probe_columns,
@@ -115,9 +115,7 @@ def test_probes_are_uniform_in_the_complement():
 def test_seeds_are_keyed_by_labels_in_every_process():
     assert keyed_seed(0, "a", 1) != keyed_seed(0, "a", 2) != keyed_seed(1, "a", 2)
     assert 0 <= keyed_seed(0, "a") < 1 << 63
-    code = (
-        "from hmt_deepspeed.optim.basis import keyed_seed; print(keyed_seed(7, 'w', 'probes', 3))"
-    )
+    code = "from hmt_deepspeed.optim.bases.basis import keyed_seed; print(keyed_seed(7, 'w', 'probes', 3))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == keyed_seed(7, "w", "probes", 3)
     first, again = (torch.randn(4, generator=generator("w", 3)) for _ in range(2))

@@ -5,8 +5,8 @@ import torch
 from hmt_runs import settings_of
 from test_policy import SHAPE
 
-from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.rules.build import build_matrix
 
 CPU = torch.device("cpu")
 

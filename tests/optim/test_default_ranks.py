@@ -13,10 +13,15 @@ from test_share_basis import batches as block_batches
 from test_share_basis import train as train_block
 from torch import nn
 
+from hmt_deepspeed.optim.bases.rank import (
+    SIDE_SHARES,
+    candidates_of_side,
+    legal_candidates,
+    select_rank,
+)
+from hmt_deepspeed.optim.decisions.policy import LEAST_GAIN, USUAL_BUDGET, RankPolicy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.policy import LEAST_GAIN, USUAL_BUDGET, RankPolicy
-from hmt_deepspeed.optim.rank import SIDE_SHARES, candidates_of_side, legal_candidates, select_rank
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 # -- candidates -----------------------------------------------------------------------------------
 

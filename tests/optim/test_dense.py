@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmt_deepspeed.optim import dense
-from hmt_deepspeed.optim.dense import dense_adamw_, new_dense_state, state_keys
-from hmt_deepspeed.optim.rules import adamw_
+from hmt_deepspeed.optim.rules import dense
+from hmt_deepspeed.optim.rules.dense import dense_adamw_, new_dense_state, state_keys
+from hmt_deepspeed.optim.rules.formulas import adamw_
 
 NUMEL, CHUNK = 5000, 1024  # chunks are whole blocks and vectors; the last one is neither
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

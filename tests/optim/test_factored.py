@@ -6,8 +6,8 @@ import pytest
 import torch
 from hmt_runs import settings_of
 
-from hmt_deepspeed.optim.build import build_matrix
-from hmt_deepspeed.optim.factored import FactoredMatrix
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.factored import FactoredMatrix
 
 M, N, RANK = 48, 32, 8
 BETAS, EPS = (0.9, 0.999), 1e-8

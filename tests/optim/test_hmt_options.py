@@ -9,10 +9,10 @@ from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.removed import REMOVED
-from hmt_deepspeed.optim.build import build_matrix
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.options import complete_options, matrix_settings
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 
 # -- construction ---------------------------------------------------------------------------------
 

@@ -11,10 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmt_deepspeed.kernels import chunks
-from hmt_deepspeed.optim import int8_linear
+from hmt_deepspeed.optim.backward import int8_linear
+from hmt_deepspeed.optim.backward.int8_linear import (
+    Int8Weight,
+    dequantize,
+    encoded_weight,
+    quantize,
+)
+from hmt_deepspeed.optim.backward.linear import ProjectedSite, SharedInputs, patch_linear
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import Int8Weight, dequantize, encoded_weight, quantize
-from hmt_deepspeed.optim.linear import ProjectedSite, SharedInputs, patch_linear
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,9 +9,7 @@ from hmt_runs import settings_of
 from test_policy import SHAPE, Source, captured, construct, orthonormal, train
 from torch import nn
 
-from hmt_deepspeed.optim import projected
-from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.later_energy import (
+from hmt_deepspeed.optim.decisions.later_energy import (
     USUAL_EXPONENT,
     exponent_of,
     fading_of,
@@ -19,10 +17,12 @@ from hmt_deepspeed.optim.later_energy import (
     later_energies,
     own_energy,
 )
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.policy import RankPolicy
-from hmt_deepspeed.optim.rank_history import RankHistory, RankRecord
-from hmt_deepspeed.optim.windows import Windows
+from hmt_deepspeed.optim.decisions.policy import RankPolicy
+from hmt_deepspeed.optim.decisions.rank_history import RankHistory, RankRecord
+from hmt_deepspeed.optim.decisions.windows import Windows
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.rules import projected
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 
 class BatchNoise(Source):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.settings import LR_RATIO, PUBLISHED_SCALE
+from hmt_deepspeed.optim.settings.matrix import LR_RATIO, PUBLISHED_SCALE
 
 LR, DECAY = 1e-3, 0.1
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hmt_deepspeed.optim.linear import (
+from hmt_deepspeed.optim.backward.linear import (
     ProjectedSite,
     SharedInputs,
     can_project,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.settings import PUBLISHED_SCALE
+from hmt_deepspeed.optim.settings.matrix import PUBLISHED_SCALE
 
 RULES = {
     r"embed": {"method": "apollo_mini"},

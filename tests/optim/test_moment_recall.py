@@ -14,8 +14,8 @@ import torch
 from hmt_runs import settings_of
 from torch import Tensor
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together, overlap_of
-from hmt_deepspeed.optim.moments import LeftMoments, Recalled
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together, overlap_of
+from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
 
 M, N, RANK, PHASE = 24, 64, 16, 100
 BETAS, EPS = (0.9, 0.999), 1e-8

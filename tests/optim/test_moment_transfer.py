@@ -10,7 +10,7 @@ import pytest
 import torch
 from hmt_runs import settings_of
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 M, N, RANK, STEPS = 48, 64, 16, 400
 BETAS, EPS = (0.9, 0.999), 1e-8

@@ -6,11 +6,11 @@ from hmt_runs import settings_of
 from torch import nn
 from torch.nn import functional as F
 
-from hmt_deepspeed.optim.assign import head_weights
+from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.options import complete_options
-from hmt_deepspeed.optim.policy import build_policy
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.assign import head_weights
+from hmt_deepspeed.optim.settings.options import complete_options
 
 N, RANK = 32, 8
 RANKS = {"trunk.weight": 8, "router.weight": 4, "classifier.weight": 3}
@@ -188,7 +188,7 @@ def test_a_budget_counts_what_small_matrices_hold():
 
 
 def LowRank(name, shape, settings) -> MatrixRule:
-    from hmt_deepspeed.optim.build import build_matrix
+    from hmt_deepspeed.optim.rules.build import build_matrix
 
     return build_matrix(name, shape, (0, shape[0]), settings, torch.float32, torch.device("cpu"))
 

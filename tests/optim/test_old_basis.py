@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hmt_runs import settings_of
 
-from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, widened
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.bases.basis import find_subspace_to_energy, keyed_generator, widened
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 CPU = torch.device("cpu")
 N = 96

@@ -8,11 +8,11 @@ from hmt_runs import PAPERS_RULE, assert_same_weights, settings_of
 from test_hmt_state import assert_same_state, through_a_file
 from torch import nn
 
-from hmt_deepspeed.optim import projected
+from hmt_deepspeed.optim.bases.rank_budget import allocate_ranks, total_captured
+from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.policy import RankPolicy
-from hmt_deepspeed.optim.rank_budget import allocate_ranks, total_captured
+from hmt_deepspeed.optim.rules import projected
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 SHAPE = (48, 64)
 CANDIDATES = (4, 8, 16, 32)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hmt_deepspeed.optim import range_finder as module
-from hmt_deepspeed.optim.basis import keyed_generator, random_basis
-from hmt_deepspeed.optim.range_finder import (
+from hmt_deepspeed.optim.bases import range_finder as module
+from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.range_finder import (
     OVERSAMPLING,
     RANGE_FINDERS,
     find_subspace,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hmt_deepspeed.optim.rank import HYSTERESIS, legal_candidates, select_rank
+from hmt_deepspeed.optim.bases.rank import HYSTERESIS, legal_candidates, select_rank
 
 CANDIDATES = (2, 4, 8)
 

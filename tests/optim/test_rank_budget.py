@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, total_captured
+from hmt_deepspeed.optim.bases.rank_budget import Spectrum, allocate_ranks, total_captured
 
 
 def random_spectra(draw, concave):

@@ -6,9 +6,9 @@ from math import log
 import pytest
 import torch
 
-from hmt_deepspeed.optim.basis import find_subspace_to_energy, keyed_generator, random_basis
-from hmt_deepspeed.optim.rank import select_rank
-from hmt_deepspeed.optim.rank_history import (
+from hmt_deepspeed.optim.bases.basis import find_subspace_to_energy, keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.rank import select_rank
+from hmt_deepspeed.optim.decisions.rank_history import (
     RankHistory,
     layer_type,
     needed_rank,

@@ -8,8 +8,8 @@ import torch
 from hmt_runs import batches, network, train
 from torch import nn
 
-from hmt_deepspeed.optim import rules
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.optim.rules import formulas as rules
 
 M, N, RANK = 20, 32, 5
 BETAS, EPS, LR, SCALE = (0.9, 0.99), 1e-12, 1e-2, 0.5

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hmt_deepspeed.optim.basis import keyed_generator, probe_columns, random_basis
-from hmt_deepspeed.optim.rules import (
+from hmt_deepspeed.optim.bases.basis import keyed_generator, probe_columns, random_basis
+from hmt_deepspeed.optim.rules.formulas import (
     adamw_,
     estimated_square_norm,
     growth_factor,

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
-from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 
 
 def run(schedule, steps):

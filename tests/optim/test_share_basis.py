@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 D, KV, HIDDEN, RANK, PROBES = 32, 16, 48, 4, 8
 GROUPS = [["q.weight", "k.weight", "v.weight"], ["gate.weight", "up.weight"]]

@@ -7,8 +7,8 @@ from torch import nn
 
 from hmt_deepspeed.kernels.int8_state import encode_state
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.moments import Moments
-from hmt_deepspeed.optim.state import StateTensor
+from hmt_deepspeed.optim.rules.moments import Moments
+from hmt_deepspeed.optim.rules.state import StateTensor
 
 N, M, RANK = 48, 256, 16  # M RANK = 4096, the least for int8
 RULES = [

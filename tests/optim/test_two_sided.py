@@ -8,7 +8,7 @@ from hmt_runs import PAPERS_RULE, settings_of
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.two_sided import TwoSidedMatrix
+from hmt_deepspeed.optim.rules.two_sided import TwoSidedMatrix
 
 M, N, RANK = 24, 32, 6
 BETAS, EPS = (0.9, 0.99), 1e-12

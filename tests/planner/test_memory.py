@@ -15,12 +15,12 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.kernels.low_rank_update import low_rank_product
-from hmt_deepspeed.optim.assign import assign_rules, linear_weights
-from hmt_deepspeed.optim.build import build_matrix
+from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import encoded_weight
-from hmt_deepspeed.optim.options import complete_options, matrix_settings
-from hmt_deepspeed.optim.schedule import RefreshSchedule
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.settings.assign import assign_rules, linear_weights
+from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import num_parameters, parameters, plain_shape

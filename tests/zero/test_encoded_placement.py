@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import LOW_RANK, ds_config, make_engine, model_weights, tiny_llama
 
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weight, release
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.int8_linear import Int8Weight, encoded_weight, release
 from hmt_deepspeed.zero import encoded, engine
 from hmt_deepspeed.zero.encoded import encode_placed
 

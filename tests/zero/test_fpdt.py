@@ -129,7 +129,7 @@ def test_weights_are_gathered_once_per_pass_not_once_per_chunk(ranks: Ranks) -> 
 
 def kept_in_chunks() -> list[tuple[int, ...]]:
     """Shapes of what projected linears keep of their inputs in the middle of a backward."""
-    from hmt_deepspeed.optim.linear_functions import ProjectedLinear
+    from hmt_deepspeed.optim.backward.linear_functions import ProjectedLinear
 
     engine = make_engine(config_with(2, CHUNKS), tiny_llama(use_cache=False))
     shapes = []

@@ -16,7 +16,7 @@ from test_offload_optimizer import offloaded
 from torch import Tensor
 from training import ds_config, loss_of, make_engine, micro_batches, tiny_llama, train, weights
 
-from hmt_deepspeed.optim.state import StateTensor
+from hmt_deepspeed.optim.rules.state import StateTensor
 
 ALL = [state.value for state in OffloadStateTypeEnum]
 BF16 = {"bf16": {"enabled": True}}

@@ -32,7 +32,7 @@ from training import (
 )
 
 from hmt_deepspeed import HMT
-from hmt_deepspeed.optim.int8_linear import encoded_weight
+from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
 from hmt_deepspeed.zero import engine as engine_module
 
 BF16 = {"bf16": {"enabled": True}}

@@ -20,7 +20,7 @@ def columns_of(name: str) -> int:
 def run() -> dict[str, Any]:
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.config.components import PAPER_POLICY
-    from hmt_deepspeed.optim.policy import RankPolicy
+    from hmt_deepspeed.optim.decisions.policy import RankPolicy
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import Amount, phases, static_bytes
     from hmt_deepspeed.planner.solve.plan import uniform_plan

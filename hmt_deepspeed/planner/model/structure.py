@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hmt_deepspeed.attribution import Attribution, attribute
-from hmt_deepspeed.optim.assign import head_weights, linear_weights
+from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
     AttentionOp,
     LayerGroup,

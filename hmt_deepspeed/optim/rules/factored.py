@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.moments import COLUMN_MEANS, LeftMoments, Moments, restored_state
-from hmt_deepspeed.optim.state import StateTensor, stored_bytes
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, LeftMoments, Moments, restored_state
+from hmt_deepspeed.optim.rules.state import StateTensor, stored_bytes
 
 __all__ = ["FactoredMatrix", "FactoredMoments"]
 

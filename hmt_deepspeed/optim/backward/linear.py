@@ -24,14 +24,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hmt_deepspeed.kernels.backward import computed_again, is_transformed
-from hmt_deepspeed.optim.int8_linear import (
+from hmt_deepspeed.optim.backward.int8_linear import (
     Int8Weight,
     dequantize,
     encoded_linear,
     encoded_weight,
     stands_for,
 )
-from hmt_deepspeed.optim.linear_functions import LeftProjectedLinear, ProjectedLinear
+from hmt_deepspeed.optim.backward.linear_functions import LeftProjectedLinear, ProjectedLinear
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hmt_deepspeed.optim.apollo import ApolloMatrix
-from hmt_deepspeed.optim.factored import FactoredMatrix
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.settings import MatrixSettings
-from hmt_deepspeed.optim.two_sided import TwoSidedMatrix
+from hmt_deepspeed.optim.rules.apollo import ApolloMatrix
+from hmt_deepspeed.optim.rules.factored import FactoredMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.two_sided import TwoSidedMatrix
+from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
 __all__ = ["build_matrix"]
 

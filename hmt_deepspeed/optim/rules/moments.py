@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.moment_update import moment_update_
-from hmt_deepspeed.optim.basis import keyed_seed, transfer_second_moment
-from hmt_deepspeed.optim.state import StateTensor
+from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
+from hmt_deepspeed.optim.rules.state import StateTensor
 
 __all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled", "restored_state"]
 

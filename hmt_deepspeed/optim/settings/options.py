@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hmt_deepspeed.config import ModuleRule, OptimizerConfig
 from hmt_deepspeed.config.optimizer_conflicts import OWN_OF_METHOD
-from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
+from hmt_deepspeed.optim.settings.matrix import DENSE, MatrixSettings
 
 __all__ = ["check_group", "complete_options", "matrix_settings", "module_rules"]
 

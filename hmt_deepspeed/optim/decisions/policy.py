@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.later_energy import later_energies, own_energy
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.rank import misses_threshold, select_rank
-from hmt_deepspeed.optim.rank_budget import Spectrum, allocate_ranks, improve_ranks, total_captured
-from hmt_deepspeed.optim.rank_history import (
+from hmt_deepspeed.optim.bases.rank import misses_threshold, select_rank
+from hmt_deepspeed.optim.bases.rank_budget import (
+    Spectrum,
+    allocate_ranks,
+    improve_ranks,
+    total_captured,
+)
+from hmt_deepspeed.optim.decisions.later_energy import later_energies, own_energy
+from hmt_deepspeed.optim.decisions.rank_history import (
     RankHistory,
     layer_type,
     predict_rank,
     prior_rank,
 )
-from hmt_deepspeed.optim.windows import Windows, group_energy
+from hmt_deepspeed.optim.decisions.windows import Windows, group_energy
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 
 __all__ = ["RankPolicy", "build_policy"]
 
@@ -107,7 +112,7 @@ class RankPolicy:
         Before any of them chooses: every process must have seen the same when the first does.
 
         Args:
-            column_energies: by group, :func:`hmt_deepspeed.optim.column_energies.column_energies` of all holders.
+            column_energies: by group, :func:`hmt_deepspeed.optim.decisions.column_energies.column_energies` of all holders.
         """
         if self._windows is not None:
             self._windows.close(column_energies)

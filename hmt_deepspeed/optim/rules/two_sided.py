@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.basis import Subspace, keyed_generator, orthonormal, random_basis
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules import TINY
-from hmt_deepspeed.optim.state import stored_bytes
+from hmt_deepspeed.optim.bases.basis import Subspace, keyed_generator, orthonormal, random_basis
+from hmt_deepspeed.optim.rules.formulas import TINY
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.moments import Moments, Recalled
+from hmt_deepspeed.optim.rules.state import stored_bytes
 
 __all__ = ["TwoSidedMatrix"]
 
@@ -137,7 +137,7 @@ class TwoSidedMatrix(LowRankMatrix):
         """``[P U | 0]`` plus the residual ``phi [A - P P^T A | c S]``, joined by :meth:`finish`.
 
         ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
-        larger, as in :func:`hmt_deepspeed.optim.rules.probe_residual`.
+        larger, as in :func:`hmt_deepspeed.optim.rules.formulas.probe_residual`.
         """
         gradient = gradient.float().mul_(factor)
         core, left = self._core * factor, self.left_basis.float()

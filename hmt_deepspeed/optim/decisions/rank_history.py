@@ -37,7 +37,7 @@ class RankRecord:
 
     step: of the refresh. rank: that was chosen. captured: E at the candidates that were sketched, from the
     first, of the gradient that made the basis. later: E of the gradients since, at the candidates up to the
-    rank; None where nobody has looked. fading: see :func:`hmt_deepspeed.optim.later_energy.fading_of`.
+    rank; None where nobody has looked. fading: see :func:`hmt_deepspeed.optim.decisions.later_energy.fading_of`.
     """
 
     step: int
@@ -125,7 +125,7 @@ def predict_rank(
     energy that has arrived is at most ``1 - exp(-2 norm_trend)``, and at most what was lost, for a
     gradient that grows as a whole loses none; less than LEAST_ARRIVAL is none. Directions as strong as
     the old ones then need ``1 / (1 - arrived)`` times the rank. The guess is never below the last rank,
-    whose energy the hysteresis of :func:`hmt_deepspeed.optim.rank.select_rank` asks for.
+    whose energy the hysteresis of :func:`hmt_deepspeed.optim.bases.rank.select_rank` asks for.
 
     Args:
         history: of the matrix; without any, the smallest candidate.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, log
 
-from hmt_deepspeed.optim.rank_history import RankRecord
+from hmt_deepspeed.optim.decisions.rank_history import RankRecord
 
 __all__ = [
     "USUAL_EXPONENT",

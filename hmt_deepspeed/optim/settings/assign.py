@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hmt_deepspeed.optim.settings import DENSE, MatrixSettings
+from hmt_deepspeed.optim.settings.matrix import DENSE, MatrixSettings
 from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = [
@@ -29,7 +29,7 @@ class Assignment:
     """Rule of one parameter.
 
     settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-    lr_scale: factor on the learning rate, see :data:`~hmt_deepspeed.optim.settings.LR_RATIO`.
+    lr_scale: factor on the learning rate, see :data:`~hmt_deepspeed.optim.settings.matrix.LR_RATIO`.
     """
 
     name: str

@@ -14,10 +14,10 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import Asked, asked_of
-from hmt_deepspeed.optim.int8_linear import Int8Weight, decoded
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.optim.linear import ProjectedSite
+    from hmt_deepspeed.optim.backward.linear import ProjectedSite
 
 __all__ = ["LeftProjectedLinear", "ProjectedLinear"]
 

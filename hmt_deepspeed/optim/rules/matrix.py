@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.basis import keyed_seed
-from hmt_deepspeed.optim.moments import Moments
-from hmt_deepspeed.optim.settings import MatrixSettings
-from hmt_deepspeed.optim.state import StateTensor
+from hmt_deepspeed.optim.bases.basis import keyed_seed
+from hmt_deepspeed.optim.rules.moments import Moments
+from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
 __all__ = ["MatrixRule"]
 

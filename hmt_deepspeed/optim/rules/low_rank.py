@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.moments import Moments, Recalled
-from hmt_deepspeed.optim.projected import Columns, ProjectedMatrix
-from hmt_deepspeed.optim.rules import full_residual, growth_factor, probe_residual
-from hmt_deepspeed.optim.settings import LR_RATIO, PUBLISHED_SCALE
-from hmt_deepspeed.optim.state import stored_bytes
+from hmt_deepspeed.optim.rules.formulas import full_residual, growth_factor, probe_residual
+from hmt_deepspeed.optim.rules.moments import Moments, Recalled
+from hmt_deepspeed.optim.rules.projected import Columns, ProjectedMatrix
+from hmt_deepspeed.optim.rules.state import stored_bytes
+from hmt_deepspeed.optim.settings.matrix import LR_RATIO, PUBLISHED_SCALE
 
 __all__ = ["LowRankMatrix", "adopt_together", "overlap_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hmt_deepspeed.optim.rank import legal_candidates, share_of_side
-from hmt_deepspeed.optim.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.optim.bases.rank import legal_candidates, share_of_side
+from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
 
 __all__ = [
     "APOLLO",

@@ -10,10 +10,10 @@ from typing import cast
 
 from torch import Tensor
 
-from hmt_deepspeed.optim.column_energies import column_energies
-from hmt_deepspeed.optim.low_rank import LowRankMatrix, adopt_together
-from hmt_deepspeed.optim.policy import RankPolicy
-from hmt_deepspeed.optim.sharing import stacked_gradient
+from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.policy import RankPolicy
+from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.slot import Slot
 
 __all__ = ["refresh_bases"]

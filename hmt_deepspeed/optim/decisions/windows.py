@@ -8,15 +8,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.later_energy import (
+from hmt_deepspeed.optim.decisions.later_energy import (
     USUAL_EXPONENT,
     exponent_of,
     fading_of,
     later_curve,
 )
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import OWN_WEIGHT, MatrixRule
-from hmt_deepspeed.optim.rank_history import RankHistory, layer_type
+from hmt_deepspeed.optim.decisions.rank_history import RankHistory, layer_type
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import OWN_WEIGHT, MatrixRule
 
 __all__ = ["Windows", "group_energy"]
 
@@ -57,7 +57,7 @@ class Windows:
         """Note what bases have captured since their refresh; waits for the device once.
 
         Args:
-            column_energies: by group, :func:`hmt_deepspeed.optim.column_energies.column_energies` of all holders.
+            column_energies: by group, :func:`hmt_deepspeed.optim.decisions.column_energies.column_energies` of all holders.
         """
         seen = {i: e for i, e in column_energies.items() if self._tells(self.leaders[i])}
         if seen:

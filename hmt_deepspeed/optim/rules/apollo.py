@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.basis import keyed_generator
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.moments import Moments
-from hmt_deepspeed.optim.rules import growth_factor
-from hmt_deepspeed.optim.settings import APOLLO_MINI
+from hmt_deepspeed.optim.bases.basis import keyed_generator
+from hmt_deepspeed.optim.rules.formulas import growth_factor
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.moments import Moments
+from hmt_deepspeed.optim.settings.matrix import APOLLO_MINI
 
 __all__ = ["ApolloMatrix"]
 

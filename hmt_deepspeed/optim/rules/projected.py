@@ -1,6 +1,6 @@
 """A matrix whose gradient is projected: one basis, where it lies, and the probe columns beside it.
 
-What Adam then does in that space is :class:`~hmt_deepspeed.optim.low_rank.LowRankMatrix`.
+What Adam then does in that space is :class:`~hmt_deepspeed.optim.rules.low_rank.LowRankMatrix`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.optim.basis import (
+from hmt_deepspeed.optim.bases.basis import (
     Subspace,
     find_subspace_to_energy,
     keyed_generator,
@@ -22,8 +22,8 @@ from hmt_deepspeed.optim.basis import (
     random_basis,
     widened,
 )
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.rules import estimated_square_norm
+from hmt_deepspeed.optim.rules.formulas import estimated_square_norm
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 
 __all__ = ["Columns", "ProjectedMatrix"]
 

@@ -24,8 +24,8 @@ from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
 from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
-from hmt_deepspeed.optim.apply import apply_whole_
-from hmt_deepspeed.optim.assign import tied_weights
+from hmt_deepspeed.optim.rules.apply import apply_whole_
+from hmt_deepspeed.optim.settings.assign import tied_weights
 
 __all__ = [
     "Int8Weight",

@@ -2,7 +2,7 @@
 
 A mini-batch's gradient has noise of its own; second moments have averaged ``(G q_j)^2`` along every direction q_j
 of a basis, over many batches. By them a rank is chosen for what it will hold
-(:mod:`hmt_deepspeed.optim.later_energy`). Nothing is stored for it.
+(:mod:`hmt_deepspeed.optim.decisions.later_energy`). Nothing is stored for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 __all__ = ["column_energies"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import scratch_like
-from hmt_deepspeed.optim.range_finder import (
+from hmt_deepspeed.optim.bases.range_finder import (
     Subspace,
     find_subspace,
     find_subspace_to_energy,
@@ -61,7 +61,7 @@ def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) ->
 
     Every direction outside the basis is drawn with the same probability, hence
     ``E[P P^T] = k/(n-r) (I - Q Q^T)``: norms of ``G P`` estimate the residual's, see
-    :func:`hmt_deepspeed.optim.rules.estimated_square_norm`.
+    :func:`hmt_deepspeed.optim.rules.formulas.estimated_square_norm`.
 
     Raises:
         ValueError: more columns asked for than the complement has.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.matrix import MatrixRule
-from hmt_deepspeed.optim.schedule import RefreshSchedule
-from hmt_deepspeed.optim.settings import MatrixSettings
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
 __all__ = ["held_projection", "regroup", "share_bases", "stacked_gradient"]
 

@@ -1,0 +1,1 @@
+"""Bases of a gradient's row space: draws, range finders, ranks from spectra and under a budget."""

@@ -1,0 +1,1 @@
+"""Fields of ``hmt.optimizer`` as settings of each parameter, and which rule it gets."""
