@@ -65,7 +65,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
     """A few steps with every config, one engine after another."""
     from deepspeed.accelerator import get_accelerator
 
-    from hmt_deepspeed.zero import planning
+    from hmt_deepspeed.zero.planning import planner as planning
 
     get_accelerator().is_fp16_supported = lambda: True
     planning.cache_file = lambda model: Path(tempfile.mkdtemp()) / "profile.json"

@@ -1,6 +1,6 @@
 """A machine as numbers: rates, links and capacities, given by name, by JSON or by measurement.
 
-Bytes, seconds and FLOPs throughout; GB/s in comments are 10^9 bytes. Measuring lives in ``zero/profile.py``.
+Bytes, seconds and FLOPs throughout; GB/s in comments are 10^9 bytes. Measuring lives in ``zero/planning/measure.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Overheads:
     """How many times longer work on the device takes than products and memory traffic at their rates.
 
     1 where nothing was measured. A profiled run measures them with its own model (`calibrate.py`,
-    ``zero/profile.py``): launches, small products, reductions in fp32, whatever the rates do not know.
+    ``zero/planning/measure.py``): launches, small products, reductions in fp32, whatever the rates do not know.
 
     Attributes:
         forward, backward: of the model itself, whatever is chosen for its activations.

@@ -26,29 +26,29 @@ from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.optim.backward.int8_linear import quantize
 from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.zero import start_table, statistics
-from hmt_deepspeed.zero.activations import Activations
-from hmt_deepspeed.zero.bases import ParkedBases
-from hmt_deepspeed.zero.basis_cache import check_cache
-from hmt_deepspeed.zero.engine import HMTEngine
-from hmt_deepspeed.zero.engine_settings import Resolved, zero_settings
-from hmt_deepspeed.zero.entries import (
+from hmt_deepspeed.zero.activations.fpdt import check_ranks
+from hmt_deepspeed.zero.activations.install import Activations
+from hmt_deepspeed.zero.bases.cache import check_cache
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.engine.engine import HMTEngine
+from hmt_deepspeed.zero.engine.inference import IGNORED, check_inference_stage, is_for_inference
+from hmt_deepspeed.zero.engine.resolve import Resolved, zero_settings
+from hmt_deepspeed.zero.engine.selection import hmt_options
+from hmt_deepspeed.zero.engine.support import (
+    check_activations,
+    check_engine,
+    check_supported,
+)
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.offload.worker import HostWorker
+from hmt_deepspeed.zero.optimizer import start_table, statistics
+from hmt_deepspeed.zero.parameters.build import (
     HostSettings,
     build_entries,
     build_schedule,
     linears_to_encode,
 )
-from hmt_deepspeed.zero.fpdt import check_ranks
-from hmt_deepspeed.zero.host_weight import HostWeight
-from hmt_deepspeed.zero.host_worker import HostWorker
-from hmt_deepspeed.zero.inference import IGNORED, check_inference_stage, is_for_inference
 from hmt_deepspeed.zero.registration import registered
-from hmt_deepspeed.zero.selection import hmt_options
-from hmt_deepspeed.zero.support import (
-    check_activations,
-    check_engine,
-    check_supported,
-)
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -200,7 +200,7 @@ class _Files:
         return nullcontext(torch.empty(piece.nbytes, dtype=torch.uint8))
 
     def describe(self) -> str:
-        """As :meth:`hmt_deepspeed.zero.ssd.Ssd.describe`."""
+        """As :meth:`hmt_deepspeed.zero.offload.ssd.Ssd.describe`."""
         return f"{sum(p.nbytes for p in self._pieces):,} bytes of states in files, twice that from the first step on"
 
 

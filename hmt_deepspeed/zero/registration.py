@@ -50,8 +50,8 @@ def register() -> None:
         return
     check_deepspeed()
     # after the check: they need the symbols
-    from hmt_deepspeed.zero.engine import HMTEngine
-    from hmt_deepspeed.zero.selection import refusing
+    from hmt_deepspeed.zero.engine.engine import HMTEngine
+    from hmt_deepspeed.zero.engine.selection import refusing
 
     for name in ("DeepSpeedEngine", *_OTHER_ENGINES):
         _stock[name] = getattr(deepspeed, name)
@@ -70,7 +70,7 @@ def unregister() -> None:
 
     ``deepspeed.checkpointing`` is DeepSpeed's own again, also for their models.
     """
-    from hmt_deepspeed.zero.activation_checkpointing import restore_stock
+    from hmt_deepspeed.zero.activations.checkpointing import restore_stock
 
     restore_stock()
     _take_out()

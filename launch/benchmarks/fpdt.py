@@ -146,7 +146,7 @@ def _swapping(model: Any) -> Iterator[dict[nn.Module, Holder]]:
 @contextmanager
 def _swapping_attention(model: Any, device: str) -> Iterator[dict[nn.Module, AttentionHolder]]:
     """Holders that swap attention's outputs, as ``"attention_output": "swap_host"`` does."""
-    from hmt_deepspeed.zero.chunked_activations import HeldAttention
+    from hmt_deepspeed.zero.activations.chunked import HeldAttention
 
     with _swap(device) as codec:
 

@@ -67,7 +67,8 @@ def _engine(shape: Shape, dtype: str, activations: dict[str, Any], **planner: An
 
 
 def in_a_run(setting: Setting) -> CaseResult:
-    from hmt_deepspeed.zero import planning, profile_files
+    from hmt_deepspeed.zero.planning import planner as planning
+    from hmt_deepspeed.zero.planning import profile_files
 
     shape = TOY if setting.toy else SHAPE
     with tempfile.TemporaryDirectory() as folder:
@@ -109,8 +110,8 @@ def in_a_run(setting: Setting) -> CaseResult:
 
 def _profiled(setting: Setting, shape: Shape, folder: str) -> tuple[Any, dict[str, float]]:
     """An engine that has profiled itself, and what that took."""
-    from hmt_deepspeed.zero.planning import WARM_UP
-    from hmt_deepspeed.zero.run_profile import PROFILED
+    from hmt_deepspeed.zero.planning.planner import WARM_UP
+    from hmt_deepspeed.zero.planning.run_profile import PROFILED
 
     engine = _engine(shape, setting.dtype, {"policy": "plan"}, lossy=LOSSY)
     step = EngineStep(engine, Batches(shape, setting.device))
@@ -136,7 +137,7 @@ def _timed(step: EngineStep, device: str) -> Sample:
 
 def _reference(planner: Any, problem: Any) -> Any:
     """The plan that computes everything again that may be."""
-    from hmt_deepspeed.zero.run_profile import reference_plan
+    from hmt_deepspeed.zero.planning.run_profile import reference_plan
 
     return reference_plan(planner._hmt, problem.workload, problem.machine)
 

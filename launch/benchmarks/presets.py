@@ -22,7 +22,7 @@ from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.models import model_shape
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.problem import RunSetup
-from hmt_deepspeed.zero.plan_inputs import optimizer_mode
+from hmt_deepspeed.zero.planning.facts import optimizer_mode
 
 GIB = 2**30
 VOCABULARY, LENGTH = 32000, 2048

@@ -64,7 +64,7 @@ class ReductionPeaks:
 def count(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Of this rank, in the third step of an engine at stage 3 in chunks: the first two make buffers."""
     import hmt_deepspeed
-    from hmt_deepspeed.zero.gradients import GradientReducer
+    from hmt_deepspeed.zero.gradients.reducer import GradientReducer
 
     shape = Shape(**arguments["shape"])
     config = engine_config(shape, "fp32", stage=3, reduce_bucket_size=arguments["bucket"])

@@ -140,7 +140,7 @@ def communication(setting: Setting) -> CaseResult:
 
 
 def _count_bytes(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    from hmt_deepspeed.zero.statistics import stock_communication_bytes
+    from hmt_deepspeed.zero.optimizer.statistics import stock_communication_bytes
 
     shape = Shape(**arguments["shape"])
     options = {"update_interval": COUNTED_INTERVAL, "master_weights": "none"}
@@ -173,7 +173,7 @@ def _counted_steps(engine: Any, shape: Shape, rank: int, count: int) -> list[Sam
 
 def _dense_bytes(optimizer: Any, entries: list[Any]) -> int:
     """What parameters under AdamW send in a step: gradients scattered, weights gathered, padded."""
-    from hmt_deepspeed.zero.collectives import gather_bytes
+    from hmt_deepspeed.zero.sharding.collectives import gather_bytes
 
     settings = optimizer.settings
     gradient, weight = settings.comm_dtype.itemsize, settings.model_dtype.itemsize
@@ -187,7 +187,7 @@ def _dense_bytes(optimizer: Any, entries: list[Any]) -> int:
 
 def _scalar_bytes(optimizer: Any) -> int:
     """The all-reduce of one squared norm per dense parameter, and of the overflow flag, in fp32."""
-    from hmt_deepspeed.zero.collectives import reduce_bytes
+    from hmt_deepspeed.zero.sharding.collectives import reduce_bytes
 
     flag = reduce_bytes(4, WORLD) if optimizer.settings.check_overflow else 0
     return reduce_bytes(4 * len(optimizer.entries), WORLD) + flag

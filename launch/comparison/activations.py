@@ -34,7 +34,7 @@ class Backend:
 
     def __init__(self, model: nn.Module, block: Mapping[str, Any]) -> None:
         # Imports DeepSpeed, which processes of other variants need not hold.
-        from hmt_deepspeed.zero.activations import Activations
+        from hmt_deepspeed.zero.activations.install import Activations
 
         config = HMTConfig.from_block(dict(block)).activations
         if config.is_planned:

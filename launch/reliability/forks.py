@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder, ShareMemCommBuilder
 
-import hmt_deepspeed.zero.engine  # noqa: F401 - each fork would import it anew
+import hmt_deepspeed.zero.engine.engine  # noqa: F401 - each fork would import it anew
 from benchmarks.setting import free_port
 from reliability import train_worker
 from reliability.processes import Ended

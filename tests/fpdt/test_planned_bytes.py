@@ -15,7 +15,7 @@ from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import plain_shape
 from hmt_deepspeed.planner.run.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
-from hmt_deepspeed.zero.chunked_activations import ChunkedActivations
+from hmt_deepspeed.zero.activations.chunked import ChunkedActivations
 
 SHAPE = plain_shape(layers=2, hidden=64, heads=4, vocab=100, dropout=0.0)
 

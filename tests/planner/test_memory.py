@@ -41,8 +41,8 @@ from hmt_deepspeed.planner.run.problem import RunSetup, make_problem
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import regrouped, uniform_plan
-from hmt_deepspeed.zero import plan_inputs
-from hmt_deepspeed.zero.shards import RowShards
+from hmt_deepspeed.zero.planning import facts as plan_inputs
+from hmt_deepspeed.zero.sharding.shards import RowShards
 
 GIB, GB = 2**30, 10**9
 ADAMW = OptimizerMode(method="adamw")

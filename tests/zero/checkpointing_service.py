@@ -16,8 +16,8 @@ from hmt_deepspeed.attribution import Attribution, attribute
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.memory.host import HostStore
 from hmt_deepspeed.memory.transfer import TransferEngine
-from hmt_deepspeed.zero.activation_checkpointing import LayerInputs, Service
-from hmt_deepspeed.zero.boundary import Boundary
+from hmt_deepspeed.zero.activations.boundary import Boundary
+from hmt_deepspeed.zero.activations.checkpointing import LayerInputs, Service
 
 STOCK = {
     name: getattr(checkpointing, name)

@@ -141,7 +141,7 @@ def _serve() -> None:
     from operators import load
     from training import tiny_llama
 
-    import hmt_deepspeed.zero.engine
+    import hmt_deepspeed.zero.engine.engine
     import hmt_deepspeed.zero.registration  # noqa: F401
 
     importlib.import_module("deepspeed.module_inject.auto_ep_config")  # in every engine

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
 
 from hmt_deepspeed.memory import basis_cache as memory_cache
-from hmt_deepspeed.zero import basis_cache, engine_settings
+from hmt_deepspeed.zero.bases import cache as basis_cache
+from hmt_deepspeed.zero.engine import resolve as engine_settings
 
 CACHE: dict[str, Any] = {}
 STAGING = 4096  # bytes that may be on their way to the host

@@ -27,7 +27,7 @@ from training import (
     weights,
 )
 
-from hmt_deepspeed.zero.saved import SavedState
+from hmt_deepspeed.zero.saving.saved_state import SavedState
 
 STEPS = 4  # every matrix refreshes before a save and again after it, three to six in a step
 VARIANTS: dict[str, dict[str, Any]] = {

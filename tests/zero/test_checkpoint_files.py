@@ -27,7 +27,8 @@ from training import (
     weights,
 )
 
-from hmt_deepspeed.zero import checkpoint, files
+from hmt_deepspeed.zero.saving import checkpoint
+from hmt_deepspeed.zero.saving import verify as files
 
 
 def config_of(stage: int, variant: str = "fp32", **changes: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from training import HIDDEN, tiny_llama
 
 import hmt_deepspeed
-from hmt_deepspeed.zero.activation_checkpointing import Service
+from hmt_deepspeed.zero.activations.checkpointing import Service
 
 ends_with_stock = stock_again  # of every test here
 captured_checkpoint = checkpointing.checkpoint  # as Megatron does, long before any engine

@@ -25,7 +25,7 @@ from training import (
 )
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.zero.chunked_activations import refused_beside_chunks
+from hmt_deepspeed.zero.activations.chunked import refused_beside_chunks
 
 STEPS = 2
 PARTS = ("embedding", "residual", "lm_head")
@@ -220,7 +220,7 @@ def test_deepspeeds_keys_are_refused() -> None:
 @pytest.mark.parametrize("other", [{"fpdt": {}}, {"offload": {"overlap": "none"}}])
 def test_what_is_not_activations_is_refused_under_another_optimizer(other: dict[str, Any]) -> None:
     """Activations alone go with any."""
-    from hmt_deepspeed.zero.selection import hmt_options
+    from hmt_deepspeed.zero.engine.selection import hmt_options
 
     config: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "hmt": {"activations": {}}}
     assert hmt_options(config, None) is None

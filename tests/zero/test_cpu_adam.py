@@ -17,7 +17,7 @@ def stepped(numel: int, steps: int, size: int, lr: float) -> dict[str, Any]:
     import cpuinfo
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from hmt_deepspeed.zero.cpu_adam import CpuAdam
+    from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
     cpuinfo.get_cpu_info = dict
     hyper = {**HYPER, "lr": lr}
@@ -67,7 +67,7 @@ def test_a_learning_rate_of_zero_changes_nothing(ranks: Ranks) -> None:
 
 def a_later_step(history: list[int]) -> Tensor:
     """Step 7 of a kernel that was called with other step numbers before."""
-    from hmt_deepspeed.zero.cpu_adam import CpuAdam
+    from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
     adam = CpuAdam()
     for step in history:

@@ -18,8 +18,9 @@ from torch import nn
 from training import ds_config, make_engine, tiny_llama
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.zero import checkpoint, engine_settings
-from hmt_deepspeed.zero.deepspeed_keys import KEYS, Honoured, Refused, refused_keys, row_of
+from hmt_deepspeed.zero.engine import resolve as engine_settings
+from hmt_deepspeed.zero.engine.deepspeed_keys import KEYS, Honoured, Refused, refused_keys, row_of
+from hmt_deepspeed.zero.saving import checkpoint
 
 # Where the JSON has each of DeepSpeed's pydantic models.
 MODELS = {

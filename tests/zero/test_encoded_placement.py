@@ -16,8 +16,9 @@ from training import LOW_RANK, ds_config, make_engine, model_weights, tiny_llama
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weight, release
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.zero import encoded, engine
-from hmt_deepspeed.zero.encoded import encode_placed
+from hmt_deepspeed.zero.engine import engine
+from hmt_deepspeed.zero.weights import int8_weight as encoded
+from hmt_deepspeed.zero.weights.int8_weight import encode_placed
 
 INT8 = {**LOW_RANK, "weight_dtype": "int8"}
 BF16 = {"bf16": {"enabled": True}}

@@ -37,8 +37,8 @@ from training import (
 )
 
 import hmt_deepspeed
-from hmt_deepspeed.zero.shards import RowShards
-from hmt_deepspeed.zero.weights import Weight
+from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.weights.weight import Weight
 
 STEPS = 4  # every matrix refreshes in one of the first three, none in the last
 

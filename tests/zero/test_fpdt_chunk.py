@@ -13,7 +13,8 @@ POSITIONS, AT_REST, ROOM = 4096, 5000, 40 * 10**6
 
 def chosen() -> dict[str, Any]:
     """The first rank has room for everything, the second for ROOM bytes beside what is there at rest."""
-    from hmt_deepspeed.zero import fpdt, fpdt_chunk
+    from hmt_deepspeed.zero.activations import fpdt
+    from hmt_deepspeed.zero.planning import fpdt_chunk
 
     found: dict[str, Any] = {}
     resolve, install = fpdt_chunk.fpdt_chunk_size, fpdt.install

@@ -18,7 +18,7 @@ from harness import Ranks
 from modes import MODES, SAME_LAYOUT, mode_engine, model_of
 from training import PAPERS_RULE, loss_of, micro_batches, tiny_llama, train, weights
 
-from hmt_deepspeed.zero.start_table import StartRow, _wrapped, start_rows
+from hmt_deepspeed.zero.optimizer.start_table import StartRow, _wrapped, start_rows
 
 NAME = "model.layers.0.mlp.gate_proj.weight"
 FIXED = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**9, "scale": 1.0}

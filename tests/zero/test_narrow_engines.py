@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import assert_same, ds_config, furthest, make_engine, mean_over_ranks, result
 
-from hmt_deepspeed.zero.start_table import start_rows
+from hmt_deepspeed.zero.optimizer.start_table import start_rows
 
 N, LABELS, EXPERTS = 30, 3, 4
 OPTIONS = {"rank": 8, "update_interval": 3, "scale": 1.0, "state_dtype": "int8"}

@@ -41,7 +41,7 @@ AHEAD = 3 * 4096
 
 def small_chunks() -> None:
     """Every parameter in several pieces, each of one page: of 12 bytes an element, 3072 of 4096."""
-    from hmt_deepspeed.zero import host_worker
+    from hmt_deepspeed.zero.offload import worker as host_worker
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
 
@@ -193,7 +193,7 @@ def test_200_steps_are_zero_offloads(ranks: Ranks, tmp_path: Path) -> None:
 def on_the_host(folder: str, offloaded_param: bool) -> dict[str, Any]:
     """``offload_param``: this rank's partitions are in host memory too. Of a CPU they always are, so the way
     to them is chosen by hand."""
-    from hmt_deepspeed.zero.host_weight import HostWeight
+    from hmt_deepspeed.zero.offload.weight import HostWeight
 
     small_chunks()
     if offloaded_param:

@@ -250,7 +250,7 @@ class ForgetfulDisk(PositionalIO):
 
 
 def on_a_forgetful_disk(folder: str, home: str) -> dict[str, Any]:
-    from hmt_deepspeed.zero import ssd
+    from hmt_deepspeed.zero.offload import ssd
 
     disk = ForgetfulDisk()
     ssd.file_io = lambda *_: disk  # type: ignore[assignment]

@@ -79,7 +79,7 @@ def test_the_numbers_are_zero_offloads(ranks: Ranks, stage: int, world: int, gas
 
 def small_chunks() -> None:
     """Every parameter in several pieces, through pools that hold four of them."""
-    from hmt_deepspeed.zero import host_worker
+    from hmt_deepspeed.zero.offload import worker as host_worker
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
 

@@ -35,11 +35,12 @@ from training import (
 
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.pool import PinnedPool
-from hmt_deepspeed.zero import snapshot, swap
-from hmt_deepspeed.zero.files import damage
-from hmt_deepspeed.zero.host_states import MASTER, RamStates
-from hmt_deepspeed.zero.host_worker import HostWorker
-from hmt_deepspeed.zero.raw_tensors import ByteFile
+from hmt_deepspeed.zero.activations import swap
+from hmt_deepspeed.zero.offload.states import MASTER, RamStates
+from hmt_deepspeed.zero.offload.worker import HostWorker
+from hmt_deepspeed.zero.saving import snapshot
+from hmt_deepspeed.zero.saving.raw_tensors import ByteFile
+from hmt_deepspeed.zero.saving.verify import damage
 
 INTERVAL, STEPS = 2, 7
 BF16 = {"bf16": {"enabled": True}}

@@ -12,7 +12,7 @@ from harness import Ranks
 from test_basis_cache_engine import assert_equal, cached_engine, outcome
 from training import assert_same, result, train, weights
 
-from hmt_deepspeed.zero import engine_settings
+from hmt_deepspeed.zero.engine import resolve as engine_settings
 
 STEPS = 7
 # Batches repeat after three steps and bases are found every second one, so that subspaces come back.

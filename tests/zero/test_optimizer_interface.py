@@ -15,9 +15,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from hmt_deepspeed.zero.optimizer import HMTZeroOptimizer
-from hmt_deepspeed.zero.optimizer_interface import OptimizerInterface
-from hmt_deepspeed.zero.state_access import StateAccess
+from hmt_deepspeed.zero.optimizer.interface import OptimizerInterface
+from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.optimizer.state_access import StateAccess
 
 OURS = """
     backward_epilogue checkpoint_event_epilogue checkpoint_event_prologue clip_grad cur_scale custom_loss_scaler destroy

@@ -33,7 +33,7 @@ from training import (
 
 from hmt_deepspeed import HMT
 from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
-from hmt_deepspeed.zero import engine as engine_module
+from hmt_deepspeed.zero.engine import engine as engine_module
 
 BF16 = {"bf16": {"enabled": True}}
 HELD = {"policy": {"lm_head": "int8", "mlp_intermediate": "recompute", "residual": "keep"}}

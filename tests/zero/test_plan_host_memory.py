@@ -145,7 +145,10 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.memory import basis_cache as cache_memory
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import static_bytes
-    from hmt_deepspeed.zero import basis_cache, engine_settings, host_worker, plan_memory
+    from hmt_deepspeed.zero.bases import cache as basis_cache
+    from hmt_deepspeed.zero.engine import resolve as engine_settings
+    from hmt_deepspeed.zero.offload import worker as host_worker
+    from hmt_deepspeed.zero.planning import memory as plan_memory
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 1024, 4
     basis_cache._STAGING = STAGING

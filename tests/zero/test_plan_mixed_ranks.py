@@ -24,8 +24,8 @@ def run() -> dict[str, Any]:
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import Amount, phases, static_bytes
     from hmt_deepspeed.planner.solve.plan import uniform_plan
-    from hmt_deepspeed.zero.plan_memory import counted_bytes
-    from hmt_deepspeed.zero.plan_ranks import RankWatch, reason_to_plan_again
+    from hmt_deepspeed.zero.planning.found_ranks import RankWatch, reason_to_plan_again
+    from hmt_deepspeed.zero.planning.memory import counted_bytes
 
     def choose(policy: Any, index: int, *_: Any) -> int:
         name = policy._leader(index).name

@@ -37,8 +37,8 @@ class Arithmetic:
     """Elements that the host updates, counted where it does."""
 
     def __init__(self) -> None:
-        from hmt_deepspeed.zero import host_weight
-        from hmt_deepspeed.zero.cpu_adam import CpuAdam
+        from hmt_deepspeed.zero.offload import weight as host_weight
+        from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
         self.adam = self.added = 0
         step, add = CpuAdam.step_, host_weight.apply_whole_
@@ -59,7 +59,7 @@ def look_at(name: str, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
     from hmt_deepspeed.config import HMTConfig
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import phases, static_bytes
-    from hmt_deepspeed.zero.plan_memory import counted_bytes
+    from hmt_deepspeed.zero.planning.memory import counted_bytes
 
     options, stage, accumulation = MODES[name]
     config = ds_config(

@@ -16,8 +16,8 @@ from training import PAPERS_RULE, ds_config, loss_of, make_engine, matrix_ranks,
 
 from hmt_deepspeed.planner.advise.compare import held_by_component
 from hmt_deepspeed.planner.solve.plan import plan_from_json
-from hmt_deepspeed.zero import plan_inputs
-from hmt_deepspeed.zero.plan_ranks import RankWatch
+from hmt_deepspeed.zero.planning import facts as plan_inputs
+from hmt_deepspeed.zero.planning.found_ranks import RankWatch
 
 LAYERS, BATCH, LENGTH = 3, 12, 64
 FIRST_PLANNED = 5  # one iteration to warm up, four to profile
@@ -58,14 +58,15 @@ def cache_in(folder: str) -> None:
     """Profiles there; the user's cache folder also holds compiled operators, which stay where they are."""
     from functools import partial
 
-    from hmt_deepspeed.zero import planning, profile_files
+    from hmt_deepspeed.zero.planning import planner as planning
+    from hmt_deepspeed.zero.planning import profile_files
 
     planning.cache_file = partial(profile_files.cache_file, folder=folder)
 
 
 def cached(profile: str) -> None:
     """Every run finds this file in the cache."""
-    from hmt_deepspeed.zero import planning
+    from hmt_deepspeed.zero.planning import planner as planning
 
     planning.cache_file = lambda _: Path(profile)
 
@@ -75,7 +76,7 @@ def limits(engine: Any) -> tuple[int, int]:
     from hmt_deepspeed.config.components import PAPER_POLICY
     from hmt_deepspeed.planner.solve.cost import estimate
     from hmt_deepspeed.planner.solve.plan import uniform_plan
-    from hmt_deepspeed.zero.run_profile import reference_plan
+    from hmt_deepspeed.zero.planning.run_profile import reference_plan
 
     planner = engine.hmt_planner
     work = planner.facts.workload(BATCH, LENGTH)
@@ -407,7 +408,7 @@ def on_ssd(
     options: Any = None,
     **section: bool,
 ) -> Any:
-    from hmt_deepspeed.zero import host_worker
+    from hmt_deepspeed.zero.offload import worker as host_worker
 
     host_worker.CHUNK, host_worker.NUM_STAGED = 4096, 4  # several pieces for the larger matrices
     config = ds_config(2, options or {"method": "adamw"})
@@ -421,7 +422,7 @@ def on_ssd(
 def run_on_ssd(folder: str) -> dict[str, Any]:
     from hmt_deepspeed.planner.run.loads import Amount
     from hmt_deepspeed.planner.solve.cost import estimate
-    from hmt_deepspeed.zero import planning
+    from hmt_deepspeed.zero.planning import planner as planning
 
     cache_in(folder)
     search, allowed = planning.best_plan, []
@@ -525,7 +526,7 @@ def test_unlike_disks_are_refused(tmp_path: Path) -> None:
 def run_together(folder: str) -> dict[str, Any]:
     """Ranks with unlike memory and batches of unlike length; the smaller memory and the longer batch count."""
     from hmt_deepspeed.config import HMTConfig
-    from hmt_deepspeed.zero import planning
+    from hmt_deepspeed.zero.planning import planner as planning
 
     cache_in(folder)
     rank = dist.get_rank()

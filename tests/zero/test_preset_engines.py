@@ -11,7 +11,7 @@ from harness import Ranks
 from training import ds_config, make_engine, tiny_llama, train
 
 from hmt_deepspeed.config.presets import PRESETS
-from hmt_deepspeed.zero.statistics import state_bytes
+from hmt_deepspeed.zero.optimizer.statistics import state_bytes
 
 STEPS = 40
 STAGES = {"balanced": 2, "memory": 3, "paper": 1}

@@ -13,9 +13,10 @@ import torch
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.zero import profile, profile_files
-from hmt_deepspeed.zero.profile import Probe, measure_interconnect, measure_machine
-from hmt_deepspeed.zero.profile_files import cache_file, read_profile, write_profile
+from hmt_deepspeed.zero.planning import measure as profile
+from hmt_deepspeed.zero.planning import profile_files
+from hmt_deepspeed.zero.planning.measure import Probe, measure_interconnect, measure_machine
+from hmt_deepspeed.zero.planning.profile_files import cache_file, read_profile, write_profile
 
 ACCELERATOR = SimpleNamespace(
     synchronize=lambda: None, available_memory=lambda: 8 * 2**30, device_count=lambda: 1

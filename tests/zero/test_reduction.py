@@ -21,8 +21,8 @@ from training import (
     train,
 )
 
-from hmt_deepspeed.zero.shards import RowShards, padded
-from hmt_deepspeed.zero.statistics import stock_communication_bytes
+from hmt_deepspeed.zero.optimizer.statistics import stock_communication_bytes
+from hmt_deepspeed.zero.sharding.shards import RowShards, padded
 
 # -- shards -------------------------------------------------------------------------------------------
 

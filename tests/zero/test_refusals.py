@@ -18,7 +18,7 @@ from torch import nn
 from training import ds_config, make_engine, tiny_llama
 
 import hmt_deepspeed
-from hmt_deepspeed.zero.support import check_same_gpus
+from hmt_deepspeed.zero.engine.support import check_same_gpus
 
 # (changes of the JSON by dotted key, what the error must say)
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {

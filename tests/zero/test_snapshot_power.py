@@ -16,9 +16,9 @@ from test_offload_nvme import offloaded
 from test_snapshots import INTERVAL, STEPS, snapshot_engine, train_in_step
 from training import LOW_RANK, make_engine, tiny_llama, train
 
-from hmt_deepspeed.zero import snapshot_files
-from hmt_deepspeed.zero.files import candidate_tags, damage
-from hmt_deepspeed.zero.snapshot_files import SnapshotWriter, prepare_folder
+from hmt_deepspeed.zero.saving import snapshot_writer as snapshot_files
+from hmt_deepspeed.zero.saving.snapshot_writer import SnapshotWriter, prepare_folder
+from hmt_deepspeed.zero.saving.verify import candidate_tags, damage
 
 Tree = dict[str, bytes | None]  # by path a file's content, None for a folder
 

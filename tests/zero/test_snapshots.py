@@ -18,9 +18,9 @@ from harness import Ranks
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, wait_for, weights
 
 from hmt_deepspeed.memory.growing import GrowingHostStore
-from hmt_deepspeed.zero import raw_tensors
-from hmt_deepspeed.zero.files import damage
-from hmt_deepspeed.zero.raw_tensors import ByteFile, decode, encode
+from hmt_deepspeed.zero.saving import raw_tensors
+from hmt_deepspeed.zero.saving.raw_tensors import ByteFile, decode, encode
+from hmt_deepspeed.zero.saving.verify import damage
 
 INTERVAL, STEPS = 2, 7
 
@@ -134,7 +134,7 @@ TEMPORARY = {
 def held_beside_the_run(folder: str, stage: int, variant: str, most: int) -> dict[str, int]:
     """Bytes of tensors that only copies to the host keep on the device while a snapshot is taken, at most."""
     from hmt_deepspeed.memory.streams import Direction
-    from hmt_deepspeed.zero import snapshot
+    from hmt_deepspeed.zero.saving import snapshot
 
     snapshot.MOST_TEMPORARY = most
     stage_one, peak, largest = snapshot.Snapshots._stage, 0, 0

@@ -248,7 +248,7 @@ def test_a_model_in_which_nobody_shares_is_observed_once(ranks: Ranks) -> None:
 
 def most_updates_alive(stage: int, bucket: int) -> dict[str, Any]:
     """Elements of updates alive at once, of rules that take whole gradients."""
-    from hmt_deepspeed.zero.step import ZeroStep
+    from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
     most = 0
     advance = ZeroStep._advance
@@ -282,7 +282,7 @@ def test_updates_of_whole_gradients_are_not_alive_together(ranks: Ranks) -> None
 
 def portions() -> list[list[list[int]]]:
     """Of a step, by size of the bucket."""
-    from hmt_deepspeed.zero.step import ZeroStep
+    from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
     found = []
     update = ZeroStep.update
@@ -310,7 +310,7 @@ def test_ranks_with_unequal_shards_take_the_same_portions_of_a_step(ranks: Ranks
 
 def rows_held(stage: int) -> list[tuple[int, int]]:
     """Elements of gradient rows that refreshed matrices of whole gradients keep, and of what holds them."""
-    from hmt_deepspeed.zero.step import ZeroStep
+    from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
     found = []
     measure = ZeroStep.norm_and_clip_factor

@@ -16,8 +16,8 @@ import torch
 
 from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import AsyncIO, PositionalIO
-from hmt_deepspeed.zero import ssd
-from hmt_deepspeed.zero.swap import SwapMemory
+from hmt_deepspeed.zero.activations.swap import SwapMemory
+from hmt_deepspeed.zero.offload import ssd
 
 for neighbour in ("activations", "memory"):
     sys.path.insert(0, str(Path(__file__).parent.parent / neighbour))

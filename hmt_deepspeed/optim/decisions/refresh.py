@@ -1,6 +1,6 @@
 """New bases for matrices of one process: found from full gradients, moments carried over.
 
-:mod:`hmt_deepspeed.zero.refresh` does the same over shards.
+:mod:`hmt_deepspeed.zero.bases.refresh` does the same over shards.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The activation backend and FPDT in an engine."""

@@ -1,0 +1,142 @@
+"""Where one engine's activations swap to: pinned host memory, and files on an SSD for what that cannot hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import psutil
+import torch
+
+from hmt_deepspeed.memory.counters import Counters
+from hmt_deepspeed.memory.growing import GrowingHostStore
+from hmt_deepspeed.memory.nvme import FileStore
+from hmt_deepspeed.memory.pool import GRANULE
+from hmt_deepspeed.memory.tiered import Store, TieredStore
+from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.zero.offload.ssd import file_io
+
+__all__ = ["SwapMemory", "free_host_memory", "host_memory_share", "staging_bytes"]
+
+LIMIT = "hmt.activations.host_memory"
+# Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
+_STAGING, _SSD_STAGING = 2**26, 2**30
+
+
+def free_host_memory() -> int:
+    """Bytes that the machine, or the container that the process is in, could still give."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
+def host_memory_share() -> int:
+    """Bytes that "auto" lets one rank take: half of what is free now, shared by the ranks of the machine."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    return free_host_memory() // 2 // ranks
+
+
+def staging_bytes(limit: int, nvme_path: str | None) -> int:
+    """Page-locked bytes of a limit that are for what is on its way to host memory, or on to files."""
+    return min(_pages(limit // 4), _STAGING if nvme_path is None else _SSD_STAGING)
+
+
+def _pages(nbytes: int) -> int:
+    """Of the whole pages in so many bytes: pools round up, and a limit is one."""
+    return nbytes // GRANULE * GRANULE
+
+
+class SwapMemory:
+    """The stores of one rank, each made when it is first asked for.
+
+    Args:
+        device: of the activations.
+        host_memory: bytes; "auto": half of what is free now, shared by the ranks of the machine.
+        nvme_path: folder for what host memory cannot hold.
+        aio: DeepSpeed's ``aio`` section, if its ``async_io`` is to read and write the files.
+
+    Attributes:
+        limit: bytes of pinned memory that the stores may take.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_memory: int | str,
+        nvme_path: str | None,
+        aio: dict[str, Any] | None,
+    ) -> None:
+        self.device, self.nvme_path, self._aio = device, nvme_path, aio
+        if host_memory == "auto":
+            host_memory = host_memory_share()
+        self.limit = _pages(int(host_memory))
+        self._moved_before: dict[str, int | float] = {}
+        self._staging = staging_bytes(self.limit, nvme_path)
+
+    @cached_property
+    def engine(self) -> TransferEngine:
+        return TransferEngine(self.device, self._staging)
+
+    @cached_property
+    def host(self) -> GrowingHostStore:
+        return GrowingHostStore(self.engine, self.limit - self._staging, LIMIT)
+
+    @cached_property
+    def files(self) -> FileStore:
+        assert self.nvme_path is not None, "the config has refused swap_ssd without a folder"
+        return FileStore(
+            self.engine, self.nvme_path, file_io(self._aio, "hmt.activations.nvme_path")
+        )
+
+    @cached_property
+    def host_then_files(self) -> Store:
+        return TieredStore([self.host, self.files])
+
+    def begin_step(self) -> None:
+        """What :meth:`numbers` says of moved bytes starts anew."""
+        self._moved_before = self._moved()
+
+    def _moved(self) -> dict[str, int | float]:
+        """Sums since construction, of the stores that there are."""
+        found: dict[str, int | float] = {}
+        waited = 0.0
+        for name, counters in self.counters():
+            found[f"activation_bytes_to_{name}"] = counters.bytes_out
+            found[f"activation_bytes_from_{name}"] = counters.bytes_in
+            waited += counters.seconds_waited
+            found["activation_seconds_waited"] = waited
+        return found
+
+    def counters(self) -> Iterator[tuple[str, Counters]]:
+        """("host" or "ssd", what was moved there) of the stores that there are."""
+        if "engine" in vars(self):
+            yield "host", self.engine.counters
+        if "files" in vars(self):
+            yield "ssd", self.files.counters
+
+    def numbers(self) -> dict[str, int | float]:
+        """Bytes moved and seconds waited since :meth:`begin_step`, bytes taken; empty where nothing swaps."""
+        found = {name: n - self._moved_before.get(name, 0) for name, n in self._moved().items()}
+        if "engine" in vars(self):
+            found["activation_staging_bytes"] = self._staging
+        if "host" in vars(self):
+            found["activation_host_bytes"] = self.host.pinned_bytes + self._staging
+            found["activation_peak_host_bytes"] = self.host.peak_bytes
+        if "files" in vars(self):
+            found["activation_ssd_bytes"] = self.files.slots.file_bytes
+        return found
+
+    def close(self) -> None:
+        """Frees the memory and removes the files. Idempotent."""
+        for name in ("files", "host", "engine"):
+            made = vars(self).pop(name, None)
+            if made is not None:
+                made.close()

@@ -1,0 +1,130 @@
+"""``hmt.basis_cache`` under DeepSpeed: where bases of one rank wait, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hmt_deepspeed.memory.basis_cache import BasisCache
+from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.parameters.build import CacheSettings, Entry
+from hmt_deepspeed.zero.sharding.collectives import Collectives
+
+__all__ = ["basis_metrics", "build_bases", "check_cache", "describe_bases", "staging_bytes"]
+
+# Device bytes that may wait for their copy to the host, and pinned bytes beside the bases.
+_STAGING = 2**26
+
+
+def staging_bytes(settings: CacheSettings) -> int:
+    """Page-locked bytes of a cache for what is on its way."""
+    return min(_STAGING, settings.max_bytes)
+
+
+def build_bases(
+    collectives: Collectives, stage: int, settings: CacheSettings | None, entries: Sequence[Entry]
+) -> ParkedBases:
+    """Where the bases of the low-rank ``entries`` wait.
+
+    Raises:
+        ValueError: see :func:`check_cache`.
+    """
+    if settings is None:
+        return ParkedBases(collectives, stage)
+    check_cache(settings, entries)
+    device = entries[0].weight.device
+    engine = TransferEngine(device, staging_bytes(settings))
+    cache = BasisCache(engine, settings.max_bytes)
+    return ParkedBases(collectives, stage, cache, settings.history)
+
+
+def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
+    """Refuse a cache that would do nothing.
+
+    Raises:
+        ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
+    """
+    matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+    stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
+    if not stored:
+        raise ValueError(
+            "hmt.basis_cache is given, but no parameter has a basis that it could hold: adamw and APOLLO store "
+            'none, nor does "range_finder": "random", and with "residual": "full" they stay beside the '
+            "gradients. Remove the section."
+        )
+    if settings.history and not any(m.recalls_moments or _rises_again(m) for m in stored):
+        raise ValueError(
+            f"hmt.basis_cache.history is {settings.history}, but no matrix would use what it keeps: legal with a "
+            "one-sided projection (right, left or auto), whose moments are carried over, or with several "
+            'rank_candidates below the matrices\' sides and a "range_finder" other than "svd", which starts from an '
+            "older basis. Remove it."
+        )
+
+
+def _rises_again(matrix: LowRankMatrix) -> bool:
+    return len(matrix.candidates) > 1 and matrix.settings.range_finder != "svd"
+
+
+def device_bytes(bases: ParkedBases, entries: Sequence[Entry]) -> int:
+    """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold."""
+    held: dict[int, int] = {}
+    for entry in entries:
+        if not isinstance(entry.matrix, LowRankMatrix):
+            continue
+        site, columns = entry.gradient.site, entry.matrix.columns
+        joined = None if site is None else site.group.columns
+        for tensor in (columns.whole, columns.parked, joined):
+            if tensor is not None and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    cached = 0 if bases.cache is None else bases.cache.device_bytes
+    return sum(held.values()) + cached
+
+
+def basis_metrics(bases: ParkedBases, entries: Sequence[Entry]) -> dict[str, object]:
+    """Bytes of bases on either side and, with a cache, its counters since the start of the run."""
+    found: dict[str, object] = {"basis_device_bytes": device_bytes(bases, entries)}
+    cache = bases.cache
+    if cache is None:
+        return found
+    counters = cache.engine.counters
+    return {
+        **found,
+        "basis_peak_fetched_bytes": cache.peak_device_bytes,
+        "basis_host_bytes": cache.host_bytes,
+        "basis_pinned_bytes": cache.pinned_bytes,
+        "basis_bytes_to_host": counters.bytes_out,
+        "basis_bytes_from_host": counters.bytes_in,
+        "basis_seconds_waited": counters.seconds_waited,
+        "basis_cache_hits": cache.hits.total(),
+        "basis_cache_misses": cache.misses.total(),
+        "basis_cache_misses_per_matrix": dict(cache.misses),
+        "old_basis_hits": cache.old_hits,
+        "old_basis_misses": cache.old_misses,
+        "old_bases_evicted": cache.num_evicted,
+        "old_moment_hits": bases.history.hits,
+        "old_moment_misses": bases.history.misses,
+        "old_moment_host_bytes": bases.history.nbytes,
+    }
+
+
+def describe_bases(bases: ParkedBases, entries: Sequence[Entry]) -> str:
+    """What the start table says of a cache."""
+    cache = bases.cache
+    assert cache is not None
+    names = {e.matrix.columns.owner for e in entries if isinstance(e.matrix, LowRankMatrix)}
+    waiting = sum(name in cache for name in names)
+    line = f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
+    left = len(names) - waiting
+    if left:
+        line += f"; {left} have no room and stay on the device"
+    recalling = sum(
+        isinstance(e.matrix, LowRankMatrix) and e.matrix.recalls_moments for e in entries
+    )
+    if bases.history.most and recalling:
+        line += (
+            f"; moments of {bases.history.most} old bases of {recalling} of {len(entries)} matrices"
+        )
+    return line

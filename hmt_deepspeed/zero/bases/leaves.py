@@ -1,0 +1,75 @@
+"""Leaf modules of ZeRO-3: mixtures of experts, of which ranks may use different ones in different order.
+
+DeepSpeed gathers the parameters of a leaf at once and watches nothing inside it. Nor may anything inside
+communicate: bases of its linears are whole on every rank, and its gradients leave when its backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from deepspeed.utils import z3_leaf_parameter
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.backward.linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
+
+
+def mark_leaves(entries: Iterable[Entry]) -> list[nn.Module]:
+    """Tell gradients of the leaf that they are of, after DeepSpeed has marked parameters; those leaves."""
+    leaves: dict[nn.Module, None] = {}
+    for entry in entries:
+        gradient = entry.gradient
+        if z3_leaf_parameter(gradient.param):
+            gradient.leaf = gradient.param.ds_z3_leaf_module  # type: ignore[attr-defined]
+            leaves[gradient.leaf] = None
+    return list(leaves)
+
+
+def shared_inputs(low_rank: Iterable[Entry], bases: ParkedBases) -> SharedInputs:
+    """Of the linears with a projected backward, once leaves are marked."""
+    gradients = [e.gradient for e in low_rank if e.gradient.site is not None]
+    sites = [g.site for g in gradients if g.site is not None]
+    if not bases.deals:
+        return SharedInputs(sites)
+    leaves = {g.site: g.leaf for g in gradients if g.site is not None and g.leaf is not None}
+    return LeafInputs(sites, bases, leaves)
+
+
+class LeafInputs(SharedInputs):
+    """Gathers products' columns, but for linears of a leaf, which share with others of the same leaf only."""
+
+    def __init__(
+        self,
+        sites: Iterable[ProjectedSite],
+        bases: ParkedBases,
+        leaves: Mapping[ProjectedSite, nn.Module],
+    ) -> None:
+        super().__init__(sites, bases.gather)
+        self._leaves = leaves
+
+    def meet(self, x: Tensor, site: ProjectedSite) -> None:
+        if self._last is not None and not site.transposed:
+            last = self._last[2]
+            if self._leaves.get(last) is not self._leaves.get(site):
+                self._last = None
+        super().meet(x, site)
+
+    def lay_out(self) -> None:
+        super().lay_out()
+        for site in self._leaves:
+            site.group.gather = None
+
+    def restore(self, groups: Sequence[Sequence[str]], settled: bool = False) -> None:
+        """Groups of a checkpoint without leaves are split."""
+        leaves = {site.name: leaf for site, leaf in self._leaves.items()}
+        parts: list[list[str]] = []
+        for names in groups:
+            by_leaf: dict[nn.Module | None, list[str]] = {}
+            for name in names:
+                by_leaf.setdefault(leaves.get(name), []).append(name)
+            parts += by_leaf.values()
+        super().restore(parts, settled)

@@ -1,0 +1,275 @@
+"""Moments of bases that matrices have left, in each rank's basis cache, for when a basis turns back.
+
+A basis change carries over what the basis in force has seen, and a direction that it has not starts as new
+(:meth:`hmt_deepspeed.optim.rules.moments.Moments.rotate`). Where gradients come back to a subspace that an earlier
+basis spanned, its second moments are still there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.memory.basis_cache import BasisCache
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
+from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.saving.saved_state import SavedState
+    from hmt_deepspeed.zero.sharding.collectives import Collectives
+
+__all__ = ["MomentHistory"]
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A basis that was left: after how many Adam steps, its columns, and by matrix its moments, whose tensors are
+    in the cache and here only described (meta). has_basis: whether this rank keeps the basis too."""
+
+    key: str
+    steps: int
+    columns: int
+    members: dict[str, LeftMoments]
+    has_basis: bool
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, dict[str, LeftMoments]]:
+        """The basis and the moments, of the tensors that were kept together."""
+        basis, rest, found = None, list(tensors), {}
+        if self.has_basis:
+            basis, *rest = rest
+        for name, moments in self.members.items():
+            number = len(moments.tensors())
+            found[name], rest = moments.holding(rest[:number]), rest[number:]
+        return basis, found
+
+
+class MomentHistory:
+    """Moments of the bases that each matrix has left last, as far as the cache has room for them.
+
+    All ranks remember at the same time, each the rows of the moments that it holds; the basis is kept by the rank
+    that finds the matrix's bases. An entry counts only where every rank still has its part. Matrices that share a
+    basis are one entry, under the name of the basis's owner.
+
+    Args:
+        collectives: of the data-parallel group. cache: of host memory, or None. most: bases of a matrix, 0 for none.
+
+    Attributes:
+        hits, misses: entries that a refresh asked for and found, or that had made room on some rank.
+    """
+
+    def __init__(self, collectives: Collectives, cache: BasisCache | None, most: int) -> None:
+        self.collectives, self.most = collectives, 0 if cache is None else most
+        self._cache = cache
+        self._left: dict[str, list[_Left]] = defaultdict(
+            list
+        )  # newest first, the same on all ranks
+        self.hits = self.misses = 0
+
+    @property
+    def cache(self) -> BasisCache:
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def nbytes(self) -> int:
+        """Kept on this rank."""
+        return sum(self.cache.kept_bytes(left.key) for _, left in self._kept())
+
+    def forget(self) -> None:
+        """Everything: the bases belong to other groups now."""
+        for lefts in self._left.values():
+            for left in lefts:
+                self.cache.discard(left.key)
+        self._left.clear()
+
+    # -- at a refresh ---------------------------------------------------------------------------
+
+    def missing(self, matrix: LowRankMatrix) -> list[float]:
+        """1 for each entry of the matrix that has made room on this rank, newest first; ``most`` numbers.
+
+        To be summed over ranks. What is there stays until :meth:`release`.
+        """
+        found = [0.0] * self.most
+        for place, left in enumerate(self._left[matrix.columns.owner] if self.most else ()):
+            if self.cache.has_kept(left.key):
+                self.cache.held.add(left.key)
+            else:
+                found[place] = 1.0
+        return found
+
+    def expect(self, matrix: LowRankMatrix) -> None:
+        """Start the copies of what :meth:`recall` will ask for, as far as this rank knows, if not yet begun."""
+        for left in self._left[matrix.columns.owner] if self.most else ():
+            if self.cache.has_kept(left.key):
+                self.cache.expect(left.key)
+
+    def recall(
+        self, group: Sequence[Entry], basis: Tensor | None, missing: Sequence[float]
+    ) -> list[list[Recalled]]:
+        """What each matrix of a group that takes ``basis`` (None: full rank) remembers. A collective.
+
+        Args:
+            missing: :meth:`missing`, summed over ranks.
+        """
+        leader, recalled = _matrix(group[0]), [list[Recalled]() for _ in group]
+        if not self.most:
+            return recalled
+        lefts = self._left[leader.columns.owner]
+        for left, num_ranks in list(zip(lefts, missing, strict=False)):
+            if num_ranks:
+                self._drop(lefts, left)
+                self.misses += 1
+        if not lefts:
+            return recalled
+        self.hits += len(lefts)
+        parts = [left.split(self.cache.kept(left.key)) for left in lefts]
+        overlaps = self._overlaps(lefts, [old for old, _ in parts], leader, basis, group[0])
+        for left, (_, members), overlap in zip(lefts, parts, overlaps, strict=True):
+            self.cache.touch(left.key)
+            for entry, found in zip(group, recalled, strict=True):
+                decay = entry.group["betas"][1] ** (leader.steps - left.steps)
+                found.append(Recalled(members[entry.name], overlap, decay))
+        return recalled
+
+    def _overlaps(
+        self,
+        lefts: Sequence[_Left],
+        old: Sequence[Tensor | None],
+        leader: LowRankMatrix,
+        basis: Tensor | None,
+        entry: Entry,
+    ) -> Sequence[Tensor]:
+        """``Q_old^T Q_new`` of each entry, computed where the old bases are."""
+        columns = [left.columns for left in lefts]
+        width = leader.shape[1] if basis is None else basis.shape[1]
+        stacked = torch.empty(sum(columns), width, device=leader.device)
+        known = [one for one in old if one is not None]
+        if known:
+            torch.cat([overlap_of(one, basis) for one in known], out=stacked)
+        self.collectives.broadcast(stacked, entry.gradient.owner)
+        return stacked.split(columns)
+
+    def remember(self, group: Sequence[Entry]) -> None:
+        """Keep the basis that a group is about to leave, and the moments in it."""
+        leader = _matrix(group[0])
+        basis = leader.basis
+        if not (self.most and leader.recalls_moments and leader.measured and leader.steps):
+            return
+        if basis is None:  # whatever comes after full rank is spanned by it
+            return
+        finds = group[0].gradient.owner == self.collectives.rank
+        members = {entry.name: _matrix(entry).moments.left() for entry in group}
+        self._add(
+            leader.columns.owner, leader.steps, basis.shape[1], members, basis if finds else None
+        )
+
+    def _add(
+        self,
+        owner: str,
+        steps: int,
+        columns: int,
+        members: Mapping[str, LeftMoments],
+        basis: Tensor | None,
+    ) -> None:
+        lefts = self._left[owner]
+        for oldest in lefts[self.most - 1 :]:
+            self._drop(lefts, oldest)
+        described = {
+            name: left.holding([torch.empty_like(t, device="meta") for t in left.tensors()])
+            for name, left in members.items()
+        }
+        key = f"moments of {owner} after {steps} steps"
+        lefts.insert(0, _Left(key, steps, columns, described, basis is not None))
+        tensors = [tensor for left in members.values() for tensor in left.tensors()]
+        self.cache.keep(key, tensors if basis is None else [basis, *tensors])
+
+    def _drop(self, lefts: list[_Left], left: _Left) -> None:
+        lefts.remove(left)
+        self.cache.held.discard(left.key)
+        self.cache.discard(left.key)
+
+    def release(self) -> None:
+        """End of the refreshes of a step."""
+        if self.most:
+            self.cache.held.clear()
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state(
+        self, entries: Iterable[Entry], take: Callable[[Any], Any], holds_rows: bool
+    ) -> dict[str, Any]:
+        """This rank's part, oldest first: plain tensors, numbers and strings.
+
+        Args:
+            take: is given each tensor. holds_rows: whether this rank saves its rows of the moments.
+        """
+        if not self.most:
+            return {}
+        matrices, saved = {entry.name: _matrix(entry) for entry in entries}, []
+        for owner, left in self._kept():
+            basis, members = left.split(self.cache.kept(left.key))
+            saved.append(
+                {
+                    "owner": owner,
+                    "steps": left.steps,
+                    "columns": left.columns,
+                    "basis": None if basis is None else take(basis),
+                    "members": {
+                        name: {
+                            "rows": list(matrices[name].rows),
+                            "height": matrices[name].shape[0],
+                            **{key: take(value) for key, value in moments.state_dict().items()},
+                        }
+                        for name, moments in members.items()
+                        if holds_rows
+                    },
+                }
+            )
+        return {"entries": saved, "order": self.cache.kept_keys()}
+
+    def load(self, groups: Iterable[tuple[Sequence[Entry], bool]], saved: SavedState) -> None:
+        """Take over what any number of ranks saved; an entry that one of them lacked is gone.
+
+        Args:
+            groups: of matrices, and whether this rank finds their bases.
+        """
+        if not self.most:
+            return
+        self.forget()
+        by_owner = {_matrix(group[0]).columns.owner: (group, finds) for group, finds in groups}
+        rows = {e.name: _matrix(e).rows for group, _ in by_owner.values() for e in group}
+        for entry in saved.left_moments(rows):
+            group, finds = by_owner.get(entry["owner"], ((), False))
+            if [e.name for e in group] != list(entry["members"]):
+                continue  # other matrices share a basis now
+            members = {
+                e.name: LeftMoments.restored(
+                    entry["members"][e.name], _matrix(e).moments.dtype, _matrix(e).device
+                )
+                for e in group
+            }
+            basis = None
+            if finds:
+                basis = entry["basis"].to(_matrix(group[0]).device)
+            self._add(entry["owner"], entry["steps"], entry["columns"], members, basis)
+        for key in saved.order_of_use(self.collectives.rank):
+            if self.cache.has_kept(key):
+                self.cache.touch(key)
+
+    def _kept(self) -> Iterator[tuple[str, _Left]]:
+        """By owner what this rank has, oldest first."""
+        for owner, lefts in self._left.items():
+            for left in reversed(lefts):
+                if self.cache.has_kept(left.key):
+                    yield owner, left
+
+
+def _matrix(entry: Entry) -> LowRankMatrix:
+    assert isinstance(entry.matrix, LowRankMatrix)
+    return entry.matrix

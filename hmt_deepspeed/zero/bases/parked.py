@@ -1,0 +1,260 @@
+"""Where bases wait between their uses: dealt over ranks by rows (stage 3), in host memory, or both.
+
+Replicated in fp32 the bases of a 7B model at r = 1024 would weigh 4.7 GB on every rank. A linear's
+forward takes the columns of its group and drops them after the product; backward needs only ``X B``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.memory.basis_cache import BasisCache
+from hmt_deepspeed.optim.decisions.sharing import held_projection
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import Columns
+from hmt_deepspeed.zero.bases.moment_history import MomentHistory
+from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.sharding.collectives import Collectives
+
+__all__ = ["ParkedBases"]
+
+
+class ParkedBases:
+    """Parks the projections of matrices; a no-op below stage 3 without a cache.
+
+    Every method that gathers is a collective: all ranks call it for the same entries in the same order.
+    Dealt over ranks are those of matrices with a projected backward, but for those projected from the left,
+    whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
+    ZeRO-3's leaf modules dealt, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
+
+    Attributes:
+        deals: whether rows are dealt over ranks. cache: of host memory, or None. history: moments of
+            bases that were left, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
+            kept in the cache.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        stage: int,
+        cache: BasisCache | None = None,
+        num_left: int = 0,
+    ) -> None:
+        self.collectives, self.cache = collectives, cache
+        self.history = MomentHistory(collectives, cache, num_left)
+        self.deals = stage == 3 and collectives.world > 1
+        self._kept: dict[int, tuple[object, Tensor]] | None = None
+        self._fetched: dict[str, tuple[Tensor, int]] = {}  # whole, and its version when it came
+        self._latest: tuple[Columns, ref[Tensor]] | None = None
+
+    @contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """What is gathered or fetched inside is kept until the end: a linear that is called for one chunk
+        after the other does it once, however many chunks this rank has and the others have."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Rows of all ranks, (world rows) x width; the last ones are padding."""
+        return self._once(local, lambda: self._gather(local))
+
+    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        if self._kept is None:
+            return make()
+        if id(key) not in self._kept:
+            self._kept[id(key)] = key, make()
+        return self._kept[id(key)][1]
+
+    def _gather(self, local: Tensor) -> Tensor:
+        packed = torch.empty(
+            self.collectives.world * local.shape[0],
+            local.shape[1],
+            dtype=local.dtype,
+            device=local.device,
+        )
+        self.collectives.all_gather(packed, local.contiguous()).wait()
+        return packed
+
+    def held(self, entry: Entry) -> Tensor | Callable[[], Tensor] | None:
+        """What the entry's site projects on in the coming window, see :class:`ProjectedSite`."""
+        matrix = entry.matrix
+        assert matrix is not None
+        if (
+            self.cache is None
+            or not isinstance(matrix, LowRankMatrix)
+            or matrix.columns.parked is None
+        ):
+            return held_projection(matrix)
+        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._deals(entry))
+
+    def _made_whole(self, columns: Columns, n: int, dealt: bool) -> Tensor:
+        """The same tensor for consecutive users of the same columns, as long as one of them holds it."""
+        if not dealt:
+            return self._once(columns, lambda: self._bring(columns, n, dealt))
+        latest = self._latest[1]() if self._latest and self._latest[0] is columns else None
+        if latest is None:
+            latest = self._once(columns, lambda: self._bring(columns, n, dealt))
+            self._latest = columns, ref(latest)
+        return latest
+
+    def _bring(self, columns: Columns, n: int, dealt: bool) -> Tensor:
+        local = columns.parked
+        assert local is not None
+        if local.is_meta:
+            assert self.cache is not None
+            local = self.cache.get(columns.owner)
+        return self._gather(local)[:n] if dealt else local
+
+    def _deals(self, entry: Entry) -> bool:
+        matrix = entry.matrix
+        assert matrix is not None
+        gradient = entry.gradient
+        dealt = gradient.site is not None and gradient.leaf is None and not matrix.transposed
+        return self.deals and dealt
+
+    def park(self, entry: Entry) -> None:
+        """Let the entry's projection wait in its place; one that has not changed is there already."""
+        matrix = entry.matrix
+        if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is not None:
+            return
+        columns, whole = matrix.columns, matrix.columns.whole
+        if whole is None:  # redrawn, or full rank, perhaps of late
+            self._drop(columns)
+            return
+        dealt = self._deals(entry)
+        self._latest = None
+        own = self._own_rows(whole) if dealt else whole
+        if self.cache is not None and (
+            self._is_unchanged(columns) or self.cache.put(columns.owner, own)
+        ):
+            columns.parked = torch.empty_like(own, device="meta")
+            columns.fetch = None if dealt else partial(self.cache.get, columns.owner)
+        elif dealt:
+            columns.parked = own
+        else:
+            return
+        columns.whole = columns.basis = whole.new_empty(0, whole.shape[1])
+
+    def _is_unchanged(self, columns: Columns) -> bool:
+        """Whether the columns are as they came from the cache: the same tensor, never written to."""
+        whole, version = self._fetched.pop(columns.owner, (None, 0))
+        return whole is not None and whole is columns.whole and whole._version == version
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        n, width = whole.shape
+        rows = -(-n // self.collectives.world)
+        begin = min(self.collectives.rank * rows, n)
+        own = whole.new_zeros(rows, width)
+        part = whole[begin : begin + rows]
+        own[: part.shape[0]].copy_(part)
+        return own
+
+    def restore(self, entry: Entry) -> None:
+        """Make the entry's projection whole again, on the device."""
+        matrix = entry.matrix
+        if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is None:
+            return
+        columns = matrix.columns
+        was_cached = matrix.columns.parked.is_meta
+        columns.whole = self._bring(columns, matrix.shape[1], self._deals(entry))
+        columns.basis = columns.whole[:, : matrix.rank]
+        columns.parked = columns.fetch = None
+        if was_cached:
+            self._fetched[columns.owner] = columns.whole, columns.whole._version
+
+    def forget(self, entry: Entry) -> None:
+        """Drop what is parked: the whole projection is about to be loaded."""
+        if isinstance(entry.matrix, LowRankMatrix):
+            entry.matrix.columns.parked = entry.matrix.columns.fetch = None
+            self._drop(entry.matrix.columns)
+
+    def keep_only(self, entries: Iterable[Entry]) -> None:
+        """Drop what host memory holds for columns that nobody has any more, since matrices share others."""
+        if self.cache is not None:
+            self.history.forget()
+            matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+            self.cache.keep_only({matrix.columns.owner for matrix in matrices})
+
+    def _drop(self, columns: Columns) -> None:
+        self._fetched.pop(columns.owner, None)
+        if self.cache is not None:
+            self.cache.drop(columns.owner)
+
+    @contextmanager
+    def whole(self, entry: Entry) -> Iterator[None]:
+        """The entry's projection whole, on the device, for the duration of a block, which may replace it."""
+        self.restore(entry)
+        try:
+            yield
+        finally:
+            self.park(entry)
+
+    def will_use(self, entries: Iterable[Entry] | None) -> None:
+        """Bases that are needed next, in this order; None: those of the coming forward and backward."""
+        if self.cache is None:
+            return
+        if entries is None:
+            self.cache.begin_round()
+            return
+        matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+        self.cache.begin_round([matrix.columns.owner for matrix in matrices])
+
+    def close(self) -> None:
+        """Free the host memory; what is in it is void."""
+        if self.cache is not None:
+            self.cache.close()
+
+    # -- old bases ------------------------------------------------------------------------------
+
+    def _keeps_older(self, matrix: LowRankMatrix) -> bool:
+        """Whether a basis that a narrower one replaces is of use: not to a full SVD, which starts from nothing."""
+        return self.history.most > 0 and matrix.settings.range_finder != "svd"
+
+    def remember(self, entry: Entry, rank: int) -> None:
+        """Before the entry's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
+        older one that is no wider than the new."""
+        matrix = entry.matrix
+        assert isinstance(matrix, LowRankMatrix)
+        if self.cache is None or not self._keeps_older(matrix):
+            return
+        name = matrix.columns.owner
+        kept = self.cache.old_width(name)
+        if matrix.basis is not None and matrix.measured and max(matrix.rank, kept) > rank:
+            if matrix.rank >= kept:
+                self.cache.remember(name, matrix.basis)
+        else:
+            self.cache.forget(name)
+
+    def recall(self, entry: Entry) -> Tensor | None:
+        """The entry's old basis, wider than the present one, or None."""
+        matrix = entry.matrix
+        assert isinstance(matrix, LowRankMatrix)
+        if self.cache is None or not self._keeps_older(matrix):
+            return None
+        return self.cache.recall(matrix.columns.owner)
+
+    def old_bases(self) -> dict[str, Tensor]:
+        """By name of the matrix, on the host: for a checkpoint."""
+        if self.cache is None:
+            return {}
+        return {name: self.cache.old(name).cpu() for name in self.cache.old_names()}
+
+    def load_old_bases(self, entries: Iterable[Entry], saved: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds."""
+        if self.cache is None:
+            return
+        matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+        for matrix in filter(self._keeps_older, matrices):
+            name = matrix.columns.owner
+            self.cache.forget(name)
+            if name in saved:
+                self.cache.remember(name, saved[name].to(matrix.device))

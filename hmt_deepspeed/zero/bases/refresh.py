@@ -1,0 +1,188 @@
+"""New bases for matrices over shards: found at one rank, broadcast to all, moments carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.optim.bases.basis import Subspace
+from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.policy import RankPolicy
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
+from hmt_deepspeed.optim.rules.moments import Recalled
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.gradients.gradient import Gradient
+from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.sharding.collectives import Collectives
+
+__all__ = ["BasisRefresh"]
+
+
+class BasisRefresh:
+    """Refreshes of one optimizer.
+
+    Args:
+        low_rank: entries with a matrix. schedule: theirs, in order. bases: where they are between uses.
+        collectives: of the data-parallel group. sharded: whether each rank holds some rows only.
+        shard_rank: this process's place in the shards; 0 at stage 0.
+    """
+
+    def __init__(
+        self,
+        low_rank: Sequence[Entry],
+        schedule: RefreshSchedule,
+        bases: ParkedBases,
+        collectives: Collectives,
+        sharded: bool,
+        shard_rank: int,
+    ) -> None:
+        self.low_rank, self.schedule, self.bases = low_rank, schedule, bases
+        self.collectives, self.sharded, self.shard_rank = collectives, sharded, shard_rank
+
+    def run(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
+        """New bases from the mean full gradients: found once, at the owner, and broadcast.
+
+        Every rank sees the same captured energies and so chooses the same ranks.
+        """
+        refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
+        if not refreshing:
+            return
+        policy.close_windows(self._column_energies(refreshing, policy))
+        refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
+        leaders = [self.low_rank[group[0]] for _, group in refreshing]
+        self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
+        history = self.bases.history
+        found: dict[int, tuple[Subspace, Tensor]] = {}
+        most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
+        shape = (len(refreshing), most + history.most)
+        energies = torch.zeros(shape, dtype=torch.float64, device=self.low_rank[0].weight.device)
+        for place, (index, group) in enumerate(refreshing):
+            leader = self._matrix(group[0])
+            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
+                subspace = None
+                if self._gradient(group[0]).owner == self.collectives.rank:
+                    first, sought = policy.first_width(index), policy.sought_energy(index)
+                    subspace = self._find(group, first, sought, step)
+            if subspace is not None:
+                found[place] = subspace
+                captured = leader.captured_at_candidates(subspace[0])
+                energies[place, : len(captured)] = torch.tensor(captured, dtype=torch.float64)
+            if history.most:
+                missing = torch.tensor(history.missing(leader), dtype=torch.float64)
+                energies[place, most:] = missing
+        self.collectives.all_reduce(energies)
+        for place, sums in enumerate(energies.tolist()):
+            index, group = refreshing[place]
+            captured, missing = sums[:most], sums[most:]
+            for _, near in refreshing[place : place + 2]:
+                history.expect(self._matrix(near[0]))
+            rank, known = 0, [energy for energy in captured if energy > 0]
+            if known:
+                rank = policy.choose(index, known, step)
+            with self.bases.whole(self.low_rank[group[0]]):
+                if rank:
+                    basis = self._broadcast_basis(group, rank, found.pop(place, None))
+                    members = [self.low_rank[i] for i in group]
+                    if members[0].gradient.owner == self.collectives.rank:
+                        self.bases.remember(members[0], rank)
+                    recalled = history.recall(members, basis, missing)
+                    history.remember(members)
+                    self.adopt(group, basis, recalled)
+                self._project_full(group, step, bool(rank))
+            if rank:
+                for member in group:
+                    self.schedule.refreshed(member, step)
+            else:
+                self.schedule.postpone(group[0], step)
+        history.release()
+
+    def _matrix(self, index: int) -> LowRankMatrix:
+        matrix = self.low_rank[index].matrix
+        assert isinstance(matrix, LowRankMatrix)
+        return matrix
+
+    def _gradient(self, index: int) -> Gradient:
+        return self.low_rank[index].gradient
+
+    def _column_energies(
+        self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy
+    ) -> dict[int, Tensor]:
+        """Of the groups whose policy reads them, the sums over all holders; one reduction for all."""
+        found: dict[int, Tensor] = {}
+        for index, group in refreshing:
+            if policy.reads_columns(index):
+                counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
+                energies = column_energies([self._matrix(i) for i in group], counted)
+                if energies is not None:
+                    found[index] = energies
+        if found and self.sharded:
+            sums = torch.cat(list(found.values()))
+            self.collectives.all_reduce(sums)
+            parts = sums.split([len(energies) for energies in found.values()])
+            found = dict(zip(found, parts, strict=True))
+        return found
+
+    def _find(
+        self, group: Sequence[int], first: int, sought: float, step: int
+    ) -> tuple[Subspace, Tensor] | None:
+        """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
+        parts = [self._gradient(i).full for i in group]
+        gradient = stacked_gradient([self._matrix(i) for i in group], parts)
+        if gradient is None:
+            return None
+        older = self.bases.recall(self.low_rank[group[0]])
+        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, older)
+        # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
+        alone = next(part for part in parts if part is not None)
+        return None if found is None else (found, alone)
+
+    def _broadcast_basis(
+        self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None
+    ) -> Tensor | None:
+        """The owner's basis on every rank; None for full rank."""
+        leader = self._matrix(group[0])
+        if leader.is_full_at(rank):
+            return None
+        if found is None:
+            shape = (leader.basis_rows, rank)
+            basis = torch.empty(shape, dtype=leader.dtype, device=leader.device)
+        else:
+            basis = leader.basis_of(found[0], rank, found[1]).contiguous()
+        self.collectives.broadcast(basis, self._gradient(group[0]).owner)
+        return basis
+
+    def adopt(
+        self,
+        group: Sequence[int],
+        basis: Tensor | None,
+        recalled: Sequence[Sequence[Recalled]] | None = None,
+    ) -> None:
+        """Carry the moments of a group over to a basis that every rank has, with what its matrices recall."""
+        matrices, sums = [self._matrix(i) for i in group], []
+        for index, matrix in zip(group, matrices, strict=True):
+            counted = self._gradient(index).shards.counted(self.shard_rank)
+            overlap = matrix.overlap_sum(basis, counted)
+            if overlap is not None and self.sharded:
+                self.collectives.all_reduce(overlap)
+            sums.append(overlap)
+        adopt_together(matrices, basis, sums, recalled)
+
+    def _project_full(self, group: Sequence[int], step: int, refreshed: bool) -> None:
+        """Turn the owner's full gradients into every rank's rows of what the rules take."""
+        for index in group:
+            matrix, gradient = self._matrix(index), self._gradient(index)
+            matrix.prepare(step, refreshed)
+            columns, full = matrix.projection, gradient.full
+            if full is None:
+                reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
+            else:
+                reduced = full.float().contiguous() if columns is None else project(full, columns)
+            self.collectives.broadcast(reduced, gradient.owner)
+            own = reduced[slice(*matrix.rows)]
+            # Of several ranks not a view, which would hold all rows.
+            gradient.reduced, gradient.full = own.clone() if self.sharded else own, None

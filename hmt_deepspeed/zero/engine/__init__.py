@@ -1,0 +1,1 @@
+"""The engine: which config asks for HMT, what is refused, what is measured."""

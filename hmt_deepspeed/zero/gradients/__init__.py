@@ -1,0 +1,1 @@
+"""Gradients from backward to the shard that takes them: hooks, accumulation, reduction."""

@@ -1,0 +1,120 @@
+"""One parameter's gradient from backward to its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.backward.linear import ProjectedSite
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.zero.offload.worker import HostGradient
+from hmt_deepspeed.zero.sharding.shards import RowShards
+
+__all__ = ["Gradient", "Held", "ReductionScale"]
+
+
+@dataclass(eq=False)
+class Gradient:
+    """Gradient of one parameter on its way to its shard.
+
+    Attributes:
+        shards: rows of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
+            that is projected.
+        matrix, site: of a matrix rule; ``site`` is None without projected backward.
+        refreshing: this window forms the full gradient, for the basis.
+        owner: rank that finds the basis.
+        leaf: of ZeRO-3, when it is of one: it counts as arrived with the leaf, whether this rank used it or not.
+        arrived: contribution of this rank, complete, waiting for its bucket.
+        local: contributions of earlier micro-batches that were not reduced.
+        reduced: mean over ranks of the rows held here, rows x width; None when nothing came.
+        full: mean full gradient, m x n, at the owner of a refreshing matrix.
+        host: takes the place of ``reduced`` where the parameter is updated in host memory.
+    """
+
+    index: int
+    name: str
+    param: nn.Parameter
+    shards: RowShards
+    matrix: MatrixRule | None = None
+    site: ProjectedSite | None = None
+    refreshing: bool = False
+    owner: int = 0
+    leaf: nn.Module | None = None
+    arrived: Tensor | None = None
+    local: Tensor | None = None
+    reduced: Tensor | None = None
+    full: Tensor | None = None
+    host: HostGradient | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the contribution that is sharded by rows."""
+        return 1 if self.matrix is None else self.matrix.width
+
+    def collect(self) -> Tensor | None:
+        """Take what backward left: m x width, or the full m x n for a refreshing matrix.
+
+        Raises:
+            RuntimeError: a whole gradient to be projected where the basis lies in parts on all ranks.
+        """
+        grad, self.param.grad = self.param.grad, None
+        if grad is not None and self.matrix is not None and self.matrix.transposed:
+            grad = grad.detach().t()
+        elif grad is not None:
+            grad = grad.detach().reshape(self.shards.m, self.shards.n)
+        if self.matrix is None or self.refreshing or self.matrix.takes_whole:
+            return grad
+        product = self.site.take() if self.site is not None else None
+        if grad is not None:
+            columns = self.matrix.projection
+            assert columns is not None
+            if columns.shape[0] < grad.shape[1]:  # parked, see `ParkedBases`; hooks must not gather
+                raise RuntimeError(
+                    f"{self.name} is read outside its module's forward, as F.linear(x, module.weight) does. "
+                    "zero_optimization.stage is 3, where each rank holds a part of its basis and none can "
+                    "project that use's gradient. Leave it to adamw in hmt.optimizer.module_rules, or set "
+                    "hmt.optimizer.projected_backward to false."
+                )
+            projected = grad @ columns.to(grad.dtype)
+            product = projected if product is None else product + projected
+        return product
+
+    def nbytes(self) -> int:
+        """Bytes of gradient alive in this object, on the device."""
+        tensors = (self.arrived, self.local, self.reduced, self.full)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for what has accumulated on the device."""
+        for name in ("arrived", "local", "reduced", "full"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, place(held))
+
+    def clear(self) -> None:
+        """Forget everything accumulated."""
+        self.arrived = self.local = self.reduced = self.full = self.param.grad = None
+        if self.host is not None:
+            self.host.clear()
+        if self.site is not None:
+            self.site.take()
+
+
+@dataclass(frozen=True)
+class ReductionScale:
+    """Factors before and after the sum over ranks; their product makes it a mean."""
+
+    before: float
+    after: float
+
+
+class Held(Enum):
+    """What of the accumulation window is held now; the same on every rank whose backwards were the same."""
+
+    NOTHING = "no backward has run since the last step"
+    PART = "a backward is under way, or was broken off"
+    OWN = "sums of this rank's backwards, which no other rank has"
+    MEAN = "means over ranks"
+    BOTH = "means over ranks, and sums of this rank's later backwards"

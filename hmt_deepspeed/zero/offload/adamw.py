@@ -1,0 +1,100 @@
+"""AdamW of one parameter on the host: after the verdict over a step, or before it and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.zero.offload.states import Loan
+from hmt_deepspeed.zero.offload.weight import HostWeight, Step
+from hmt_deepspeed.zero.offload.worker import HostGradient, chunks
+
+__all__ = ["HostAdamW"]
+
+
+class HostAdamW:
+    """Steps of one dense parameter.
+
+    Args:
+        weight, gradient: of the parameter; its moments are among the weight's states.
+        count: number of steps, 0-dim on the host.
+
+    Attributes:
+        early: factor and hyperparameters of a step taken before the verdict, else None.
+    """
+
+    def __init__(self, weight: HostWeight, gradient: HostGradient, count: Tensor) -> None:
+        self.weight, self.gradient, self.count = weight, gradient, count
+        self.early: tuple[float, dict[str, Any]] | None = None
+        self._worker, self._jobs = weight.worker, list[Future[None]]()
+
+    def step_early(self, factor: float, hyper: dict[str, Any]) -> None:
+        """Begin a step before the verdict, on the master alone; the device's weights stay as they are.
+
+        Raises:
+            RuntimeError: a second gradient came and nothing can be taken back.
+        """
+        self.take_back("got a second gradient in the last micro-batch")
+        self.early = (factor, hyper)
+        step = self._next_step(factor, hyper)
+        for begin, end in chunks(self.weight.num_elements):
+            loan = self.weight.states.lend(begin, end, early=True)
+            job = partial(self._step_chunk, step, begin, end, loan)
+            self._jobs.append(self._worker.submit(self.weight.name, job, loan=loan))
+
+    def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
+        """Begin the step that the verdict decided on, and what sends the weights; ends with ``weight.finish``.
+
+        Args:
+            factor: what the gradient's sum is multiplied by. key: seed of stochastic rounding.
+        """
+        if self.early == (factor, hyper):
+            self.early = None
+            self._jobs.clear()
+            self.weight.send_master()
+            return
+        self.take_back("had its learning rate changed between backward and step")
+        self.weight.step_with(self._next_step(factor, hyper), key)
+
+    def take_back(self, reason: str) -> None:
+        """Undo an early step, if there is one.
+
+        Raises:
+            RuntimeError: nothing was kept of before it; ``reason`` says why it would have to be taken back.
+        """
+        if self.early is None:
+            return
+        if not self.weight.states.can_take_back:
+            raise RuntimeError(
+                f"{self.weight.name} {reason}, but its update has begun during backward. Set "
+                '"hmt": {"offload": {"overlap": "none"}}, or leave that out of the training loop.'
+            )
+        self.early = None
+        self.count -= 1
+        self._worker.wait(self._jobs)
+        self._jobs.clear()
+        self.weight.states.take_back()
+
+    def _next_step(self, factor: float, hyper: dict[str, Any]) -> Step:
+        self.count += 1
+        taken, total, worker = int(self.count), self.gradient.values(), self._worker
+
+        def step(states: Sequence[Tensor], begin: int, end: int) -> None:
+            part = total[begin:end]
+            if factor != 1.0:  # the sum itself is kept for a step that may have to be redone
+                part = torch.mul(part, factor, out=worker.scratch[: end - begin])
+            values, first, second = states
+            worker.adam.step_(values, part, first, second, taken, **hyper)
+
+        return step
+
+    def _step_chunk(self, step: Step, begin: int, end: int, loan: Loan, _: Tensor) -> None:
+        """Worker thread: one chunk of an early step."""
+        with loan as states:
+            step(states, begin, end)
+            self.weight.keep(states[0], begin)

@@ -1,0 +1,235 @@
+"""Weights whose fp32 masters and AdamW moments live in host memory or on an SSD and are updated on the host.
+
+A chunk's way: what updates it (the gradient's sum, which is on the host already, or a low-rank matrix's
+update, formed on the device and sent) -> AdamW or addition on the master -> the model's dtype -> the
+device's shard. Chunks follow one another through :class:`HostWorker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.kernels.low_rank_update import low_rank_product
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.memory.transfer import Arrival
+from hmt_deepspeed.optim.rules.apply import apply_whole_
+from hmt_deepspeed.zero.offload.states import MASTER, HostStates, Loan, RamStates
+from hmt_deepspeed.zero.offload.worker import HostWorker, chunks
+from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.weights.weight import Weight
+
+__all__ = ["HostWeight"]
+
+# fp32 values of a chunk and its moments, and its range
+Step = Callable[[Sequence[Tensor], int, int], None]
+# the same with what arrived between
+ArrivalStep = Callable[[Sequence[Tensor], Tensor, int, int], None]
+Fill = Callable[[Tensor], object]  # writes new weights into memory given to it
+
+
+class HostWeight(Weight):
+    """One parameter's weights on this rank, updated on the host.
+
+    Args:
+        states: its master, or bf16 weights are their own and each step fetches them; and moments.
+        worker: does the updates. name: of the parameter.
+        keeps: early steps leave the new weights in host memory, for want of a master there.
+
+    Attributes:
+        master: flat fp32 master of the shard in host memory; None where there is none, or it is on an SSD.
+        pending: an update was begun and not finished, on all ranks alike: also of a shard without elements.
+    """
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        shards: RowShards,
+        rank: int,
+        states: HostStates,
+        worker: HostWorker,
+        name: str,
+        keeps: bool = False,
+    ) -> None:
+        self.param, self.shards, self.rank = param, shards, rank
+        self.partitioned, self.device = hasattr(param, "ds_tensor"), param.device
+        self.states, self.worker, self.name = states, worker, name
+        self.pending = False
+        self._jobs: list[Future[None]] = []
+        self._arrivals: list[Arrival] = []
+        self.master = None
+        if self.has_master and isinstance(states, RamStates):
+            self.master = states.read(MASTER)
+        self._kept: Tensor | None = None
+        if keeps:
+            owner = f"the new weights of {name}"
+            self._kept = worker.zeros(self.num_elements, owner, param.dtype)
+        with self.shard() as shard:
+            states.write({MASTER: shard} if self.has_master else {})
+
+    @property
+    def has_master(self) -> bool:
+        return MASTER in self.states.columns
+
+    def master_bytes(self) -> int:
+        """Bytes of the master, wherever it lives."""
+        return self.num_elements * torch.float32.itemsize if self.has_master else 0
+
+    def master_values(self) -> Tensor:
+        """fp32 values of the shard: the master, or a copy of weights that are their own."""
+        return self.states.read(MASTER) if self.has_master else super().master_values()
+
+    def set_values(self, values: Tensor) -> None:
+        """Overwrite master and shard from flat fp32 values of the shard."""
+        if self.has_master:
+            self.states.write({MASTER: values})
+        with self.shard(overwrite=True) as shard:
+            shard.copy_(values)
+
+    def refresh_master(self) -> None:
+        """Take the shard's values into the master, after someone loaded weights."""
+        if self.has_master:
+            with self.shard() as shard:
+                self.states.write({MASTER: shard})
+
+    def _master_is_shard(self) -> bool:
+        return False
+
+    def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
+        """It is on the host for good."""
+
+    # -- updates, each ended by finish() ----------------------------------------------------------
+
+    def step_with(self, step: Step, key: int) -> None:
+        """Begin an update whose data is on the host: ``step(states, begin, end)``, in jobs, on every chunk.
+
+        Args:
+            key: seed of stochastic rounding.
+        """
+        self._begin(lambda states, _, begin, end: step(states, begin, end), None, key)
+
+    def keep(self, values: Tensor, begin: int) -> None:
+        """Worker thread: what :meth:`send_master` will send of a chunk, where its master will be out of reach."""
+        if self._kept is not None:
+            self._kept[begin : begin + values.numel()].copy_(values)
+
+    def send_master(self) -> None:
+        """Begin to send what early jobs have made of the master."""
+        source = self.master if self._kept is None else self._kept
+        assert source is not None
+        self.pending = True
+        with self.shard() as shard:
+            for begin, end in chunks(self.num_elements):
+                place, values = self._place(shard[begin:end]), source[begin:end]
+                job = partial(self._send, place, values)
+                self._jobs.append(self.worker.submit(self.name, job))
+
+    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
+        """Begin ``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` of its rows x n."""
+        flat = self.shards.rows_to_shard(update, self.rank)
+        self._begin(self._addition(lr, weight_decay), lambda begin, end: flat[begin:end], key)
+
+    def step_rows(
+        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """Begin ``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard; ``update`` of its rows.
+
+        The product is formed on the device, a few rows at a time, and travels in the dtype of its factors:
+        per element 2 (r + k) FLOPs, which the host, busy with AdamW, would take longer for than the link
+        takes for two bytes from r + k of about 50 on (1 TFLOP/s against 20 GB/s).
+        """
+        n = self.shards.n
+        offset = self.shards.flat(self.rank)[0] - self.shards.rows(self.rank)[0] * n
+
+        def product(begin: int, end: int) -> Tensor:
+            first, last = (offset + begin) // n, -(-(offset + end) // n)
+            rows = low_rank_product(update[first:last], projection).reshape(-1)
+            return rows[offset + begin - first * n :][: end - begin]
+
+        self._begin(self._addition(lr, weight_decay), product, key)
+
+    def finish(self) -> None:
+        """Returns when the update is done; what the caller's stream does next sees the new weights.
+
+        Raises:
+            RuntimeError: a job failed; the message names its parameter.
+        """
+        self.pending = False
+        jobs, self._jobs = self._jobs, []
+        arrivals, self._arrivals = self._arrivals, []
+        self.worker.wait(jobs)
+        for arrival in arrivals:
+            self.worker.engine.receive(arrival)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _begin(
+        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
+    ) -> None:
+        self.pending = True
+        with self.shard() as shard:
+            for begin, end in chunks(self.num_elements):
+                target = shard[begin:end]
+                piece = None if incoming is None else incoming(begin, end)
+                if not self.has_master and not self._offloaded:
+                    piece = target  # a dense one: what arrives are the weights themselves
+                place, loan = self._place(target), self.states.lend(begin, end)
+                job = partial(self._update, step, begin, end, loan, target, place, key)
+                self._jobs.append(self.worker.submit(self.name, job, piece, loan))
+
+    def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
+        def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
+            start = perf_counter()
+            apply_whole_(states[0], update, lr, weight_decay)
+            self.worker.addition_seconds += perf_counter() - start
+
+        return step
+
+    def _place(self, target: Tensor) -> Tensor | Arrival:
+        """Where new weights go: on their way to the device, or at once where the shard is on the host too
+        (``offload_param``)."""
+        if self._offloaded:
+            return target
+        arrival = self.worker.engine.into(target, self.name)
+        self._arrivals.append(arrival)
+        return arrival
+
+    def _update(
+        self,
+        step: ArrivalStep,
+        begin: int,
+        end: int,
+        loan: Loan,
+        target: Tensor,
+        place: Tensor | Arrival,
+        key: int,
+        piece: Tensor,
+    ) -> None:
+        """Worker thread: one chunk."""
+        with loan as states:
+            if not self.has_master:
+                states = [(target if self._offloaded else piece).float(), *states]
+            step(states, piece, begin, end)
+            self._deliver(place, partial(self._cast, states[0], key, begin))
+
+    def _send(self, place: Tensor | Arrival, values: Tensor, _: Tensor) -> None:
+        """Worker thread: one chunk of weights that are there already."""
+        self._deliver(place, lambda out: out.copy_(values))
+
+    def _deliver(self, place: Tensor | Arrival, fill: Fill) -> None:
+        if isinstance(place, Arrival):
+            self.worker.send(place, fill, self.param.dtype)
+        else:
+            fill(place)
+
+    def _cast(self, values: Tensor, key: int, begin: int, out: Tensor) -> None:
+        """fp32 values of a chunk in the model's dtype; without a master rounded stochastically."""
+        if self.has_master:
+            out.copy_(values)
+        else:
+            stochastic_round(values, out, key, self.shards.flat(self.rank)[0] + begin)

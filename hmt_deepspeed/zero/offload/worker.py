@@ -1,0 +1,269 @@
+"""The thread that does the optimizer's work in host memory, and the memory it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.memory.threads import background_threads
+from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
+from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
+from hmt_deepspeed.zero.offload.ssd import Ssd, SsdSettings
+
+__all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
+
+# Elements a job works on: small enough that the worker lets others have the interpreter every few
+# milliseconds and that the pools stay small, large enough for the full speed of a copy.
+CHUNK = 1 << 20
+NUM_STAGED = 16  # chunks of fp32 on their way to the host at once, and as many on their way back
+
+Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived for it
+
+
+class Cancelled(Protocol):
+    """What a job would use, and must be told when it does not run."""
+
+    def cancel(self) -> None: ...
+
+
+def pool_bytes() -> int:
+    """Page-locked bytes for what travels, each way."""
+    return NUM_STAGED * CHUNK * torch.float32.itemsize
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of at most :data:`CHUNK` elements that cover ``numel``, in order."""
+    return ((begin, min(begin + CHUNK, numel)) for begin in range(0, numel, CHUNK))
+
+
+class HostWorker:
+    """Runs jobs on host memory one after another, in order of submission, beside the training thread.
+
+    What travels goes through two page-locked pools of constant size: a submission waits while the one
+    towards the host is full. After a job has failed the states are no longer one step's, so everything
+    that follows raises too.
+
+    Args:
+        device: where gradients come from and weights go to.
+        pinned: page-lock the states and gradients too, not only what travels.
+        ssd: where the states live, if not in host memory.
+
+    Attributes:
+        engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs.
+        ssd: the states' files, None when there are none.
+        nbytes: host bytes of states and gradients. addition_seconds: spent adding updates to masters.
+
+    Raises:
+        StoreError: the folder for the files cannot be made.
+    """
+
+    def __init__(self, device: torch.device, pinned: bool, ssd: SsdSettings | None = None) -> None:
+        self.adam = CpuAdam()
+        self.engine = TransferEngine(device, pool_bytes())
+        self.scratch = torch.empty(CHUNK)  # for a job's own use
+        self._outbound = self.engine.new_pool(pool_bytes(), "pool of updated weights")
+        self._pinned = pinned
+        self._thread = background_threads(1, "hmt-optimizer")
+        self._failure: RuntimeError | None = None
+        self.nbytes = 0
+        self.addition_seconds = 0.0
+        self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
+
+    def describe(self) -> str:
+        """What is where, for the start table."""
+        kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
+        text = (
+            f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
+            f"{2 * pool_bytes():,} bytes of page-locked pools for what travels"
+        )
+        return text if self.ssd is None else f"{text}; {self.ssd.describe()}"
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    @property
+    def pool_bytes(self) -> int:
+        """Host bytes for what travels, and for the job that runs."""
+        return self.engine.pool.nbytes + self._outbound.nbytes + self.scratch.nbytes
+
+    def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Flat zeros on the host for as long as the worker lives; ``owner`` is for messages."""
+        size = numel * dtype.itemsize
+        self.nbytes += size
+        if not self._pinned or not numel:
+            return torch.zeros(numel, dtype=dtype)
+        pool = self.engine.new_pool(size, f"memory of {owner}")
+        return pool.take(size, owner).memory[:size].view(dtype).zero_()
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        owner: str,
+        rule: Rule,
+        incoming: Tensor | None = None,
+        loan: Cancelled | None = None,
+    ) -> Future[None]:
+        """Queue ``rule(incoming)``; a device tensor is on the host by then, an absent one is empty.
+
+        Args:
+            loan: what the rule uses, cancelled when it does not come to that.
+
+        Raises:
+            RuntimeError: a job failed, this one's or an earlier one's; the message names its parameter.
+        """
+        transfer = None
+        try:
+            self.check()
+            if incoming is not None:
+                transfer = self.engine.put(incoming, owner, lent=True)
+        except BaseException:
+            if loan is not None:
+                loan.cancel()
+            raise
+        return self._thread.submit(self._run, owner, rule, transfer, loan)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a job has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, jobs: Iterable[Future[None]]) -> None:
+        """Returns when the jobs are done. Raises as :meth:`check` does."""
+        with self.engine.counters.waiting():
+            for job in jobs:
+                job.result()
+        self.check()
+
+    def drain(self) -> None:
+        """Returns when everything submitted is done. Raises as :meth:`check` does."""
+        self.wait([self._thread.submit(lambda: None)])
+
+    def commit(self) -> None:
+        """What jobs have written to an SSD counts from now on. Raises as :meth:`check` does."""
+        if self.ssd is not None:
+            with self.engine.counters.waiting():
+                self.ssd.drain()
+            self.check()
+            self.ssd.commit()
+
+    def send(self, arrival: Arrival, fill: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+        """Let ``fill`` write the values of an expected device tensor, and start their way there. In a job."""
+        nbytes = arrival.flat.numel()
+        buffer = self._outbound.take(nbytes, arrival.name, lent=True)
+        try:
+            fill(buffer.memory[:nbytes].view(dtype))
+        except BaseException:
+            self._outbound.release(buffer)
+            raise
+        self.engine.deliver(arrival, self._outbound, buffer)
+
+    def close(self) -> None:
+        """Waits for the jobs and frees the pools. Idempotent."""
+        self._thread.shutdown()
+        if self.ssd is not None:
+            self.ssd.close()
+        self.engine.close()
+
+    def _run(
+        self, owner: str, rule: Rule, transfer: Transfer | None, loan: Cancelled | None
+    ) -> None:
+        try:
+            if self._failure is None:
+                piece = torch.empty(0)
+                if transfer is not None:
+                    piece = self.engine.host_bytes(transfer).view(transfer.layout.dtype)
+                rule(piece)
+        except Exception as error:
+            self._fail(owner, error)
+        finally:
+            if transfer is not None:  # after a failure too: someone may be waiting for its room
+                self.engine.drop(transfer)
+            if loan is not None:
+                loan.cancel()
+
+    def _fail(self, owner: str, error: Exception) -> None:
+        """Any worker thread: from now on everything raises."""
+        failure = RuntimeError(
+            f"the optimizer's work on {owner} in host memory failed: {error}. Its states may be half "
+            "updated: resume from the last checkpoint."
+        )
+        failure.__cause__ = error
+        self._failure = self._failure or failure
+
+
+class HostGradient:
+    """Mean gradient of a dense parameter's shard, summed over micro-batches in fp32 on the host.
+
+    Parts are sent as they come and summed by the worker; the device keeps nothing.
+
+    Attributes:
+        num_elements: of the shard. filled: whether anything has come in this window.
+        complete: called when a part of the last micro-batch has been added, by default nothing.
+    """
+
+    def __init__(self, worker: HostWorker, name: str, num_elements: int) -> None:
+        self.worker, self.name, self.num_elements = worker, name, num_elements
+        self.filled = False
+        self.complete: Callable[[], None] = lambda: None
+        self._values = worker.zeros(num_elements, f"the gradient of {name}")
+        self._norms = torch.zeros(len(list(chunks(num_elements))))
+        self._jobs: list[Future[None]] = []
+
+    def add(self, part: Tensor, last: bool) -> None:
+        """Add a part of the shard's shape (on the device, nobody else's memory) to the sum.
+
+        Args:
+            last: it is of the last micro-batch.
+        """
+        flat = part.reshape(-1)
+        for index, (begin, end) in enumerate(chunks(self.num_elements)):
+            rule = partial(self._sum, index, self.filled)
+            self._jobs.append(self.worker.submit(self.name, rule, flat[begin:end]))
+        self.filled = True
+        if last:
+            self.complete()
+
+    def _sum(self, index: int, filled: bool, piece: Tensor) -> None:
+        target = self._values[index * CHUNK :][: piece.numel()]
+        target = target.add_(piece) if filled else target.copy_(piece)
+        self._norms[index] = torch.linalg.vector_norm(target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sum."""
+        return self._values.nbytes
+
+    def square_norm(self) -> Tensor:
+        """Squared norm of the sum, 0-dim fp32 on the host; not finite if an element is not."""
+        self._arrive()
+        if not self.filled:
+            return torch.zeros(())
+        return self._norms.square().sum()
+
+    def values(self) -> Tensor:
+        """The sum, flat fp32 on the host; for jobs, which come after those that sum."""
+        return self._values if self.filled else self._values.zero_()
+
+    def read(self) -> Tensor | None:
+        """A copy of the sum once it is whole; None when nothing has come."""
+        self._arrive()
+        return self._values.clone() if self.filled else None
+
+    def replace(self, values: Tensor) -> None:
+        """Take flat values of the shard instead."""
+        self.clear()
+        self.add(values, last=False)
+
+    def clear(self) -> None:
+        """Begin a new window."""
+        self._arrive()
+        self.filled = False
+
+    def _arrive(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        self.worker.wait(jobs)

@@ -1,0 +1,1 @@
+"""The ZeRO optimizer: one step over shards, and the interface that DeepSpeed expects."""

@@ -1,0 +1,250 @@
+"""Gradients for DeepSpeed's ``safe_get_*_grad``, ``safe_set_*_grad`` and ``safe_update_full_grad_vectorized``.
+
+What there is to read depends on when, at every stage alike:
+
+- once gradients are reduced (after each backward at stages 2 and 3, at the accumulation boundary at 0 and 1):
+  the mean over ranks of what the accumulation window has summed until now;
+- before that (earlier micro-batches at stages 0 and 1; inside ``no_sync`` and ``coalesce_grad_reduction``):
+  what this rank's backwards have summed, as DeepSpeed's stages 0 and 1 have it in ``param.grad``;
+- from a step until the next backward has ended: an error.
+
+Of a low-rank matrix it is the part inside its basis, ``A Q^T``, all that is kept; in a step that refreshes the
+basis, the gradient itself. A loss scale is still in it, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.zero.gradients.gradient import Held
+from hmt_deepspeed.zero.parameters.build import whole_shape
+from hmt_deepspeed.zero.sharding.shards import padded
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+    from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["GradientAccess", "unpadded", "whole_rows"]
+
+
+class GradientAccess:
+    """The methods for gradients that DeepSpeed's tools call, for one optimizer; None of a frozen parameter.
+
+    Every rank calls them for the same parameters in the same order: they gather, but for dense parameters at stage
+    0 and what is not reduced yet.
+    """
+
+    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
+        self._optimizer = weakref.ref(
+            optimizer
+        )  # parameters hold this object, and must not hold the optimizer
+        self._entries = {e.gradient.param: e for e in optimizer.entries}
+
+    @property
+    def optimizer(self) -> HMTZeroOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "unlinked when it goes"
+        return optimizer
+
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """A copy of the gradient, fp32 of the parameter's shape; zeros when no backward used the parameter.
+
+        Raises:
+            ValueError: there is none now, or one part of it is reduced and another is not.
+        """
+        entry = self._entries.get(param)
+        return None if entry is None else self._whole_gradient(entry, self._readable(entry))
+
+    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """This rank's part of the mean gradient: fp32, flat, as long as the parameter's partition.
+
+        Raises:
+            ValueError: as above; or gradients are not reduced yet.
+        """
+        entry = self._entries.get(param)
+        if entry is None:
+            return None
+        self._check_reduced(entry)
+        shards = entry.weight.shards
+        if entry.matrix is None:
+            part = self._reduced(entry).reshape(-1).clone()
+        else:
+            part = shards.shard_of(self._whole_gradient(entry, Held.MEAN).reshape(-1), self._rank)
+        return padded(part.to(entry.weight.device, torch.float32), shards.partition)
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """Overwrite what :meth:`get_fp32_grad_for_param` reads, of a dense parameter.
+
+        Raises:
+            ValueError: as there; or for a low-rank matrix.
+        """
+        entry = self._entries.get(param)
+        if entry is None:
+            return
+        self._check_dense(entry)
+        held, gradient = self._readable(entry), entry.gradient
+        if held is Held.OWN:
+            gradient.local = self._kept(entry, value)
+        else:
+            gradient.local = None
+            self._set_reduced(entry, gradient.shards.shard_of(value.reshape(-1), self._rank))
+
+    def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """Overwrite what :meth:`get_local_fp32_grad_for_param` reads, of a dense parameter.
+
+        Raises:
+            ValueError: as there; or for a low-rank matrix.
+        """
+        entry = self._entries.get(param)
+        if entry is None:
+            return
+        self._check_dense(entry)
+        self._check_reduced(entry)
+        self._set_reduced(entry, unpadded(entry, value))
+
+    def update_fp32_grad_for_param_vectorized(
+        self,
+        update_func: Callable[[Tensor, nn.Parameter], Tensor],
+        param_list: Iterable[nn.Parameter],
+    ) -> None:
+        """``gradient = update_func(gradient, param)`` for dense parameters.
+
+        Raises:
+            ValueError: one is a low-rank matrix, and none is changed; or as :meth:`get_fp32_grad_for_param`.
+        """
+        params = [param for param in param_list if param in self._entries]
+        for param in params:
+            self._check_dense(self._entries[param])
+        for param in params:
+            gradient = self.get_fp32_grad_for_param(param)
+            assert gradient is not None
+            self.set_fp32_grad_for_param(update_func(gradient, param), param)
+
+    # -- what may be read now -------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return self.optimizer.shard_rank
+
+    def _readable(self, entry: Entry) -> Held:
+        held = self.optimizer.reducer.held
+        if held in (Held.NOTHING, Held.PART):
+            raise ValueError(
+                f"there is no gradient of {entry.name} now: {held.value}. Read and set gradients after backward() "
+                "has returned and before step(). After a backward that was broken off call engine.zero_grad()."
+            )
+        if held is Held.BOTH and self.optimizer.collectives.world > 1:
+            raise ValueError(
+                f"the gradient of {entry.name} lies in two parts: {held.value}. Read and set gradients before "
+                "no_sync() and coalesce_grad_reduction(), or after the next reduction."
+            )
+        return held
+
+    def _check_reduced(self, entry: Entry) -> None:
+        if self._readable(entry) is not Held.MEAN:
+            raise ValueError(
+                f"no rank has a part of the mean gradient of {entry.name} before gradients are reduced, here when "
+                "coalesce_grad_reduction() ends. Until then safe_get_full_grad reads the sum of this rank's backwards."
+            )
+
+    def _check_dense(self, entry: Entry) -> None:
+        if entry.matrix is not None:
+            raise ValueError(
+                f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
+                "set. Leave the module to adamw in hmt.optimizer.module_rules to keep it dense."
+            )
+
+    # -- reading and writing --------------------------------------------------------------------
+
+    def _whole_gradient(self, entry: Entry, held: Held) -> Tensor:
+        matrix = entry.matrix
+        columns = self._own(entry) if held is Held.OWN else self._mean(entry)
+        if held is Held.BOTH:  # of the only rank
+            columns = columns + self._own(entry)
+        if matrix is None:
+            return columns.view(whole_shape(entry.gradient.param))
+        if not entry.gradient.refreshing and not matrix.takes_whole:
+            with self.optimizer.bases.whole(entry):
+                assert matrix.projection is not None
+                basis = matrix.projection[:, : matrix.rank].to(columns)
+                columns = columns[:, : matrix.rank] @ basis.t()
+        return columns.t() if matrix.transposed else columns
+
+    def _own(self, entry: Entry) -> Tensor:
+        """Sum of this rank's backwards, all rows, fp32."""
+        gradient = entry.gradient
+        if gradient.local is None:
+            return self._zeros(entry, gradient.shards.m).float()
+        return gradient.local.to(entry.weight.device, torch.float32, copy=True)
+
+    def _mean(self, entry: Entry) -> Tensor:
+        """Mean over ranks, all rows, fp32."""
+        gradient, collectives = entry.gradient, self.optimizer.collectives
+        if not gradient.refreshing:
+            return whole_rows(entry, self._reduced(entry), self.optimizer).float()
+        full = self._zeros(entry, gradient.shards.m)
+        if gradient.full is not None:
+            full.copy_(gradient.full)
+        collectives.broadcast(full, gradient.owner)
+        return full.float()
+
+    def _reduced(self, entry: Entry) -> Tensor:
+        """Mean over ranks of the rows held here, where they are held."""
+        gradient = entry.gradient
+        part = gradient.reduced if gradient.host is None else gradient.host.read()
+        if part is None:  # no backward reached it
+            begin, end = gradient.shards.rows(self._rank)
+            return self._zeros(entry, end - begin)
+        return part.view(-1, gradient.width)
+
+    def _zeros(self, entry: Entry, rows: int) -> Tensor:
+        gradient, dtype = entry.gradient, self.optimizer.settings.accumulate_dtype
+        width = gradient.shards.n if gradient.refreshing else gradient.width
+        return torch.zeros(rows, width, dtype=dtype, device=entry.weight.device)
+
+    def _set_reduced(self, entry: Entry, flat: Tensor) -> None:
+        self.optimizer.settle()  # an update may have begun during backward
+        host = entry.gradient.host
+        if host is None:
+            entry.gradient.reduced = self._kept(entry, flat)
+        else:
+            host.replace(flat.to(entry.weight.device, copy=True))
+
+    def _kept(self, entry: Entry, values: Tensor) -> Tensor:
+        dtype = self.optimizer.settings.accumulate_dtype
+        return values.to(entry.weight.device, dtype, copy=True).view(-1, 1)
+
+
+def unpadded(entry: Entry, value: Tensor) -> Tensor:
+    """The elements that this rank holds of a flat partition, with its padding or without.
+
+    Raises:
+        ValueError: another number of elements.
+    """
+    own, partition = entry.weight.num_elements, entry.weight.shards.partition
+    if value.numel() not in (own, partition):
+        raise ValueError(
+            f"this rank's part of {entry.name} was given {value.numel()} elements; legal is {partition}, as many "
+            "as param.ds_tensor has."
+        )
+    return value.reshape(-1)[:own]
+
+
+def whole_rows(entry: Entry, rows: Tensor, optimizer: HMTZeroOptimizer) -> Tensor:
+    """Rows of all ranks, m x width, from those held here, wherever they live; a copy on the device."""
+    shards = entry.gradient.shards
+    rows = rows.to(entry.weight.device)
+    if shards.world == 1:
+        return rows.clone()
+    width = rows.shape[1]
+    part = padded(rows.reshape(-1), shards.max_rows * width)
+    packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
+    optimizer.collectives.all_gather(packed, part).wait()
+    whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
+    shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
+    return whole

@@ -1,0 +1,70 @@
+"""What the engine, Hugging Face's Trainer and DeepSpeed's tools read and set on any ZeRO optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch import Tensor
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.zero.parameters.build import ZeroSettings
+
+__all__ = ["OptimizerInterface"]
+
+
+class OptimizerInterface(ZeROOptimizer):
+    """Learning rates, loss scales, and what a step has found.
+
+    Args:
+        optimizer: carries the parameter groups.
+        settings: see :class:`ZeroSettings`.
+        loss_scaler: DeepSpeed's; scale 1 without fp16.
+    """
+
+    def __init__(self, optimizer: HMT, settings: ZeroSettings, loss_scaler: Any) -> None:
+        super().__init__()
+        self.optimizer, self.settings = optimizer, settings
+        self.loss_scaler = loss_scaler
+        self.dynamic_loss_scale = loss_scaler.dynamic
+        self.custom_loss_scaler = False
+        self.external_loss_scale = 1.0
+        self.torch_autocast_gradscaler = None
+        self.overflow = False
+        self.clip_grad = settings.clip
+        self.partition_gradients = settings.stage >= 2
+        # set by the engine, inside no_sync too: what backward leaves stays on this rank
+        self._coalesce_grad_reduction = False
+        self._global_grad_norm: Tensor | float = 0.0
+        self.mpu = None
+        self.swap_optimizer = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def set_lr(self, lr: float) -> None:
+        """The same learning rate for every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by: DeepSpeed's scaler's, or that of :meth:`override_loss_scale`."""
+        if self.custom_loss_scaler:
+            return float(self.external_loss_scale)
+        return float(self.loss_scaler.cur_scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    cur_scale = loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Multiply losses by ``loss_scale`` from now on, which the caller adapts."""
+        self.custom_loss_scaler, self.external_loss_scale = True, loss_scale

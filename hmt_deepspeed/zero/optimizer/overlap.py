@@ -1,0 +1,136 @@
+"""When updates in host memory run: before the verdict, after the step, or within it; and who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.optimizer.gates import Gates
+from hmt_deepspeed.zero.optimizer.step import ZeroStep
+from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["Overlap", "order_of_use"]
+
+
+def order_of_use(entries: Sequence[Entry], names: Mapping[nn.Parameter, str]) -> list[int]:
+    """Places of the entries as forward meets their weights, taken to be the order of ``names``.
+
+    Those that stay whole at stage 3 are gathered within the step, so they come first.
+    """
+    places = {param: place for place, param in enumerate(names)}
+
+    def key(place: int) -> tuple[bool, int]:
+        param: Any = entries[place].gradient.param
+        return not getattr(param, "ds_persist", False), places[param]
+
+    return sorted(range(len(entries)), key=key)
+
+
+class Overlap:
+    """Starts updates early and finishes late ones; with nothing in host memory it does nothing.
+
+    Args:
+        kind: "none", "backward" or "forward". entries, step: of the optimizer.
+        module: the model. partitioned: whether it is at stage 3.
+        loss_scale: the present one.
+
+    Attributes:
+        settle_copies: waits for copies of weights and states that somebody has under way.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        entries: Sequence[Entry],
+        step: ZeroStep,
+        module: nn.Module,
+        partitioned: bool,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._step, self._loss_scale = step, loss_scale
+        self._on_host = {e.gradient.param: e for e in entries if isinstance(e.weight, HostWeight)}
+        self._gates: Gates | None = None
+        # entries with early updates in this window, in the order of their gradients
+        self._begun: list[Entry] = []
+        self.settle_copies: Callable[[], None] = lambda: None
+        if kind == "forward":
+            step.gathers_apart = True
+            self._gates = Gates(module, self._finish_for, step.finish, partitioned)
+        elif kind == "backward":
+            for entry in self._on_host.values():
+                if entry.gradient.host is not None and entry.weight.has_master:
+                    entry.gradient.host.complete = partial(self._start, entry)
+
+    def end_step(self) -> None:
+        """What the step has begun is finished now, unless the next forward waits for it."""
+        if self._gates is None:
+            self._step.finish()
+        for entry in self._begun:  # the next backward brings them in this order again
+            assert isinstance(entry.weight, HostWeight)
+            entry.weight.states.expect()
+        self._begun.clear()
+
+    def settle(self) -> None:
+        """Make weights and states those of the last step; for whatever reads or replaces them.
+
+        Raises:
+            RuntimeError: an update has begun during backward and cannot be taken back.
+        """
+        self.settle_copies()
+        self.finish()
+        self.take_back("was read or saved between backward and step")
+
+    def finish(self) -> None:
+        """Finish what a step has begun, on all ranks alike; it counts from now on."""
+        self._step.finish()
+        self._step.commit()
+
+    def when_committed(self, action: Callable[[], None]) -> None:
+        """See :meth:`ZeroStep.when_committed`."""
+        self._step.when_committed(action)
+
+    def take_back(self, reason: str) -> None:
+        """Undo updates begun during backward; ``reason`` says why, should that not be possible.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        for entry in self._on_host.values():
+            if entry.host is not None:
+                entry.host.take_back(reason)
+        self._begun.clear()
+
+    @property
+    def finishes_later(self) -> bool:
+        """Whether the last step has begun updates that the next use of their weights finishes, on all ranks alike."""
+        return self._gates is not None and self._step.has_unfinished
+
+    def before_next_use(self, action: Callable[[], None]) -> None:
+        """While :attr:`finishes_later`: call ``action`` before that use."""
+        assert self._gates is not None
+        self._gates.before_next_use(action)
+
+    def close(self) -> None:
+        """Finish what is under way and take the gates away."""
+        self.finish()
+        if self._gates is not None:
+            self._gates.close()
+
+    def _start(self, entry: Entry) -> None:
+        """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
+        assert entry.host is not None
+        self._step.commit()
+        factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the verdict's
+        entry.host.step_early(factor, entry.hyper())
+        self._begun.append(entry)
+
+    def _finish_for(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            entry = self._on_host.get(param)
+            if entry is not None and isinstance(entry.weight, HostWeight) and entry.weight.pending:
+                self._step.finish(entry)

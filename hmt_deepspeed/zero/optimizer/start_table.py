@@ -1,0 +1,205 @@
+"""The start table of a :class:`~hmt_deepspeed.zero.optimizer.optimizer.HMTZeroOptimizer`: what becomes of which parameters.
+
+Parameters that are treated alike and have one shape are a row. Rows that are treated alike stand under one heading;
+what is said of all of them is said once, above the table. 80 columns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.bases.cache import describe_bases
+from hmt_deepspeed.zero.offload.states import RamStates
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.optimizer.statistics import state_bytes
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+    from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["StartRow", "describe", "start_rows"]
+
+_WIDTH = 80
+_COLUMNS = ("shape", "tensors", "rank", "weights", "states", "masters")
+_WIDTHS = (-15, 7, 11, 10, 10, 10)  # of the columns; negative: to the left
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """Parameters of one shape that are treated alike.
+
+    Attributes:
+        treatment: what is said of them, rule and reason first. shape: as it is written, "any" of dense ones.
+        rank: as it is written: one, or the first and last candidate. num_tensors: how many there are.
+        weight_bytes, state_bytes, master_bytes: of all of them on this rank.
+    """
+
+    treatment: tuple[str, ...]
+    shape: str
+    rank: str
+    num_tensors: int = 0
+    weight_bytes: int = 0
+    state_bytes: int = 0
+    master_bytes: int = 0
+
+
+def start_rows(optimizer: HMTZeroOptimizer) -> list[StartRow]:
+    """Every parameter is in one of them: nothing is silently dense. In the order of the parameters."""
+    alike: dict[StartRow, list[Entry]] = defaultdict(list)
+    numbers = {id(group): index for index, group in enumerate(optimizer.param_groups)}
+    for entry in optimizer.entries:
+        group = [f"group {numbers[id(entry.group)]}"] if len(numbers) > 1 else []
+        treatment = (*_rule(entry), *group, *_storage(optimizer, entry))
+        shape = "any" if entry.matrix is None else "x".join(map(str, entry.assignment.shape))
+        alike[StartRow(treatment, shape, _rank(entry))].append(entry)
+    return [
+        replace(
+            row,
+            num_tensors=len(entries),
+            weight_bytes=sum(entry.weight.weight_bytes() for entry in entries),
+            state_bytes=sum(map(state_bytes, entries)),
+            master_bytes=sum(entry.weight.master_bytes() for entry in entries),
+        )
+        for row, entries in alike.items()
+    ]
+
+
+def describe(optimizer: HMTZeroOptimizer) -> str:
+    """The table, and a line each for a budget of ranks, states off the device and bases in host memory."""
+    rows = start_rows(optimizer)
+    common = (
+        [w for w in rows[0].treatment if all(w in row.treatment for row in rows)] if rows else []
+    )
+    settings, world = optimizer.settings, optimizer.collectives.world
+    told = [f"hmt: ZeRO stage {settings.stage}, {world} ranks, bytes per rank", *common]
+    lines = [_wrapped(told), _line(_COLUMNS)]
+
+    def heading(row: StartRow) -> tuple[str, ...]:
+        return tuple(words for words in row.treatment if words not in common)
+
+    order = {words: index for index, words in enumerate(dict.fromkeys(map(heading, rows)))}
+    rows.sort(key=lambda row: order[heading(row)])
+    for words, treated_alike in groupby(rows, heading):
+        lines += [_wrapped(words)] if words else []
+        lines += [_line(_cells(row)) for row in treated_alike]
+    if len(rows) > 1:
+        lines += ["all", _line(_cells(_sum(rows)))]
+    lines += _budget(optimizer)
+    if optimizer.host is not None:
+        assert settings.host is not None
+        overlap = settings.host.overlap
+        lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
+    if optimizer.bases.cache is not None:
+        lines.append(describe_bases(optimizer.bases, optimizer.low_rank))
+    return "\n".join(lines)
+
+
+def _budget(optimizer: HMTZeroOptimizer) -> list[str]:
+    """Bytes that the ranks may take together and those that they take; on all ranks of the job, as the rule counts."""
+    policy = optimizer.policy
+    if policy.rank_budget is None:
+        return []
+    most, taken = format_bytes(policy.rank_budget), format_bytes(policy.taken_bytes())
+    return [f"rank_budget: moments and bases may take {most} on all ranks, {taken} now"]
+
+
+def _wrapped(words: Iterable[str]) -> str:
+    """In lines that end between words, where they fit a line at all."""
+    first, *others = words
+    lines = [first]
+    for word in others:
+        is_full = len(lines[-1]) + len("; ") + len(word) >= _WIDTH  # another may follow
+        lines[-1] += ";" if is_full else f"; {word}"
+        lines += [f"    {word}"] * is_full
+    return "\n".join(lines)
+
+
+def _sum(rows: Sequence[StartRow]) -> StartRow:
+    return StartRow(
+        (),
+        "any",
+        "-",
+        sum(row.num_tensors for row in rows),
+        sum(row.weight_bytes for row in rows),
+        sum(row.state_bytes for row in rows),
+        sum(row.master_bytes for row in rows),
+    )
+
+
+def _cells(row: StartRow) -> tuple[str, ...]:
+    held = (row.weight_bytes, row.state_bytes, row.master_bytes)
+    sizes = (format_bytes(count) if count else "-" for count in held)
+    return row.shape, f"{row.num_tensors:,}", row.rank, *sizes
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    padded = (
+        cell.ljust(-width) if width < 0 else cell.rjust(width)
+        for cell, width in zip(cells, _WIDTHS, strict=True)
+    )
+    return "  " + " ".join(padded)
+
+
+def _rule(entry: Entry) -> list[str]:
+    """The rule and why; of a matrix the projected side and what its backward makes."""
+    reason = entry.assignment.reason
+    told = [f"{entry.assignment.rule}: {reason}" if reason else entry.assignment.rule]
+    rate = entry.assignment.lr_scale
+    if rate != 1 and isinstance(entry.matrix, LowRankMatrix):
+        rate *= entry.matrix.scale
+    told += [] if rate == 1 else [f"learning rate x {rate:g}"]
+    matrix, settings = entry.matrix, entry.assignment.settings
+    if matrix is None or settings is None:
+        return told
+    if settings.projection == "two_sided" and not settings.is_apollo:
+        told.append("projection two-sided")
+    else:
+        told.append(f"projection {'left' if matrix.transposed else 'right'}")
+    told += ["random basis"] * matrix.redraws
+    wanted = settings.lowered_from(*matrix.shape)
+    told += [] if wanted is None else [f"rank lowered from {wanted}"]
+    return [*told, "projected backward" if entry.gradient.site is not None else "full gradient"]
+
+
+def _rank(entry: Entry) -> str:
+    """The rank, or the first and the last candidate that it is chosen from."""
+    if entry.matrix is None:
+        return "-"
+    first, last = entry.matrix.candidates[0], entry.matrix.candidates[-1]
+    return f"{first}..{last}" if first < last else str(first)
+
+
+def _storage(optimizer: HMTZeroOptimizer, entry: Entry) -> list[str]:
+    """Dtypes of weights, states and masters, and where they are."""
+    masters = "" if entry.weight.has_master else ", no masters"
+    weights = f"{entry.weight.kind} weights{masters}"
+    return [weights, _states(entry, optimizer.options["state_dtype"]), _placement(optimizer, entry)]
+
+
+def _states(entry: Entry, wanted: str) -> str:
+    """Storage of the moments; small tensors stay in fp32, and the table says so."""
+    if entry.matrix is not None:
+        stored = str(entry.matrix.moments.dtype)
+    else:
+        assert entry.dense_state is not None
+        stored = str(entry.dense_state[0].dtype)
+    settings = entry.assignment.settings
+    told = f"{stored} states"
+    told += ", factored" if settings is not None and settings.is_factored else ""
+    return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
+
+
+def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
+    world, stage = optimizer.collectives.world, optimizer.settings.stage
+    part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
+    if not isinstance(entry.weight, HostWeight):
+        return part
+    home = "host" if isinstance(entry.weight.states, RamStates) else "SSD"
+    return f"{part}, on {home}" if entry.matrix is None else f"{part}, masters on {home}"

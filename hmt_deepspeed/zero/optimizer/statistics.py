@@ -1,0 +1,112 @@
+"""Numbers of a :class:`~hmt_deepspeed.zero.optimizer.optimizer.HMTZeroOptimizer`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.zero.bases.cache import basis_metrics
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.sharding.collectives import gather_bytes, reduce_bytes
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+    from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
+
+
+def state_bytes(entry: Entry) -> int:
+    """Bytes of moments and basis of one parameter on this rank; masters not counted."""
+    if entry.matrix is not None:
+        return entry.matrix.state_bytes()
+    assert entry.dense_state is not None
+    return sum(t.nbytes for t in entry.dense_state)
+
+
+def _offloaded_bytes(entry: Entry) -> int:
+    """Of these, and of the master, what is in host memory or on an SSD."""
+    if not isinstance(entry.weight, HostWeight):
+        return 0
+    moments = 0 if entry.dense_state is None else sum(t.nbytes for t in entry.dense_state[:2])
+    return entry.weight.master_bytes() + moments
+
+
+def _host_gradient_bytes(entry: Entry) -> int:
+    gradient = entry.gradient.host
+    return 0 if gradient is None else gradient.nbytes
+
+
+def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool = False) -> int:
+    """Bytes a rank would send per step under stock ZeRO of the same stage for the same parameters.
+
+    Gradients: all-reduce (stage 0), reduce-scatter once (1) or per micro-batch (2, 3). Weights:
+    all-gather (1, 2). Stage 3's gathers of parameters in forward and backward are left out on both
+    sides: they are the same code.
+    """
+    settings, world = optimizer.settings, optimizer.collectives.world
+    gradient_size = _size(settings.comm_dtype)
+    weight_size = _size(settings.model_dtype)
+    entries = optimizer.low_rank if low_rank_only else optimizer.entries
+    numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
+    if settings.stage == 0:
+        return reduce_bytes(numel * gradient_size, world)
+    rounds = settings.micro_batches if settings.stage >= 2 else 1
+    sent = rounds * gather_bytes(numel * gradient_size, world)
+    return sent + (gather_bytes(numel * weight_size, world) if settings.stage < 3 else 0)
+
+
+def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+    """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
+
+    ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
+    APOLLO, which has no basis, and matrices without probes, which see nothing outside theirs, are left out of it.
+    """
+    low_rank = optimizer.low_rank
+    energies: dict[str, float] = {}
+    matrices = [
+        (e.name, e.matrix)
+        for e in low_rank
+        if isinstance(e.matrix, LowRankMatrix) and e.matrix.measures_energy
+    ]
+    if matrices:
+        stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])
+        energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))
+    ranks = {e.name: e.matrix.rank for e in low_rank if e.matrix is not None}
+    return {
+        "optimizer_state_bytes": sum(map(state_bytes, optimizer.entries)),
+        "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
+        "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
+        "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
+        "optimizer_host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
+        "offloaded_state_bytes": sum(map(_offloaded_bytes, optimizer.entries)),
+        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, optimizer.entries)),
+        **_ssd_numbers(optimizer),
+        "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
+        "communication_bytes_per_step": optimizer.communication_bytes,
+        "stock_zero_communication_bytes_per_step": stock_communication_bytes(optimizer),
+        "mean_rank": sum(ranks.values()) / len(ranks) if ranks else None,
+        "mean_captured_energy": sum(energies.values()) / len(energies) if energies else None,
+        "rank_per_matrix": ranks,
+        "captured_energy_per_matrix": energies,
+        "refreshed_matrices": sum(e.gradient.refreshing for e in low_rank),
+        **basis_metrics(optimizer.bases, low_rank),
+    }
+
+
+def _ssd_numbers(optimizer: HMTZeroOptimizer) -> dict[str, int]:
+    """Bytes of states' files, and of what was read and written of them since construction."""
+    if optimizer.host is None or optimizer.host.ssd is None:
+        return {}
+    ssd = optimizer.host.ssd
+    return {
+        "ssd_state_bytes": ssd.slots.folder.file_bytes,
+        "ssd_bytes_read": ssd.counters.bytes_in,
+        "ssd_bytes_written": ssd.counters.bytes_out,
+    }
+
+
+def _size(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()

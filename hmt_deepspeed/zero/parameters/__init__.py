@@ -1,0 +1,1 @@
+"""Everything of each parameter, built once."""

@@ -1,0 +1,326 @@
+"""Everything of each parameter, built once: rule, shard, weights, states, gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
+from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
+from hmt_deepspeed.optim.backward.linear import ProjectedSite, can_project
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.assign import (
+    Assignment,
+    assign_rules,
+    head_weights,
+    linear_weights,
+    tied_weights,
+)
+from hmt_deepspeed.optim.settings.options import matrix_settings, module_rules
+from hmt_deepspeed.zero.gradients.gradient import Gradient, ReductionScale
+from hmt_deepspeed.zero.offload.adamw import HostAdamW
+from hmt_deepspeed.zero.offload.ssd import SsdSettings
+from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.offload.worker import HostGradient, HostWorker
+from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
+from hmt_deepspeed.zero.weights.weight import Weight
+
+__all__ = [
+    "CacheSettings",
+    "Entry",
+    "HostSettings",
+    "Placed",
+    "ZeroSettings",
+    "build_entries",
+    "build_schedule",
+    "linears_to_encode",
+    "whole_shape",
+]
+
+Placed = tuple[str, nn.Parameter, dict[str, Any]]  # name, parameter, its group
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
+
+    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+    ssd: where masters and moments live, if not in host memory.
+    """
+
+    pinned: bool
+    overlap: str
+    ssd: SsdSettings | None = None
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """max_bytes: of pinned host memory for bases. history: ``hmt.basis_cache.history``."""
+
+    max_bytes: int
+    history: int
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Plain values the engine takes from the DeepSpeed JSON.
+
+    stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
+    clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
+    check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
+    reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
+    ignore_unused: a step goes on though a parameter has got no gradient on this rank.
+    scale: factors that make a sum a mean.
+    host: where masters and dense states live in host memory, else None.
+    cache: how bases wait in host memory, else None.
+    """
+
+    stage: int
+    model_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    clip: float
+    micro_batches: int
+    check_overflow: bool
+    overlap: bool
+    reduce_elements: int
+    gather_elements: int
+    ignore_unused: bool
+    scale: ReductionScale
+    host: HostSettings | None = None
+    cache: CacheSettings | None = None
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether an update may turn out other than it looks before all gradients are known."""
+        return self.clip > 0 or self.check_overflow
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether updates in host memory begin before the verdict."""
+        return self.host is not None and self.host.overlap == "backward"
+
+    @property
+    def undoes(self) -> bool:
+        """Whether updates begun before the verdict may have to be taken back."""
+        return self.steps_early and self.has_verdict
+
+
+@dataclass(eq=False)
+class Entry:
+    """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
+
+    assignment: Assignment
+    group: dict[str, Any]
+    gradient: Gradient
+    weight: Weight
+    matrix: MatrixRule | None
+    dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
+    host: HostAdamW | None = None  # steps the dense state where that lives in host memory
+
+    @property
+    def name(self) -> str:
+        return self.assignment.name
+
+    def hyper(self) -> dict[str, Any]:
+        """lr, betas, eps and weight_decay of its step."""
+        return self.assignment.hyper(self.group)
+
+
+def linears_to_encode(
+    model: nn.Module,
+    trained: Iterable[tuple[str, nn.Parameter]],
+    options: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> dict[str, nn.Linear]:
+    """Linears whose weights become INT8, by the name of the weight; nothing is changed.
+
+    Args:
+        trained: every trainable parameter and its name. options: fields of ``hmt.optimizer``.
+        dtype: what the weights are cast to before, None for none.
+
+    Raises:
+        ValueError: options that cannot be honoured for these parameters, or weights that INT8 cannot store.
+    """
+    if options["weight_dtype"] != "int8":
+        return {}
+    modules = linear_weights(model)
+    found = {}
+    for assignment in _assignments(trained, options, model):
+        module = modules.get(assignment.name)
+        site = _site(assignment, modules, {}, options["projected_backward"])  # tied: refused below
+        if site is not None and isinstance(module, nn.Linear):
+            found[assignment.name] = module
+    check_encodable(model, found, dtype)
+    return found
+
+
+def build_entries(
+    placed: Sequence[Placed],
+    options: Mapping[str, Any],
+    settings: ZeroSettings,
+    model: nn.Module,
+    world: int,
+    rank: int,
+    worker: HostWorker | None = None,
+) -> list[Entry]:
+    """One entry per trainable parameter, in the order of the parameter groups.
+
+    Args:
+        placed: every trainable parameter. options: fields of ``hmt.optimizer``.
+        model: with the linears of :func:`linears_to_encode` in INT8.
+        world, rank: of the shards; 1 and 0 at stage 0.
+        worker: of masters and dense states in host memory, None when all are on the device.
+
+    Raises:
+        ValueError: options that cannot be honoured for these parameters.
+    """
+    modules, tied = linear_weights(model), tied_weights(model)
+    assignments = _assignments([(name, p) for name, p, _ in placed], options, model)
+    entries = []
+    for index, (assignment, (name, param, group)) in enumerate(
+        zip(assignments, placed, strict=True)
+    ):
+        shape = whole_shape(param)
+        m, n = shape if assignment.low_rank else (torch.Size(shape).numel(), 1)
+        shards = RowShards(m, n, world)
+        by_weight, matrix = shards, None
+        if assignment.settings is not None:
+            shards = RowShards(*assignment.settings.oriented(m, n), world)
+            rows, dtype = shards.rows(rank), settings.model_dtype
+            matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
+        site = _site(assignment, modules, tied, options["projected_backward"])
+        encoded = None if site is None else encoded_weight(modules[name])
+        keep_master = options["master_weights"] == "fp32"
+        gradient = Gradient(index, name, param, shards, matrix, site)
+        state: DenseState | None = None
+        host: HostAdamW | None = None
+        if encoded is not None:
+            weight: Weight = EncodedWeight(param, by_weight, rank, encoded)
+        elif worker is not None and (matrix is None or keep_master):
+            weight = _host_weight(
+                name, param, by_weight, rank, matrix is None, keep_master, settings, worker
+            )
+        else:
+            weight = Weight(param, by_weight, rank, keep_master)
+        if matrix is None and isinstance(weight, HostWeight):
+            first, second = (HostMoment(weight.states, column) for column in MOMENTS)
+            state = (first, second, torch.zeros(()))
+            gradient.host = HostGradient(weight.worker, name, weight.num_elements)
+            host = HostAdamW(weight, gradient.host, state[2])
+        elif matrix is None:
+            state = new_dense_state(
+                (weight.num_elements,), options["state_dtype"], weight.shards.m, weight.device
+            )
+        entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
+    return entries
+
+
+def _assignments(
+    trained: Iterable[tuple[str, nn.Parameter]],
+    options: Mapping[str, Any],
+    model: nn.Module,
+) -> list[Assignment]:
+    return assign_rules(
+        [(name, whole_shape(p)) for name, p in trained],
+        settings=matrix_settings(options),
+        module_rules=module_rules(options),
+        target_modules=options["target_modules"],
+        linear_names=linear_weights(model),
+        head_names=head_weights(model),
+    )
+
+
+def _host_weight(
+    name: str,
+    param: nn.Parameter,
+    shards: RowShards,
+    rank: int,
+    dense: bool,
+    keep_master: bool,
+    settings: ZeroSettings,
+    worker: HostWorker,
+) -> HostWeight:
+    """Weights updated on the host, with the states that are there: of a dense parameter AdamW's moments too."""
+    has_master = keep_master or param.dtype == torch.float32
+    columns = [MASTER] * has_master + list(MOMENTS) * dense
+    begin, end = shards.flat(rank)
+    if worker.ssd is None:
+        undo = settings.undoes and dense and has_master
+        ram = RamStates(worker, name, end - begin, columns, undo)
+        return HostWeight(param, shards, rank, ram, worker, name)
+    states, early = SsdStates(worker, name, end - begin, columns), settings.steps_early
+    return HostWeight(param, shards, rank, states, worker, name, dense and has_master and early)
+
+
+def _site(
+    assignment: Assignment,
+    modules: Mapping[str, nn.Module],
+    tied: Mapping[str, str],
+    wanted: bool | str,
+) -> ProjectedSite | None:
+    """A site where the projected backward applies; refuses where it is insisted on and does not."""
+    settings = assignment.settings
+    if settings is None or wanted is False:
+        return None
+    if not settings.takes_projection:
+        if wanted is True:
+            raise ValueError(
+                f"hmt.optimizer.projected_backward is true, but {settings.wants_whole}, which needs the whole "
+                f'gradient of {assignment.name}. Use "auto", or give it another rule.'
+            )
+        return None
+    module = modules.get(assignment.name)
+    other = tied.get(assignment.name)
+    if module is not None and other is None and can_project(module):
+        m, n = assignment.shape
+        return ProjectedSite(assignment.name, settings.transposes(m, n))
+    if wanted is True:
+        why = f"belongs to a {type(module).__name__}, whose weight others read than nn.Linear's forward"
+        why = why if other is None else f"is also {other} (tied)"
+        raise ValueError(
+            f"hmt.optimizer.projected_backward is true, but {assignment.name} {why}. "
+            'Use "auto", or leave the module to adamw in module_rules.'
+        )
+    return None
+
+
+def build_schedule(
+    low_rank: Sequence[Entry], options: Mapping[str, Any], dtype: torch.dtype
+) -> RefreshSchedule:
+    """When each matrix refreshes; ``dtype`` is that of the accumulated full gradients.
+
+    Raises:
+        ValueError: ``max_full_gradient_bytes`` below the largest matrix.
+    """
+    size = torch.empty(0, dtype=dtype).element_size()
+    nbytes = [
+        0
+        if e.matrix is None or e.matrix.redraws
+        else size * e.gradient.shards.m * e.gradient.shards.n
+        for e in low_rank
+    ]
+    budget = options["max_full_gradient_bytes"]
+    if budget == "auto":
+        budget = auto_full_gradient_bytes(nbytes)
+    elif nbytes and budget < max(nbytes):
+        largest = low_rank[nbytes.index(max(nbytes))].name
+        raise ValueError(
+            f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the full gradient of {largest} "
+            f'takes {max(nbytes)} bytes. Give at least that, or "auto".'
+        )
+    return RefreshSchedule(nbytes, options["update_interval"], budget)
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, partitioned or not."""
+    return tuple(getattr(param, "ds_shape", param.shape))

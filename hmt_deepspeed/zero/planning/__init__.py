@@ -1,0 +1,1 @@
+"""A run that measures itself, plans its activations and carries the plan out."""

@@ -1,0 +1,358 @@
+"""What the planner is told of a run: its optimizer, its setup, its work and the memory that there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
+from hmt_deepspeed.planner.model.workload import Workload, build_workload
+from hmt_deepspeed.planner.run.host import CachedBases, cached_bases
+from hmt_deepspeed.planner.run.loads import static_bytes
+from hmt_deepspeed.planner.run.memory import (
+    MemoryBudget,
+    OptimizerMode,
+    Sharding,
+    temporary_bytes,
+)
+from hmt_deepspeed.planner.run.offloaded import offloaded_states
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.zero.activations.swap import free_host_memory
+from hmt_deepspeed.zero.parameters.build import CacheSettings, HostSettings
+from hmt_deepspeed.zero.planning.memory import engine_memory
+
+__all__ = [
+    "KEPT_FREE",
+    "RunFacts",
+    "Shapes",
+    "bytes_at_rest",
+    "device_capacity",
+    "memory_budget",
+    "optimizer_mode",
+    "place_of",
+    "refreshing_columns",
+    "run_facts",
+    "shapes_of",
+]
+
+_FP32 = 4  # bytes
+KEPT_FREE = 0.05  # of a device: fragmentation, workspaces of kernels
+
+
+class Shapes(NamedTuple):
+    """Of a micro-batch on one rank."""
+
+    micro_batch: int
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run, apart from the sizes of its batches.
+
+    Attributes:
+        itemsize, gradient_itemsize: bytes of a computed element, of an accumulated gradient.
+        update_itemsize: of an element of a low-rank update that is sent to the host.
+        eager: attention is no single op.
+        bucket_elements: ``reduce_bucket_size``.
+        rank_is_chosen: ``hmt.optimizer.rank`` is "auto"; the mode's is the largest candidate.
+        ssd_folder: where activations or states may lie in files; None for nowhere.
+    """
+
+    shape: ModelShape
+    mode: OptimizerMode
+    setup: RunSetup
+    itemsize: int
+    gradient_itemsize: int
+    update_itemsize: int
+    eager: bool
+    bucket_elements: int
+    rank_is_chosen: bool
+    ssd_folder: str | None
+
+    def at_ranks(self, ranks: tuple[tuple[str, int], ...]) -> RunFacts:
+        """The same run with its matrices at other ranks; see ``OptimizerMode.ranks``."""
+        return replace(self, mode=replace(self.mode, ranks=ranks))
+
+    def workload(self, micro_batch: int, seq_length: int) -> Workload:
+        """Of one micro-batch on one rank."""
+        return build_workload(
+            self.shape,
+            micro_batch=micro_batch,
+            seq_length=seq_length,
+            itemsize=self.itemsize,
+            attention="eager" if self.eager or self.shape.soft_cap else "fused",
+            projected=self.mode.backward(),
+        )
+
+    def problem(
+        self, workload: Workload, machine: Machine, budget: MemoryBudget | None = None
+    ) -> Problem:
+        """Of planning this run."""
+        sharding = Sharding(self.setup.zero_stage, self.setup.ranks)
+        temporary = temporary_bytes(
+            workload,
+            self.mode,
+            sharding,
+            bucket_elements=self.bucket_elements,
+            gradient_itemsize=self.gradient_itemsize,
+        )
+        return make_problem(
+            workload,
+            machine,
+            self.setup.with_buffers(temporary),
+            self.mode,
+            budget=budget or MemoryBudget(2**62, 2**62, 2**62),
+            gradient_itemsize=self.gradient_itemsize,
+            update_itemsize=self.update_itemsize,
+        )
+
+
+def run_facts(
+    engine: Any,
+    hmt: HMTConfig,
+    options: Mapping[str, Any] | None,
+    stage: int,
+    host: HostSettings | None,
+    cache: CacheSettings | None = None,
+) -> RunFacts:
+    """What an engine has been built to do.
+
+    Args:
+        options: fields of ``hmt.optimizer``; None under another optimizer, which is taken for AdamW.
+        stage: of ZeRO. host: of HMT's states in host memory or on an SSD; None for none.
+        cache: of bases in host memory, likewise.
+
+    Raises:
+        ValueError: a model whose saved tensors are not known; activations and states on unlike disks.
+    """
+    config = getattr(engine.module, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(engine.module).__name__} has no config to plan by; legal: a model of transformers. Write "
+            'out what is "plan" or "auto" in the hmt block.'
+        )
+    try:
+        shape = shape_of_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
+            "block."
+        ) from error
+    dtypes = engine.get_data_types()
+    itemsize, gradient_itemsize = (torch.empty(0, dtype=dtype).element_size() for dtype in dtypes)
+    overlap: Any = "none" if host is None else host.overlap
+    ssd = None if host is None else host.ssd
+    pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
+    setup = RunSetup(
+        ranks=engine.seq_dp_world_size,
+        zero_stage=stage,
+        offload_param=place_of(engine.zero_offload_param()),
+        offload_optimizer=place_of(engine.zero_offload_optimizer()),
+        accumulation=engine.gradient_accumulation_steps(),
+        overlap=overlap,
+        schedule="optimised" if pipelined else "naive",
+        holds_gradients=True,
+        engine=engine_memory(engine, hmt, options, host, cache),
+    )
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    elements = int(engine.zero_reduce_bucket_size()) if stage else 0
+    return RunFacts(
+        shape,
+        replace(optimizer_mode(options), host_is_ours=host is not None),
+        setup,
+        itemsize,
+        gradient_itemsize,
+        _FP32 if dtypes[0] == torch.float16 else itemsize,  # fp16 factors are multiplied in fp32
+        eager,
+        elements,
+        rank_is_chosen=options is not None and options["rank"] == "auto",
+        ssd_folder=_ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
+    )
+
+
+def _ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
+    """One of the two folders; the planner knows one array of SSDs.
+
+    Raises:
+        ValueError: they are on different file systems.
+    """
+    given = [path for path in (of_activations, of_states) if path is not None]
+    if len({os.stat(_existing(path)).st_dev for path in given}) > 1:
+        raise ValueError(
+            f'hmt.activations.policy is "plan", but hmt.activations.nvme_path {of_activations!r} and '
+            f"zero_optimization.offload_optimizer.nvme_path {of_states!r} are on different file systems; legal: "
+            "one SSD or array for both, which is what is measured. Name folders on one, or write the policy out."
+        )
+    return given[0] if given else None
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
+    """Of the first tensor among a forward's inputs that has a batch and a sequence.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    for tensor in [*named, *args, *kwargs.values()]:
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2:
+            return Shapes(*map(int, tensor.shape[:2]))
+    raise ValueError(
+        'hmt.activations.policy is "plan", but no input of the model is a tensor of batch x sequence, so there '
+        "is nothing to plan for. Give input_ids, or write the policy out."
+    )
+
+
+def place_of(config: Any) -> Any:
+    """ "none", "cpu" or "nvme": an ``offload_param`` or ``offload_optimizer`` of DeepSpeed's, or None."""
+    device = "none" if config is None else config.device
+    return str(getattr(device, "value", device))
+
+
+def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
+    """``hmt.optimizer`` in the planner's words; ``"rank": "auto"`` as the largest candidate.
+
+    Of module rules those that leave their matches to AdamW, see :func:`~hmt_deepspeed.zero.engine.support.has_other_rules`.
+    """
+    if options is None:
+        return OptimizerMode(method="adamw")
+    rank, probes, budget = (options[name] for name in ("rank", "probes", "max_full_gradient_bytes"))
+    if rank == "auto":
+        candidates = options["rank_candidates"]
+        largest = SIDE_SHARES[-1] if candidates == "auto" else max(candidates)
+        rank = 0.25 if options["method"] == "apollo" else largest
+    return OptimizerMode(
+        method=options["method"],
+        projection=options["projection"],
+        rank=rank,
+        probes=None if probes == "auto" else probes,
+        residual=options["residual"],
+        state_dtype=options["state_dtype"],
+        second_moment=options["second_moment"],
+        master_weights=options["master_weights"],
+        weight_dtype=options["weight_dtype"],
+        target_modules=options["target_modules"],
+        adamw_modules=tuple(
+            pattern
+            for pattern, rule in options["module_rules"].items()
+            if rule.get("method") == "adamw"
+        ),
+        projected_backward=options["projected_backward"] is not False,
+        redrawn=options["range_finder"] == "random",
+        share_basis=options["share_basis"],
+        max_full_gradient_bytes=None if budget == "auto" else budget,
+    )
+
+
+def refreshing_columns(optimizer: Any, layer_path: str) -> dict[int, int]:
+    """Columns of ``X [Q | P]``, by layer, that no linear forms in this window, because their matrices refresh.
+
+    Args:
+        layer_path: of a layer in the model, ``*`` for its number.
+    """
+    widths = {  # by owner, since matrices that share columns have one product
+        entry.matrix.columns.owner: (entry.name, entry.matrix.width)
+        for entry in optimizer.low_rank
+        if entry.gradient.refreshing and entry.gradient.site is not None
+        if not (entry.matrix.transposed or entry.matrix.takes_whole)
+    }
+    by_name = dict(widths.values())
+    return {
+        layer: sum(by_name[name] for name in names.values())
+        for layer, names in by_layer(layer_path, by_name).items()
+    }
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+def _local_ranks() -> int:
+    """Ranks of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+
+
+def bytes_at_rest(facts: RunFacts) -> int:
+    """Device bytes of weights, gradients and states between two steps, on the rank that holds most."""
+    setup, sharding = facts.setup, Sharding(facts.setup.zero_stage, facts.setup.ranks)
+    states = offloaded_states(
+        facts.shape,
+        facts.mode,
+        sharding,
+        itemsize=facts.itemsize,
+        gradient_itemsize=facts.gradient_itemsize,
+        is_offloaded=setup.offload_optimizer != "none",
+    ).resident
+    weights = states.weights if setup.offload_param == "none" else 0
+    cached = CachedBases()
+    if setup.engine is not None and setup.engine.cache is not None:
+        cached = cached_bases(facts.shape, facts.mode, sharding, facts.itemsize, setup.engine.cache)
+    away = cached.bases + cached.probes - cached.passing
+    return weights + states.probes + states.gradients + states.optimizer - int(away)
+
+
+def device_capacity(accelerator: Any) -> tuple[int, int]:
+    """(bytes that this process has taken of its device, bytes that it could have)."""
+    taken = int(accelerator.memory_allocated())
+    if accelerator.device_name() == "cpu":
+        return taken, taken + free_host_memory() // _local_ranks()
+    free, _ = torch.cuda.mem_get_info()
+    return taken, int(accelerator.memory_reserved()) + int(free)
+
+
+def memory_budget(
+    problem: Problem,
+    hmt: HMTConfig,
+    taken: int,
+    capacity: int,
+    on_ssd: float = 0.0,
+) -> MemoryBudget:
+    """What the plan of this rank may use.
+
+    What the process has taken between two steps beyond what the planner knows of (a CUDA library's workspace,
+    a user's own tensors) is not the plan's to use. Of host memory a quarter is left for what is on its way and
+    for what page-locked pieces of one size leave unused (``zero/activations/swap.py``).
+
+    Args:
+        taken, capacity: see :func:`device_capacity`. on_ssd: bytes of states in files by now.
+
+    Raises:
+        ValueError: ``hmt.planner.gpu_memory`` above what the device has.
+    """
+    static = {memory: int(sum(kinds.values())) for memory, kinds in static_bytes(problem).items()}
+    gpu = hmt.planner.gpu_memory
+    if gpu == "auto":
+        gpu = int((1 - KEPT_FREE) * capacity) - max(0, taken - static["gpu"])
+    elif gpu > capacity:
+        raise ValueError(
+            f"hmt.planner.gpu_memory is {gpu}; legal: up to {capacity} bytes, which is what this rank can have. "
+            'Lower it, or use "auto".'
+        )
+    host = hmt.activations.host_memory
+    if host == "auto":
+        host = free_host_memory() // 2 // _local_ranks()
+    path = hmt.activations.nvme_path
+    ssd = 0
+    if path is not None:  # less what states will take, whose second slots come with the first step
+        free = shutil.disk_usage(_existing(path)).free // _local_ranks()
+        ssd = max(0, free - max(0, static["ssd"] - int(on_ssd)))
+    staging = 0 if problem.setup.engine is None else problem.setup.engine.staging
+    activations = host * 3 // 4 + staging
+    return MemoryBudget(max(1, gpu), static["host"] + activations, static["ssd"] + ssd)
+
+
+def _existing(path: str) -> str:
+    """The folder, or the nearest above it that there is."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path

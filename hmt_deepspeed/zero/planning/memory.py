@@ -1,0 +1,124 @@
+"""Memory of an engine by kind, as the planner names it: what is of constant size, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
+from hmt_deepspeed.zero.activations.swap import host_memory_share, staging_bytes
+from hmt_deepspeed.zero.bases import cache as basis_cache
+from hmt_deepspeed.zero.engine.support import checks_overflow
+from hmt_deepspeed.zero.offload import ssd
+from hmt_deepspeed.zero.offload import worker as host_worker
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.parameters.build import CacheSettings, HostSettings
+    from hmt_deepspeed.zero.saving.snapshot import Snapshots
+
+__all__ = ["counted_bytes", "engine_memory"]
+
+_FP32 = 4
+
+
+def engine_memory(
+    engine: Any,
+    hmt: HMTConfig,
+    options: Mapping[str, Any] | None,
+    host: HostSettings | None,
+    cache: CacheSettings | None,
+) -> EngineMemory | None:
+    """Host memory that an engine takes beside what follows from its model.
+
+    Args:
+        options, host, cache: see :func:`~hmt_deepspeed.zero.planning.facts.run_facts`.
+
+    Returns:
+        None where DeepSpeed's own optimizer is offloaded, whose buffers are another's.
+    """
+    if options is None and engine.zero_offload_optimizer() is not None:
+        return None
+    limit = hmt.activations.host_memory
+    staging = staging_bytes(
+        host_memory_share() if limit == "auto" else limit, hmt.activations.nvme_path
+    )
+    pools = buffers = 0
+    if host is not None:
+        pools = 2 * host_worker.pool_bytes() + host_worker.CHUNK * _FP32
+    if host is not None and host.ssd is not None:
+        buffers = host.ssd.num_buffers * ssd.NUM_STATES * host_worker.CHUNK * _FP32
+    weights, weight_buffers = engine.zero_offload_param(), 0
+    if weights is not None and weights.device == OffloadDeviceEnum.nvme:
+        itemsize = next(engine.module.parameters()).element_size()
+        weight_buffers = weights.buffer_count * weights.buffer_size * itemsize
+    return EngineMemory(
+        pools=pools,
+        state_buffers=buffers,
+        weight_buffers=weight_buffers,
+        staging=staging,
+        ssd_staging=staging,
+        takes_back=engine.gradient_clipping() > 0 or checks_overflow(engine._config),
+        cache=None if cache is None or options is None else _room(cache, options),
+        has_snapshots=options is not None and hmt.snapshot.path is not None,
+    )
+
+
+def _room(cache: CacheSettings, options: Mapping[str, Any]) -> CacheRoom:
+    return CacheRoom(
+        cache.max_bytes,
+        PREFETCH,
+        cache.history,
+        cache.history > 0 and options["range_finder"] != "svd",
+        basis_cache.staging_bytes(cache),
+        SLAB_BYTES,
+    )
+
+
+def counted_bytes(
+    optimizer: Any, snapshots: Snapshots | None = None
+) -> dict[tuple[str, str], float]:
+    """Bytes on this rank by (memory, kind), as the planner names them."""
+    found = optimizer.metrics()
+    states = found["optimizer_state_bytes"] + found["master_weight_bytes"]
+    away = found["offloaded_state_bytes"]
+    counted = {
+        ("gpu", "weights"): found["weight_bytes"],
+        ("gpu", "gradients"): found["gradient_buffer_bytes"],
+        ("gpu", "optimizer states"): states - away - _cached_bytes(optimizer),
+    }
+    in_ram = 0
+    if "ssd_state_bytes" in found:
+        counted["ssd", "optimizer states"] = found["ssd_state_bytes"]
+    elif away:
+        counted["host", "optimizer states"] = in_ram = away
+    gradients = found["offloaded_gradient_bytes"]
+    if gradients:
+        counted["host", "gradients"] = gradients
+    if optimizer.host is not None:
+        early = found["optimizer_host_bytes"] - in_ram - gradients
+        if early:
+            counted["host", "early updates"] = early
+        counted["host", "pools"] = optimizer.host.pool_bytes
+        if optimizer.host.ssd is not None:
+            counted["host", "state buffers"] = optimizer.host.ssd.buffer_bytes
+    if optimizer.bases.cache is not None:
+        counted["gpu", "bases in passing"] = found["basis_peak_fetched_bytes"]
+        counted["host", "bases"] = found["basis_pinned_bytes"]
+    if snapshots is not None:
+        counted["host", "snapshots"] = snapshots.host_bytes
+    return counted
+
+
+def _cached_bytes(optimizer: Any) -> int:
+    """Bytes of bases, probes not counted, that a cache holds in the device's place."""
+    matrices = [e.matrix for e in optimizer.low_rank if isinstance(e.matrix, LowRankMatrix)]
+    return sum(
+        m.columns.parked[:, : m.rank].nbytes
+        for m in matrices
+        if m.columns.owner == m.name and m.columns.parked is not None and m.columns.parked.is_meta
+    )

@@ -1,0 +1,302 @@
+"""Reads a checkpoint of ours whole, whatever world size and ZeRO stage wrote it.
+
+Files are memory-mapped; a parameter is assembled from the ranks' parts when it is asked for.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS
+from hmt_deepspeed.zero.saving.raw_tensors import read_state
+from hmt_deepspeed.zero.saving.ssd_files import read_columns
+from hmt_deepspeed.zero.saving.verify import MANIFEST
+
+__all__ = ["SavedState"]
+
+
+def _by_rank(folder: str, kind: str) -> list[str]:
+    """Files of one kind, in order of rank."""
+
+    def rank(path: str) -> int:
+        found = re.search(r"zero_pp_rank_(\d+)", os.path.basename(path))
+        return int(found.group(1)) if found else -1
+
+    return sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt")), key=rank)
+
+
+def _made(value: Tensor | Callable[[], Tensor]) -> Tensor:
+    """A tensor, or one that a snapshot holds as the difference to another's."""
+    return value if isinstance(value, Tensor) else value()
+
+
+def _own_last(parts: list[dict[str, Any]], rows: tuple[int, int]) -> list[dict[str, Any]]:
+    return sorted(parts, key=lambda part: tuple(part["rows"]) == rows)
+
+
+def _rows_of(
+    parts: Sequence[Mapping[str, Any]], key: str, height: int, rows: tuple[int, int]
+) -> Tensor:
+    """Some rows of a matrix of ``height``, of what ranks hold of it; later parts replace earlier ones."""
+    like: Tensor = parts[0][key]
+    whole = torch.empty(height, like.shape[1], dtype=like.dtype)
+    for part in parts:
+        begin, end = part["rows"]
+        whole[begin:end] = part[key]
+    return whole[rows[0] : rows[1]]
+
+
+class SavedState:
+    """One checkpoint folder.
+
+    Attributes:
+        hmt: our part of the first rank's optimizer state.
+        model_state: DeepSpeed's model-state file of the first rank.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        files = map(read_state, _by_rank(folder, "optim"))
+        self._optimizer = [file["optimizer_state_dict"] for file in files]
+        self._models = [read_state(path) for path in self.model_paths(folder)]
+        self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
+        self.model_state = self._models[0]
+        if len(self._optimizer) != self.hmt["world"]:
+            raise ValueError(
+                f"{folder} was written by {self.hmt['world']} ranks, but holds "
+                f"{len(self._optimizer)} optimizer files. Copy the missing ones."
+            )
+
+    @staticmethod
+    def model_paths(folder: str) -> list[str]:
+        """DeepSpeed's model-state files, in order of rank."""
+        return _by_rank(folder, "model")
+
+    @staticmethod
+    def is_ours(folder: str) -> bool:
+        """Whether HMT wrote the checkpoint; raises where it did, by its manifest, and cannot be read."""
+        files = _by_rank(folder, "optim")
+        if not files:
+            return False
+        try:
+            return "hmt" in read_state(files[0])["optimizer_state_dict"]
+        except Exception:  # stock files hold pickled classes that weights_only refuses
+            if os.path.isfile(os.path.join(folder, MANIFEST)):
+                raise
+            return False
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check_same_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ValueError when trainable parameters differ in name or shape."""
+        saved = {name: tuple(shape) for name, shape in self.hmt["shapes"].items()}
+        wrong = [n for n in sorted(saved.keys() | shapes.keys()) if saved.get(n) != shapes.get(n)]
+        if wrong:
+            lines = [f"{n}: saved {saved.get(n)}, model {shapes.get(n)}" for n in wrong[:5]]
+            raise ValueError(
+                f"{self.folder} belongs to another model; {len(wrong)} trainable parameters differ: "
+                + "; ".join(lines)
+            )
+
+    def check_same_rules(self, rules: Mapping[str, str]) -> None:
+        """Raises ValueError when a parameter had another method or projection."""
+        saved = self.hmt["rules"]
+        wrong = [f"{n} ({saved[n]}, now {rule})" for n, rule in rules.items() if saved[n] != rule]
+        if wrong:
+            raise ValueError(
+                f"{self.folder}: the rule of {wrong[:5]} is another one in this config, so their states "
+                "do not fit. Keep method, projection, second_moment, module_rules and target_modules, "
+                "and where bases are drawn range_finder and rank, or load with "
+                "load_optimizer_states=False."
+            )
+
+    def check_same_groups(self, groups: Sequence[Sequence[str]]) -> None:
+        """Raises ValueError when parameters are grouped otherwise: lr and the like are per group."""
+        saved = [sorted(names) for names in self.hmt["groups"]]
+        if saved != [sorted(names) for names in groups]:
+            raise ValueError(
+                f"{self.folder} has parameter groups of {[len(g) for g in saved]} parameters, this run "
+                f"of {[len(g) for g in groups]}, or others in them. Group them as in the saved run, or "
+                "load with load_optimizer_states=False."
+            )
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def master(self, name: str) -> Tensor:
+        """Whole fp32 weight of a trainable parameter, flat."""
+        if "masters" in self._optimizer[0]:
+            return self._master_of_snapshot(name)
+        if "fp32_flat_groups" in self._optimizer[0]:
+            return self._master_stage3(name)
+        return self._master_stage12(name)
+
+    def int8_weight(self, name: str) -> dict[str, Tensor] | None:
+        """Codes and scales of a weight that was stored in INT8, else None."""
+        found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
+        return found
+
+    def _master_of_snapshot(self, name: str) -> Tensor:
+        whole = torch.empty(self._numel(name))
+        for state in self._optimizer:
+            held = state["masters"].get(name)
+            if held is None:
+                continue
+            if "pieces" in held:
+                values = read_columns(self.folder, self._files, held)[MASTER]
+            else:
+                values = _made(held["values"])
+            whole[held["flat"][0] : held["flat"][1]] = values
+        return whole
+
+    def _place(self, name: str) -> tuple[int, list[str]]:
+        for index, names in enumerate(self.hmt["groups"]):
+            if name in names:
+                return index, names[: names.index(name)]
+        raise KeyError(name)
+
+    def _numel(self, name: str) -> int:
+        return prod(self.hmt["shapes"][name])
+
+    def _master_stage12(self, name: str) -> Tensor:
+        group, before = self._place(name)
+        begin = sum(map(self._numel, before))
+        end = begin + self._numel(name)
+        pieces, offset = [], 0
+        for state in self._optimizer:
+            part = state["single_partition_of_fp32_groups"][group]
+            first, last = max(begin, offset), min(end, offset + part.numel())
+            if first < last:
+                pieces.append(part[first - offset : last - offset])
+            offset += part.numel()
+        return torch.cat(pieces)
+
+    def _master_stage3(self, name: str) -> Tensor:
+        group, before = self._place(name)
+        world = self.hmt["world"]
+        offset = sum(-(-self._numel(n) // world) for n in before)
+        length = -(-self._numel(name) // world)
+        parts = [s["fp32_flat_groups"][group][offset : offset + length] for s in self._optimizer]
+        return torch.cat(parts)[: self._numel(name)]
+
+    def holds_frozen(self, name: str) -> bool:
+        """Whether the weight of a parameter that is not trained was saved."""
+        fragments = self.model_state.get("frozen_param_fragments") or {}
+        return name in fragments or name in (self.model_state["module"] or {})
+
+    def frozen(self, name: str) -> Tensor:
+        """Whole weight of a parameter that is not trained, any shape.
+
+        Raises:
+            ValueError: it was not saved.
+        """
+        if not self.holds_frozen(name):
+            raise ValueError(
+                f"{self.folder} holds no weights for the frozen parameter {name}: it was saved with "
+                "exclude_frozen_parameters. Pass load_module_strict=False to keep the model's own."
+            )
+        fragments = self.model_state.get("frozen_param_fragments") or {}
+        if name not in fragments:
+            return self.model_state["module"][name]
+        shape = self.model_state["frozen_param_shapes"][name]
+        parts = [_made(m["frozen_param_fragments"][name]).reshape(-1) for m in self._models]
+        return torch.cat(parts)[: prod(shape)]
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
+        """State of a matrix rule with what it keeps by rows for the given rows.
+
+        A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
+        rank of the same layout takes back its own.
+        """
+        common = dict(self.hmt["matrices"][name])
+        common.pop("rows")
+        parts = [state["hmt"]["matrices"].get(name) for state in self._optimizer]
+        parts = _own_last([part for part in parts if part is not None], rows)
+        for key in common.pop("row_states"):
+            common[key] = _rows_of(parts, key, common["height"], rows)
+        return common
+
+    def old_bases(self) -> dict[str, Tensor]:
+        """Old bases by name of the matrix; each was kept by the rank that finds its bases."""
+        found: dict[str, Tensor] = {}
+        for state in self._optimizer:
+            found |= state["hmt"].get("old_bases", {})
+        return found
+
+    def left_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+        """Bases that were left, oldest first, with their moments, of the rows given by matrix name; those that
+        every rank had kept."""
+        saved = [
+            state["hmt"].get("left_moments", {}).get("entries", []) for state in self._optimizer
+        ]
+        by_rank = [{(entry["owner"], entry["steps"]): entry for entry in part} for part in saved]
+        found = []
+        for place, entry in by_rank[0].items():
+            parts = [part.get(place) for part in by_rank]
+            known = [part for part in parts if part is not None]
+            basis = next((part["basis"] for part in known if part["basis"] is not None), None)
+            if len(known) < len(parts) or basis is None:
+                continue
+            members = {
+                name: self._left_rows(name, [p["members"] for p in known], rows[name])
+                for name in entry["members"]
+                if name in rows
+            }
+            found.append({**entry, "basis": basis, "members": members})
+        return found
+
+    @staticmethod
+    def _left_rows(
+        name: str, by_rank: Sequence[Mapping[str, Any]], rows: tuple[int, int]
+    ) -> dict[str, Any]:
+        parts = _own_last([part[name] for part in by_rank if name in part], rows)
+        common = dict(parts[0])
+        for key in common.keys() & {"exp_avg", "exp_avg_sq"}:  # not the means of columns
+            common[key] = _rows_of(parts, key, common["height"], rows)
+        return common
+
+    def order_of_use(self, rank: int) -> list[str]:
+        """What a rank's basis cache kept of the past, least recently used first; nothing of further ranks."""
+        if rank >= len(self._optimizer):
+            return []
+        order: list[str] = self._optimizer[rank]["hmt"].get("left_moments", {}).get("order", [])
+        return order
+
+    def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Moments of flat elements of a dense parameter, and its step count."""
+        whole = {key: torch.empty(self._numel(name)) for key in MOMENTS}
+        for state in self._optimizer:
+            held = state["hmt"]["dense"].get(name)
+            if held is None:
+                continue
+            begin, end = held["flat"]
+            columns = held
+            if "pieces" in held:
+                columns = read_columns(self.folder, self._files, held)
+            for key, values in whole.items():
+                values[begin:end] = columns[key]
+        first, second = (values[flat[0] : flat[1]] for values in whole.values())
+        return first, second, torch.as_tensor(self.hmt["dense"][name]["step"])
+
+    @cached_property
+    def _files(self) -> dict[str, Any]:
+        """Of the checkpoint's manifest."""
+        with open(os.path.join(self.folder, MANIFEST)) as file:
+            files: dict[str, Any] = json.load(file)["files"]
+        return files
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """Random number states a rank saved."""
+        state: dict[str, Tensor] = self._optimizer[rank]["hmt"]["rng"]
+        return {key: value.clone() for key, value in state.items()}  # torch ignores a view's offset

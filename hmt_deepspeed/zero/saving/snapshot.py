@@ -1,0 +1,393 @@
+"""Snapshots: the state of training to an SSD every so many steps, beside training.
+
+A snapshot is taken between two steps. Copies of weights, low-rank states and bases start on a side stream into
+page-locked memory, and a thread writes them from there; the next step's update waits only should the copies not
+be done. What the optimizer keeps elsewhere is taken there, see :mod:`hmt_deepspeed.zero.saving.snapshot_offloaded`.
+
+Files appear as ``step<N>.saving``, synced and checksummed, and the folder gets its name when it is whole on
+every rank. Weights are stored whole, or as the difference to those of an earlier snapshot that is kept as long
+as it is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import logger
+from torch import Tensor
+
+from hmt_deepspeed.memory.errors import PoolFull
+from hmt_deepspeed.memory.growing import GrowingHostStore
+from hmt_deepspeed.memory.pool import whole_pages
+from hmt_deepspeed.memory.threads import background_threads
+from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.activations.swap import host_memory_share
+from hmt_deepspeed.zero.saving.checkpoint import common_state
+from hmt_deepspeed.zero.saving.client_objects import storable
+from hmt_deepspeed.zero.saving.optimizer_state import hmt_state
+from hmt_deepspeed.zero.saving.raw_tensors import map_tensors
+from hmt_deepspeed.zero.saving.snapshot_offloaded import OffloadedStates
+from hmt_deepspeed.zero.saving.snapshot_writer import Job, SnapshotWriter, Staged, prepare_folder
+from hmt_deepspeed.zero.saving.verify import newest_steps
+from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
+from hmt_deepspeed.zero.weights.residency import on_ssd, resident
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.engine.engine import HMTEngine
+    from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["SnapshotSettings", "Snapshots"]
+
+MOST_TEMPORARY = (
+    64 * 2**20
+)  # bytes of the device that decoded states and the like may take on their way
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """``hmt.snapshot``; steps are optimizer steps."""
+
+    path: str
+    interval: int
+
+
+class Snapshots:
+    """Takes, writes and removes the snapshots of one rank.
+
+    Args:
+        engine: refers to a built one. settings: see :class:`SnapshotSettings`.
+
+    Attributes:
+        num_taken, num_skipped: the latter since the one before was not written yet.
+        seconds_taking: that the training thread spent on them.
+
+    Raises:
+        ValueError: files cannot be made in the folder, or host memory has no room for a copy of the states.
+    """
+
+    def __init__(self, engine: ref[HMTEngine], settings: SnapshotSettings) -> None:
+        self._reference, self.settings = engine, settings
+        collectives = self._engine.optimizer.collectives
+        self._rank = collectives.rank
+        limit = host_memory_share()
+        self._transfers = TransferEngine(self._engine.device, 1, outgoing_bytes=limit)
+        self._offloaded = OffloadedStates(self._engine.optimizer)
+        self._staged: list[str] = []
+        self._put: Callable[[str, Tensor], None]
+        self._wait: Callable[[str], object] = lambda _: None  # until a tensor's copy is done
+        self._living: set[int] = set()  # storages that are not made for a snapshot
+        self._temporary_bytes = 0  # of tensors that were, and may be on their way
+        self._thread = background_threads(1, "hmt-snapshot")
+        self._writing: Future[None] | None = None
+        self._is_busy = False  # with one that is taken; it is written once its step counts
+        self._copied, self._stopping = threading.Event(), threading.Event()
+        self._writer = SnapshotWriter(
+            settings.path,
+            self._rank,
+            collectives.world,
+            self._host_bytes,
+            self._stopping,
+        )
+        self._last_step = self._engine.global_steps
+        self.num_taken = self.num_skipped = 0
+        self.seconds_taking = self._seconds_writing = 0.0
+        problem = _problem_of(settings.path) if self._rank == 0 else None
+        if problem := collectives.broadcast_object(problem):
+            raise ValueError(problem)
+        self._store = self._new_store(limit)
+        self._engine.optimizer.overlap.settle_copies = self.settle
+
+    @property
+    def _engine(self) -> HMTEngine:
+        engine = self._reference()
+        assert engine is not None
+        return engine
+
+    # -- training thread ------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Take a snapshot if it is time for one.
+
+        Raises:
+            RuntimeError: an earlier one could not be written, or there is no host memory for one.
+        """
+        step = self._engine.global_steps
+        if step == self._last_step:
+            return
+        self._last_step = step
+        self._raise_failure()
+        if step % self.settings.interval:
+            return
+        begin = time.perf_counter()
+        if self._is_anyone_writing():
+            self.num_skipped += 1
+        else:
+            self._take(step)
+            self.num_taken += 1
+        self.seconds_taking += time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Wait for copies that are still under way; before weights or states change."""
+        if self._is_busy and not self._copied.is_set():
+            begin = time.perf_counter()
+            self._copied.wait()
+            self.seconds_taking += time.perf_counter() - begin
+
+    def newest(self, checkpoints: str) -> str:
+        """Of the snapshots' folder and another, the one whose newest whole checkpoint has taken more steps; the
+        same on all ranks."""
+        chosen = self.settings.path
+        if self._rank == 0 and newest_steps(checkpoints) >= newest_steps(chosen):
+            chosen = checkpoints
+        folder: str = self._engine.optimizer.collectives.broadcast_object(chosen)
+        return folder
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is written.
+
+        Raises:
+            RuntimeError: it could not be, or an update beside it failed.
+        """
+        if self._is_busy:
+            self._engine.optimizer.overlap.finish()  # on an SSD a step counts only then
+            assert self._writing is not None
+            with suppress(Exception):
+                self._writing.result()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Write what is under way and stop; a failure is logged."""
+        try:
+            self.finish()
+        except RuntimeError as error:
+            logger.error(str(error))
+        self._stopping.set()
+        self._thread.shutdown()
+        self._transfers.close()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, from the start on; more only where ranks have risen since."""
+        return self._store.pinned_bytes + self._offloaded.nbytes
+
+    def metrics(self) -> dict[str, Any]:
+        """Sums since the start of the run."""
+        return {
+            "snapshots": self.num_taken,
+            "snapshots_skipped": self.num_skipped,
+            "snapshot_bytes_written": self._writer.bytes_written,
+            "snapshot_bytes_linked": self._writer.bytes_linked,
+            "snapshot_seconds_taking": self.seconds_taking,
+            "snapshot_seconds_writing": self._seconds_writing,
+            "snapshot_host_bytes": self.host_bytes,
+        }
+
+    def describe(self) -> str:
+        """A line for the start table."""
+        taken, settings = format_bytes(self.host_bytes), self.settings
+        return f"snapshots: every {settings.interval} steps to {settings.path}; {taken} of host memory per rank"
+
+    def _raise_failure(self) -> None:
+        if self._writing is None or not self._writing.done():
+            return
+        done, self._writing, self._is_busy = self._writing, None, False
+        error = done.exception()
+        if error is not None:
+            raise RuntimeError(
+                f"a snapshot could not be written to {self.settings.path} (hmt.snapshot.path) on rank "
+                f"{self._rank}: {error}. The one before it is whole. Make room there or give the permission, or "
+                "leave hmt.snapshot out."
+            ) from error
+
+    def _is_anyone_writing(self) -> bool:
+        """The same on all ranks: each takes a snapshot or none does."""
+        if self._engine.optimizer.collectives.world == 1:
+            return self._is_busy
+        busy = torch.tensor(float(self._is_busy), device=self._engine.device)
+        self._engine.optimizer.collectives.all_reduce(busy, op=dist.ReduceOp.MAX)
+        return bool(busy.item())
+
+    def _take(self, step: int) -> None:
+        optimizer = self._engine.optimizer
+        if self._offloaded.must_settle:
+            optimizer.overlap.settle()
+        try:
+            states = self._states(*self._offloaded.take(optimizer))
+        except BaseException:
+            self._forget_staged()
+            self._offloaded.forget()
+            raise
+        self._copied.clear()
+        self._is_busy = True
+        self._thread.submit(self._wait_for_copies)
+        job = Job(f"step{step:08d}", step, states, self._offloaded.keep_files)
+        self._offloaded.when_ready(optimizer, partial(self._begin_writing, job))
+
+    def _begin_writing(self, job: Job) -> None:
+        self._writing = self._thread.submit(self._write, job)
+
+    def _new_store(self, limit: int) -> GrowingHostStore:
+        """With room for the states as they are, taken now: what shares out host memory later finds the rest."""
+        sizes: list[int] = []
+        self._put = lambda _, tensor: sizes.append(whole_pages(tensor.nbytes))
+        self._states(*self._offloaded.outline())
+        self._staged.clear()
+        needed = sum(sizes) + self._offloaded.nbytes
+        short = torch.tensor(float(needed > limit), device=self._engine.device)
+        self._engine.optimizer.collectives.all_reduce(short, op=dist.ReduceOp.MAX)
+        if short.item():
+            raise ValueError(
+                f"hmt.snapshot copies {needed} bytes of weights and states to host memory on rank {self._rank}, which "
+                f"may take {limit}: half of what is free, shared by the ranks of a machine; on one rank at least that "
+                "is too little. Save checkpoints instead and leave hmt.snapshot out, spread the states over more "
+                'ranks, or put them on an SSD ("offload_optimizer": {"device": "nvme"}), whose files are linked.'
+            )
+        self._offloaded.allocate()
+        left = limit - self._offloaded.nbytes
+        store = GrowingHostStore(self._transfers, left, "free host memory", first_bytes=sum(sizes))
+        self._put, self._wait = store.put, store.host_bytes
+        return store
+
+    def _states(self, masters: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank writes, by kind of file; masters and moments away from the device are given."""
+        self._living, self._temporary_bytes = _storages(self._engine), 0
+        states = {"optim": self._optimizer_state(masters, moments)}
+        if self._rank == 0 or self._engine.optimizer.settings.stage == 3:
+            states["model"] = self._model_state()
+        return states
+
+    def _stage(self, value: Any, weight: str | None = None) -> Any:
+        """Start the copy of a tensor to the host; other values are taken as they are."""
+        if not isinstance(value, Tensor):
+            return value
+        name = f"tensor {len(self._staged)}" if weight is None else weight
+        value = value.detach().to(self._transfers.device).contiguous()
+        if not value.dim():  # counts of updates in host memory go on during backward
+            value = value.clone()
+        try:
+            self._put(name, value)
+        except PoolFull as full:
+            raise RuntimeError(
+                f"hmt.snapshot stages everything that it writes in host memory, which is too small: {full}. "
+                "Save checkpoints instead, or spread the states over more ranks."
+            ) from full
+        self._staged.append(name)
+        if value.untyped_storage().data_ptr() not in self._living:
+            self._temporary_bytes += value.nbytes
+            if self._temporary_bytes > MOST_TEMPORARY:
+                self._wait(name)  # with it all before it have left the device
+                self._temporary_bytes = 0
+        return Staged(name, value.dtype, tuple(value.shape), weight is not None)
+
+    def _stage_weight(self, entry: Entry) -> Any:
+        if entry.weight.master is not None:
+            return self._stage(entry.weight.master, entry.name)
+        dtype = self._engine.optimizer.settings.model_dtype  # as exact, and smaller
+        with entry.weight.shard() as shard:
+            return self._stage(_to_stay(entry.gradient.param, shard.to(dtype)), entry.name)
+
+    def _optimizer_state(
+        self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        optimizer, masters = self._engine.optimizer, {}
+        for entry in optimizer.entries if optimizer.settings.stage > 0 or self._rank == 0 else ():
+            flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
+            held = offloaded.get(entry.name)
+            if held is None:
+                held = {"values": self._stage_weight(entry)}
+            masters[entry.name] = {"flat": flat, **held}
+        ours = map_tensors(hmt_state(optimizer, self._stage, moments), self._stage)
+        return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
+
+    def _model_state(self) -> dict[str, Any]:
+        """What DeepSpeed's model file holds of it, the weights that are trained aside."""
+        engine = self._engine
+        frozen = engine._get_zero_frozen_param_attributes
+        fragments = frozen(_fragment)
+        shapes = frozen(engine._get_param_shape_func)
+        # clones: the next forward may change them before the copies are done
+        buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
+        state = {
+            **{key: storable(value) for key, value in engine.snapshot_client_state().items()},
+            **common_state(engine, buffers, save_frozen=False),
+            "frozen_param_fragments": {
+                n: self._stage(t, f"frozen {n}") for n, t in fragments.items()
+            },
+            "frozen_param_shapes": {n: list(shape) for n, shape in shapes.items()},
+        }
+        return dict(map_tensors(state, self._stage))
+
+    # -- writing thread -------------------------------------------------------------------------
+
+    def _wait_for_copies(self) -> None:
+        try:
+            for name in self._staged:
+                self._store.host_bytes(name)
+        finally:  # what has failed is raised where it is read
+            self._copied.set()
+
+    def _write(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            self._offloaded.wait()
+            self._writer.write(job)
+        finally:
+            self._forget_staged()
+            self._offloaded.forget()
+            self._seconds_writing += time.perf_counter() - begin
+
+    def _host_bytes(self, name: str) -> Tensor:
+        copy = self._offloaded.host_bytes(name)
+        return self._store.host_bytes(name) if copy is None else copy
+
+    def _forget_staged(self) -> None:
+        for name in self._staged:
+            self._store.drop(name)
+        self._staged.clear()
+
+
+def _fragment(param: Any) -> Tensor:
+    """What this rank holds of a frozen parameter, where it is."""
+    if not hasattr(param, "ds_tensor"):
+        return cast(Tensor, param.detach())
+    with resident(param) as part:
+        return _to_stay(param, part)
+
+
+def _to_stay(param: Any, part: Tensor) -> Tensor:
+    """A partition that is valid beyond its block: one that an SSD holds was read for the block only."""
+    return part.clone() if on_ssd(param) else part
+
+
+def _storages(engine: HMTEngine) -> set[int]:
+    """Addresses of what lives on after a snapshot: weights, masters and states as they are stored."""
+    params = list(engine.module.parameters())
+    tensors = [*params, *(param.ds_tensor for param in params if hasattr(param, "ds_tensor"))]
+    for entry in engine.optimizer.entries:
+        dense = () if entry.dense_state is None or entry.host is not None else entry.dense_state[:2]
+        states = dense if entry.matrix is None else entry.matrix.states().values()
+        tensors += [tensor for state in states for tensor in state.tensors()]
+        tensors += [] if entry.weight.master is None else [entry.weight.master]
+        if isinstance(entry.weight, EncodedWeight):
+            tensors += entry.weight.state_dict().values()
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _problem_of(path: str) -> str | None:
+    """Why no snapshot can be written to a folder, which is made ready if it can."""
+    try:
+        prepare_folder(path)
+    except ValueError as error:
+        return str(error)
+    return None

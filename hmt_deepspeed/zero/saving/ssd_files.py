@@ -1,0 +1,129 @@
+"""States on an SSD in checkpoints and snapshots: their files get a second name there; nothing is written again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.memory.alternate import Held, Piece, Record, read_kept
+from hmt_deepspeed.zero.offload.states import SsdStates
+from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.saving.verify import sync_folder
+
+if TYPE_CHECKING:
+    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+    from hmt_deepspeed.zero.parameters.build import Entry
+
+__all__ = ["FOLDER", "describe_files", "hold_files", "keep_files", "read_columns", "save_files"]
+
+FOLDER = "ssd_states"  # within the checkpoint
+
+
+def _on_ssd(optimizer: HMTZeroOptimizer, masters: bool) -> list[tuple[Entry, SsdStates]]:
+    """Entries with states on an SSD; without ``masters`` only those that have moments there."""
+    return [
+        (entry, entry.weight.states)
+        for entry in optimizer.entries
+        if isinstance(entry.weight, HostWeight)
+        and isinstance(entry.weight.states, SsdStates)
+        and (masters or entry.dense_state is not None)
+    ]
+
+
+def _names(optimizer: HMTZeroOptimizer, masters: bool) -> dict[Piece, str]:
+    """The files' names, within the checkpoint."""
+    pieces = [piece for _, states in _on_ssd(optimizer, masters) for piece in states.pieces]
+    rank = optimizer.shard_rank
+    return {p: f"{FOLDER}/rank_{rank}_{number:06d}.bin" for number, p in enumerate(pieces)}
+
+
+def describe_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[str, dict[str, Any]]:
+    """By parameter its columns and ``[file, begin, end]`` of each piece, for the rank's own file.
+
+    Args:
+        masters: also of parameters of which nothing else is on the SSD; a checkpoint has masters in the ranks'
+            own files.
+    """
+    names = _names(optimizer, masters)
+    return {
+        entry.name: {
+            "columns": list(states.columns),
+            "pieces": [
+                [names[piece], *chunk]
+                for piece, chunk in zip(states.pieces, states.chunks, strict=True)
+            ],
+        }
+        for entry, states in _on_ssd(optimizer, masters)
+    }
+
+
+def save_files(optimizer: HMTZeroOptimizer, folder: str) -> dict[str, dict[str, Any]]:
+    """:func:`hold_files`, :func:`keep_files` and the release; for a checkpoint."""
+    held = hold_files(optimizer)
+    try:
+        return keep_files(held, folder)
+    finally:
+        for file in held.values():
+            file.release()
+
+
+def hold_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[str, Held]:
+    """The files that :func:`describe_files` names, as they were committed last; each is to be released."""
+    if optimizer.host is None or optimizer.host.ssd is None:
+        return {}
+    slots = optimizer.host.ssd.slots
+    return {name: slots.hold(piece) for piece, name in _names(optimizer, masters).items()}
+
+
+def keep_files(held: Mapping[str, Held], folder: str) -> dict[str, dict[str, Any]]:
+    """Link held files into a checkpoint's folder, or copy them to another file system.
+
+    Returns:
+        entries for its manifest.
+
+    Raises:
+        StoreError, OSError: naming the file.
+    """
+    if not held:
+        return {}
+    os.makedirs(os.path.join(folder, FOLDER), exist_ok=True)
+    entries = {}
+    for name, file in held.items():
+        path = os.path.join(folder, name)
+        with suppress(FileNotFoundError):  # of an attempt that failed
+            os.unlink(path)
+        record = file.keep(path)
+        entries[name] = {
+            "bytes": record.file_bytes,
+            "content": record.nbytes,
+            "checksum": record.digest,
+        }
+    sync_folder(os.path.join(folder, FOLDER))
+    return entries
+
+
+def read_columns(
+    folder: str, files: Mapping[str, Mapping[str, Any]], held: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Columns of one parameter's part, flat fp32, as :func:`describe_files` put them down.
+
+    Args:
+        files: of the checkpoint's manifest.
+
+    Raises:
+        StoreError: a file is missing or holds something else.
+    """
+    begin, end = held["flat"]
+    columns = {name: torch.empty(end - begin) for name in held["columns"]}
+    for name, first, last in held["pieces"]:
+        entry = files[name]
+        record = Record(entry["bytes"], entry["content"], entry["checksum"])
+        rows = read_kept(os.path.join(folder, name), record).view(torch.float32)
+        for column, row in zip(columns.values(), rows.view(len(columns), -1), strict=True):
+            column[first:last] = row
+    return columns

@@ -1,0 +1,1 @@
+"""Who holds which rows, and the collectives of a data-parallel group."""

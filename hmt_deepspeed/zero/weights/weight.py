@@ -1,0 +1,269 @@
+"""Model weights as an optimizer step sees them: this rank's shard, its fp32 master, and their gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.kernels.low_rank_update import low_rank_product, low_rank_update_
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.optim.rules.apply import apply_whole_
+from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_
+from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
+from hmt_deepspeed.zero.sharding.shards import RowShards, padded
+from hmt_deepspeed.zero.weights.residency import on_ssd, resident
+
+__all__ = ["GatherPipeline", "Weight", "move_parameter"]
+
+
+class Weight:
+    """One parameter's weights on this rank.
+
+    Attributes:
+        master: flat fp32 master of the shard; the shard itself for an fp32 model whose weights are not
+            offloaded; None when the weights are their own master (bf16 with stochastic rounding).
+    """
+
+    def __init__(
+        self, param: nn.Parameter, shards: RowShards, rank: int, keep_master: bool
+    ) -> None:
+        self.param: Any = param  # DeepSpeed adds ds_tensor to a partitioned one
+        self.shards, self.rank = shards, rank
+        self.partitioned = hasattr(param, "ds_tensor")
+        self.device = param.device
+        self.master: Tensor | None = None
+        with self.shard() as shard:
+            if param.dtype == torch.float32 and not self._offloaded:
+                self.master = shard
+            elif keep_master or param.dtype == torch.float32:
+                self.master = shard.to(device=self.device, dtype=torch.float32, copy=True)
+
+    @property
+    def _offloaded(self) -> bool:
+        if not self.partitioned:
+            return False
+        return on_ssd(self.param) or bool(self.param.ds_tensor.device != self.device)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether this rank updates its own rows; else every rank updates all of a bf16 weight alike."""
+        return self.has_master or self.partitioned
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 values of the shard, wherever they live."""
+        return self.master is not None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the shard."""
+        begin, end = self.shards.flat(self.rank)
+        return end - begin
+
+    @contextmanager
+    def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
+        """Flat elements held here, valid inside the block: under stage 3 the parameter's partition, else
+        a view of the parameter. ``overwrite`` as in :func:`resident`."""
+        if self.partitioned:
+            with resident(self.param, overwrite) as part:
+                yield part[: self.num_elements]
+        else:
+            begin, end = self.shards.flat(self.rank)
+            yield self.param.detach().view(-1)[begin:end]
+
+    def _master_is_shard(self) -> bool:
+        if self.master is None or self.param.dtype != torch.float32 or on_ssd(self.param):
+            return False
+        with self.shard() as shard:
+            return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
+
+    def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for a master that is not the weights themselves."""
+        if self.master is not None and not self._master_is_shard():
+            self.master = place(self.master)
+
+    def move_weights(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Take what ``place`` gives for the weights held here, and for a master that is a part of them."""
+        was_shard = self._master_is_shard()
+        move_parameter(self.param, place)
+        if was_shard:
+            with self.shard() as shard:
+                self.master = shard
+
+    def master_bytes(self) -> int:
+        """Bytes of a master that is not the weights themselves."""
+        if self.master is None or self._master_is_shard():
+            return 0
+        return self.master.numel() * self.master.element_size()
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights themselves on this rank."""
+        held = self.num_elements if self.partitioned else self.param.numel()
+        return int(held * self.param.element_size())
+
+    @property
+    def kind(self) -> str:
+        """What the weights are stored in."""
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.param.dtype, "fp16")
+
+    def master_values(self) -> Tensor:
+        """fp32 values of the shard: the master, or a copy of weights that are their own."""
+        if self.master is not None:
+            return self.master
+        with self.shard() as shard:
+            return shard.to(self.device).float()
+
+    def set_values(self, values: Tensor) -> None:
+        """Overwrite master and shard from flat fp32 values of the shard."""
+        values = values.to(self.device)
+        if self.master is not None:
+            self.master.copy_(values)
+        with self.shard(overwrite=True) as shard:
+            shard.copy_(values)
+
+    def set_whole(self, flat: Tensor) -> None:
+        """Overwrite everything held here from the flat fp32 values of the whole weight."""
+        self.set_values(self.shards.shard_of(flat, self.rank))
+        if not self.partitioned:
+            self.param.data.copy_(flat.view(self.param.shape))
+
+    def refresh_master(self) -> None:
+        """Take the shard's values into the master, after someone loaded weights."""
+        if self.master is not None:
+            with self.shard() as shard:
+                self.master.copy_(shard)
+
+    # -- updates --------------------------------------------------------------------------------
+
+    def step_dense(
+        self,
+        gradient: Tensor | None,
+        state: DenseState,
+        key: int,
+        **hyper: Any,
+    ) -> None:
+        """AdamW on the shard; arguments as of :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`."""
+        hyper |= {"key": key, "offset": self.shards.flat(self.rank)[0]}
+        if self.master is not None:
+            dense_adamw_(self.master, gradient, state, **hyper)
+            self._write(self.master, key)
+            return
+        with self.shard() as shard:
+            values = shard.to(self.device)  # the shard itself, but for one that is offloaded
+            dense_adamw_(values, gradient, state, **hyper)
+        if self._offloaded:
+            with self.shard(overwrite=True) as shard:
+                shard.copy_(values)
+
+    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
+        """``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` (fp32) of its rows x n."""
+        values = self.master_values()
+        if values.numel():
+            apply_whole_(values, self.shards.rows_to_shard(update, self.rank), lr, weight_decay)
+            self._write(values, key)
+
+    def step_rows(
+        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard; ``update`` of its rows."""
+        values = self.master_values()
+        if not values.numel():
+            return
+        if not self.shards.aligned:
+            change = low_rank_product(update, projection)
+            apply_whole_(values, self.shards.rows_to_shard(change, self.rank), lr, weight_decay)
+            self._write(values, key)
+            return
+        rows = values.view(-1, self.shards.n)
+        if self.master is None or self._offloaded or self._master_is_shard():
+            low_rank_update_(rows, update, projection, lr, weight_decay)
+            self._write(values, key)
+            return
+        with self.shard(overwrite=True) as shard:
+            copy = shard.view(rows.shape)
+            low_rank_update_(rows, update, projection, lr, weight_decay, copy=copy)
+
+    def step_whole(
+        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    ) -> None:
+        """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
+        whole = self.param.detach().view(self.shards.m, self.shards.n)
+        low_rank_update_(whole, update, projection, lr, weight_decay, key)
+
+    def _write(self, values: Tensor, key: int) -> None:
+        if self._master_is_shard():
+            return
+        with self.shard(overwrite=True) as shard:
+            if self.master is not None:
+                # torch would convert on the host, and move more bytes
+                shard.copy_(values.to(shard.dtype) if self._offloaded else values)
+            elif self._offloaded:
+                rounded = torch.empty_like(shard, device=self.device)
+                stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
+                shard.copy_(rounded)
+            else:
+                stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
+
+
+def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
+    """Give a parameter what ``place`` gives for its values; of stage 3 for this rank's partition of them."""
+    held = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    held.data = place(held.data)
+
+
+class GatherPipeline:
+    """All-gathers parts of many parameters in buckets while later parts are still computed.
+
+    Args:
+        collectives: of the group.
+        bucket_elements: size of a bucket in elements over all ranks.
+    """
+
+    MAX_IN_FLIGHT = 2
+
+    def __init__(self, collectives: Collectives, bucket_elements: int) -> None:
+        self.collectives, self.bucket_elements = collectives, bucket_elements
+        self._open: dict[torch.dtype, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
+        self._in_flight: list[tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]] = []
+
+    def add(self, part: Tensor, length: int, deliver: Callable[[Tensor], None]) -> None:
+        """Queue a flat part (padded to ``length``, equal on all ranks).
+
+        ``deliver`` gets the gathered world x length tensor, a view of the bucket.
+        """
+        members = self._open.setdefault(part.dtype, [])
+        members.append((padded(part, length), deliver))
+        if sum(p.numel() for p, _ in members) * self.collectives.world >= self.bucket_elements:
+            self._launch(part.dtype)
+
+    def finish(self) -> None:
+        """Gather what is queued and deliver everything."""
+        for dtype in list(self._open):
+            self._launch(dtype)
+        while self._in_flight or self._open:  # a delivery may have added more
+            if not self._in_flight:
+                self._launch(next(iter(self._open)))
+            self._land()
+
+    def _launch(self, dtype: torch.dtype) -> None:
+        members = self._open.pop(dtype)
+        part = torch.cat([p for p, _ in members])
+        packed = torch.empty(
+            (self.collectives.world, part.numel()), dtype=dtype, device=part.device
+        )
+        work = self.collectives.all_gather(packed, part)
+        if len(self._in_flight) >= self.MAX_IN_FLIGHT:
+            self._land()
+        self._in_flight.append((work, packed, [(p.numel(), d) for p, d in members]))
+
+    def _land(self) -> None:
+        work, packed, members = self._in_flight.pop(0)
+        work.wait()
+        offset = 0
+        for length, deliver in members:
+            deliver(packed[:, offset : offset + length])
+            offset += length
