@@ -8,8 +8,11 @@
     python launch/bench.py kernels                      Triton kernels against eager torch; the same
     python launch/bench.py table                        the generated tables of the Markdown files
     python launch/bench.py table --write                the same, each into its file
+    python launch/bench.py papers                       the papers' figures beside the planner's
+    python launch/bench.py papers --write               the same, into launch/results/planner/
 
-Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry.
+Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry. The papers' figures
+are of no machine: they follow from the planner's numbers alone.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
 from benchmarks.suites import SUITES, run_case, why_skipped  # noqa: E402
 
 ALL = "all"
+PAPERS = RESULTS / "planner"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,10 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     table = commands.add_parser("table", help="the generated tables of the Markdown files")
     table.add_argument("--write", action="store_true", help="into their files")
     table.add_argument("--output", type=Path, help="print what the suites wrote to this folder")
+    papers = commands.add_parser("papers", help="the papers' figures beside the planner's")
+    papers.add_argument("--write", action="store_true", help=f"into {PAPERS}")
     args = parser.parse_args()
     if args.command == "table" and args.write and args.output is not None:
         parser.error("--write is of the committed results: it does not go with --output")
-    if args.command != "table" and args.toy and args.output is None:
+    if args.command not in ("table", "papers") and args.toy and args.output is None:
         parser.error("--toy needs --output: toy numbers do not belong among the results")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("run one process (--num_gpus 1): cases that need two ranks start them")
@@ -130,10 +136,29 @@ def show_tables(output: Path | None, write: bool) -> int:
     return 0
 
 
+def show_papers(write: bool) -> int:
+    """Exit status."""
+    from papers.lohan_figures import lohan_rows
+    from papers.zero_fpdt import fpdt_rows, playbook_rows, table, zero_rows
+
+    rows = [*lohan_rows(), *zero_rows(), *playbook_rows(), *fpdt_rows()]
+    print(table(rows))
+    if write:
+        PAPERS.mkdir(parents=True, exist_ok=True)
+        records = json.dumps([row.as_json() for row in rows], indent=2)
+        for name, text in (("reproduce.json", records), ("reproduce.md", table(rows))):
+            (PAPERS / name).write_text(text + "\n", encoding="utf-8")
+            print(f"wrote {os.path.relpath(PAPERS / name)}")
+    return 0
+
+
+def main() -> int:
+    """Exit status."""
+    args = parse_arguments()
+    if args.command == "table":
+        return show_tables(args.output, args.write)
+    return show_papers(args.write) if args.command == "papers" else run_suite(args)
+
+
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    sys.exit(
-        show_tables(arguments.output, arguments.write)
-        if arguments.command == "table"
-        else run_suite(arguments)
-    )
+    sys.exit(main())

@@ -204,6 +204,15 @@ def test_table_prints_the_reports_of_a_folder(folder: Path) -> None:
     assert "torch" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_papers_figures() -> None:
+    done = run_alone("papers")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (
+        "| LoHan, section III | 13B, batch 32, inter-block activations | 12.5 GiB |" in done.stdout
+    )
+
+
 def test_toy_results_are_kept_from_the_committed_ones() -> None:
     done = run_bench("foundations", "--toy", "--case", "memory")
     assert done.returncode == 2

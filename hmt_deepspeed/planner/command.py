@@ -69,14 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--save_plan", metavar="FILE", help="write the plan of the recommendation")
     add("--plan", metavar="FILE", help="what a saved plan does with the recommended setup")
     add("--picture", metavar="FILE", help="draw the timeline and the GPU's memory (matplotlib)")
-    add(
-        "--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else"
-    )
-    add(
-        "--write_results",
-        metavar="FOLDER",
-        help="with --reproduce: write reproduce.json and .md there",
-    )
     return parser
 
 
@@ -84,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command; bad input ends it with one line and status 1."""
     args = _parser().parse_args(arguments)
     try:
-        if args.reproduce:
-            _reproduce(args.write_results)
-        else:
-            _answer(args)
+        _answer(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
 
@@ -196,18 +185,6 @@ def _draw(advice: Advice, path: str) -> None:
     )
     draw(advice.best.simulation, path, gpu_limit=limit, title=title)
     print(f"wrote {path}")
-
-
-def _reproduce(folder: str | None) -> None:
-    from hmt_deepspeed.planner.reproduce import fpdt_rows, playbook_rows, table, zero_rows
-    from hmt_deepspeed.planner.reproduce_lohan import lohan_rows
-
-    rows = [*lohan_rows(), *zero_rows(), *playbook_rows(), *fpdt_rows()]
-    print(table(rows))
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _write(f"{folder}/reproduce.json", json.dumps([row.as_json() for row in rows], indent=2))
-        _write(f"{folder}/reproduce.md", table(rows))
 
 
 def _write(path: str, text: str) -> None:

@@ -15,7 +15,7 @@ from benchmarks.suites import SUITES
 from comparison.cells import Store
 from comparison.headline import headline
 from hmt_deepspeed.config import HMTConfig, describe_fields
-from hmt_deepspeed.planner.reproduce import Row, table
+from papers.zero_fpdt import Row, table
 from reliability.results import markdown, read_records
 
 __all__ = ["ROOT", "TABLES", "markdown_files", "results_table", "tables_in", "with_tables"]

@@ -31,9 +31,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hmt_deepspeed.planner.lohan import Load, Rates, SwapLayer, phase_seconds, sweep
 from hmt_deepspeed.planner.solve.program import Columns, Program
 from hmt_deepspeed.planner.solve.search import solve_program
+from papers.lohan import Load, Rates, SwapLayer, phase_seconds, sweep
 
 RATES = Rates(gpu=1.0, link=1.0, ssd_read=1e9, ssd_write=1e9)
 
@@ -70,7 +70,8 @@ def seconds_of(
 
 def test_every_error_has_a_test() -> None:
     found = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    tests = Path(__file__).resolve().parents[1]
+    for path in [*tests.glob("papers/**/test_*.py"), *tests.glob("planner/**/test_*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             number = re.match("test_error_([0-9]+)_", getattr(node, "name", None) or "")
             if number and isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""The papers' figures from this planner, with the paper's number beside ours: ``hmt-plan --reproduce``.
+"""The papers' figures from this planner, with the paper's number beside ours: ``launch/bench.py papers``.
 
 Calibrated is only what a paper measured of its machine; everything else is predicted. A row that differs
 says by how much, and why as far as that is known.

@@ -1,7 +1,7 @@
 """LoHan's figures (2403.06504): calibrated on its forward time and its transfer times, the rest predicted.
 
 The text that we have lacks the paper's tables III and IV. Layers and widths of the models are those of GPT-3
-and OPT at these sizes, the SSDs those of `hardware.py`.
+and OPT at these sizes, the SSDs those of `planner/hardware.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import cache
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates, named_machine
-from hmt_deepspeed.planner.lohan import Load, Rates, SwapLayer, Sweep, sweep
 from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import Workload, build_workload
-from hmt_deepspeed.planner.reproduce import ADAMW, GB, GIB, Row
 from hmt_deepspeed.planner.run.loads import BACKWARD_PASSES, FORWARD_PASSES
 from hmt_deepspeed.planner.run.memory import MemoryBudget
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.planner.solve.cost import Estimate, estimate
 from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits, solve
+from papers.lohan import Load, Rates, SwapLayer, Sweep, sweep
+from papers.zero_fpdt import ADAMW, GB, GIB, Row
 
 __all__ = ["lohan_rows"]
 

@@ -1,10 +1,10 @@
 """LoHan's own planner: swap or recompute, layer by layer (paper, section IV-D, equations 1 to 8).
 
-The special case of `solve.py` with two choices, whole layers and everything offloaded: an amount A of
+The special case of `planner/solve/` with two choices, whole layers and everything offloaded: an amount A of
 activations is swapped, the rest is computed again. Kept because the paper's figures are about it and because
 its three cases explain a plan. Four of its errors are mended here: SSD time is never negative, the amount
 returned is one that was tested and never below the amount that must be swapped, that least amount is tested
-too, and CPU Adam counts. What greedy by benefit cannot mend (whole layers) is `solve.py`'s.
+too, and CPU Adam counts. What greedy by benefit cannot mend (whole layers) is `planner/solve/`'s.
 """
 
 from __future__ import annotations

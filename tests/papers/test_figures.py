@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hmt_deepspeed.planner import reproduce_lohan
-from hmt_deepspeed.planner.reproduce import Row, fpdt_rows, playbook_rows, table, zero_rows
+from papers import lohan_figures
+from papers.zero_fpdt import Row, fpdt_rows, playbook_rows, table, zero_rows
 
 COMMITTED = (
     Path(__file__).resolve().parents[2] / "launch" / "results" / "planner" / "reproduce.json"
@@ -43,7 +43,7 @@ def test_zero_and_playbook() -> None:
 
 def test_lohan_times_and_cases() -> None:
     """Forward and transfer times are given; backward, the GPU's share and the four cases are predicted."""
-    rows = by_quantity([*reproduce_lohan._bytes_and_times(), *reproduce_lohan._figure_9b()])
+    rows = by_quantity([*lohan_figures._bytes_and_times(), *lohan_figures._figure_9b()])
     for quantity, within in (
         ("13B, batch 32, inter-block activations", 1e-9),
         ("13B, batch 32, all activations", 0.002),
@@ -58,7 +58,7 @@ def test_lohan_times_and_cases() -> None:
 
 
 def test_active_offload_over_zero_style() -> None:
-    rows = by_quantity(list(reproduce_lohan._figure_7()))
+    rows = by_quantity(list(lohan_figures._figure_7()))
     found = rows["13B, batch 64: optimised over ZeRO-style offload"]
     assert found.ours == pytest.approx(1.33, rel=0.05)
 
@@ -86,7 +86,7 @@ def test_the_committed_lohan_rows_are_what_the_code_says() -> None:
     committed = {
         (row["source"], row["quantity"]): row["ours"] for row in json.loads(COMMITTED.read_text())
     }
-    for row in reproduce_lohan.lohan_rows():
+    for row in lohan_figures.lohan_rows():
         # plans may stop at a time limit, with less than 2 % between them and the best
         assert committed[row.source, row.quantity] == pytest.approx(row.ours, rel=0.02), (
             row.quantity

@@ -1,0 +1,1 @@
+"""Figures of the papers beside the planner's own: `launch/bench.py papers`."""
