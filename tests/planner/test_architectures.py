@@ -79,7 +79,7 @@ def test_both_commands_end_well(
     size += ["--policy", "paper", "--gpu_memory", "0.25"]
     main([*size, "--method", "lowrank_adamw", "--zero_stage", "1", "--write", str(written)])
     told = capsys.readouterr().out
-    assert "fits. Recommended: " in told
+    assert "It fits. Recommended " in told
     total = num_parameters(shape_of_architecture(named(name)))
     assert f"{total:,} parameters" in told
     assert ("rough are" in told) == isinstance(shape_of_architecture(named(name)), ListedShape)

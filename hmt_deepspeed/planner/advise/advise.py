@@ -61,19 +61,19 @@ class Answer:
 
     @property
     def name(self) -> str:
-        """Short, for tables."""
+        """Short, for tables; when the update runs follows from the stage."""
         setup, mode = self.problem.setup, self.mode
         parts = [f"ZeRO-{setup.zero_stage}"]
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
-        place, overlap = setup.offload_optimizer, f"overlap {setup.overlap}"
+        place = setup.offload_optimizer
         if place != "none" and mode.method == "adamw":
-            parts += ["CPU Adam"] + ["states on nvme"] * (place == "nvme") + [overlap]
+            parts += ["CPU Adam"] + ["states on nvme"] * (place == "nvme")
             return ", ".join(parts + ["no masters"] * (mode.master_weights == "none"))
         if place != "none":
             what = "masters" if mode.master_weights == "fp32" else "AdamW's states"
-            parts += [f"{what} on {place}", overlap]
+            parts.append(f"{what} on {place}")
         parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")

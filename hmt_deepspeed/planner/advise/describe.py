@@ -1,7 +1,8 @@
-"""Advice and plans in words and tables."""
+"""Advice and plans in words and tables, 80 columns wide."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from hmt_deepspeed.planner.advise.advise import Advice, Answer
@@ -14,83 +15,87 @@ from hmt_deepspeed.planner.solve.plan import Plan
 __all__ = ["describe", "describe_plan"]
 
 _GIB = 2**30
-_CLOSEST = 8  # setups that do not fit and are listed all the same
+_WIDTH = 80
+_LISTED = 8  # setups of a kind that are listed
+_PER_RANK = "Memory is in GiB per rank, at its peak."
+_HEAD = ("tokens/s", "MFU", "GPU", "host", "SSD", "setup")
 
 
 def describe(advice: Advice) -> str:
-    """The whole answer: whether it fits, what it takes, how fast it is, what else was tried."""
+    """The whole answer: what was tried, whether it fits, what it takes, how fast it is."""
     request, best = advice.request, advice.best
+    gpus = f"{request.machine.num_gpus} GPU" + "s" * (request.machine.num_gpus > 1)
     lines = [
-        f"{request.shape.family}, {num_parameters(request.shape):,} parameters{_active(request.shape)}, on {request.machine.name} "
-        f"with {request.machine.num_gpus} GPU(s): micro-batch {request.micro_batch} x {request.seq_length} tokens, "
-        f"accumulation {request.accumulation}",
+        f"{request.shape.family}, {num_parameters(request.shape):,} parameters{_active(request.shape)}",
+        f"on {request.machine.name} with {gpus}: micro-batch {request.micro_batch} x "
+        f"{request.seq_length:,} tokens, accumulation {request.accumulation}",
         *_coarse(request.shape),
-        "",
-        "setups, fastest first; exact: masters, states and saved activations as the method has them, lossy: some "
-        "of them with fewer bits:",
-        _setups(advice.answers),
-        "",
     ]
+    lines = [*map(_wrapped, lines), "", *_setups(advice.answers), ""]
     if best.plan is None:
-        return "\n".join([*lines, *_what_to_change(advice)])
-    lines.append(f"fits. Recommended: {best.name}{_why(advice)}")
+        return "\n".join([*lines, *map(_wrapped, _what_to_change(advice))])
+    lines.append(_wrapped(f"It fits. Recommended{_why(advice)}: {best.name}."))
     if advice.faster:
         first = advice.faster[0]
         lines.append(
-            f"Faster, but lossy: {first.name}, {first.tokens_per_second:,.0f} tokens/s. It is recommended, and "
-            "written by --write, with --lossy."
+            _wrapped(
+                f"Faster, but lossy: {first.name}, {first.tokens_per_second:,.0f} tokens/s. It is "
+                "recommended, and written by --write, with --lossy."
+            )
         )
-    lines.append(describe_plan(best.plan, best.estimate, _has_choices(request.shape)))
-    lines.append(_speed(best))
-    lines.append(
-        f"longest sequence at this micro-batch: {advice.longest_sequence}; largest micro-batch at this sequence: "
-        f"{advice.largest_batch}"
-    )
-    ranks = best.problem.setup.ranks
-    shared = "" if ranks == 1 else f", shared by {ranks} ranks"
-    if advice.longest_in_chunks:
-        lines.append(f"longest sequence in chunks (hmt.fpdt){shared}: {advice.longest_in_chunks:,}")
+    lines += ["", describe_plan(best.plan, best.estimate, _has_choices(request.shape)), ""]
+    lines += map(_wrapped, [*_speed(best), *_room(advice)])
     return "\n".join(lines)
 
 
 def describe_plan(plan: Plan, found: Estimate, has_choices: bool = True) -> str:
     """Choices where there are any, memory by kind, seconds by resource."""
-    choices: list[tuple[str, str]] = [
+    parts = [_memory(found), _times(found)]
+    if has_choices:
+        parts.insert(0, _choices(plan))
+    return "\n\n".join(parts)
+
+
+def _choices(plan: Plan) -> str:
+    rows: list[tuple[str, str]] = [
         (component, ", ".join(f"{choice} x {number}" for choice, number in counts.items()))
         for component, counts in plan.counts().items()
     ]
     if plan.partition_activations:
-        choices.append(("layers' inputs", "partitioned over model-parallel ranks"))
-    memory = [
-        (name, kind, f"{size / _GIB:.2f}")
-        for name in MEMORIES
-        for kind, size in found.memory[name].items()
-        if size
-    ]
+        rows.append(("layers' inputs", "partitioned over model-parallel ranks"))
+    told = "What becomes of activations between forward and backward:"
+    return f"{told}\n{_table(('component', 'choice x layers'), rows)}"
+
+
+def _memory(found: Estimate) -> str:
+    """A kind a row, largest first; what would show as 0.00 is left out."""
+    rows = []
     for name in MEMORIES:
-        room = getattr(found.budget, name) / _GIB
-        memory.append((name, f"peak, of {room:.2f}", f"{found.peak(name) / _GIB:.2f}"))
-    busy = [
-        resource for resource in RESOURCES if any(p.by_resource[resource] for p in found.phases)
+        kinds = sorted(found.memory[name].items(), key=lambda item: -item[1])
+        sizes = [(kind, f"{size / _GIB:.2f}") for kind, size in kinds]
+        rows += [(name, *row) for row in sizes if row[1] != "0.00"]
+        if found.peak(name):
+            room = f"all, of {getattr(found.budget, name) / _GIB:,.2f}"
+            rows.append((name, room, f"{found.peak(name) / _GIB:.2f}"))
+    return f"{_PER_RANK}\n{_table(('memory', 'kind', 'GiB'), rows)}"
+
+
+def _times(found: Estimate) -> str:
+    """A phase a column, what it takes of each resource a row."""
+    phases = found.phases
+    rows = [
+        ("times in an iteration", [phase.weight for phase in phases]),
+        ("seconds of each", [phase.seconds for phase in phases]),
+        *((f"  {name}", [phase.by_resource[name] for phase in phases]) for name in RESOURCES),
+        ("  fill and drain", [phase.fill for phase in phases]),
     ]
-    times = [
-        (
-            f"{phase.name} x {phase.weight:g}",
-            f"{phase.seconds:.3g}",
-            phase.bottleneck,
-            *(f"{phase.by_resource[resource]:.3g}" for resource in busy),
-            f"{phase.fill:.2g}",
-        )
-        for phase in found.phases
-    ]
-    head = ("phase", "s", "bottleneck", *busy, "fill")
-    return "\n\n".join(
-        (
-            *([_table(("component", "choice x layers"), choices)] if has_choices else []),
-            _table(("memory", "kind", "GiB"), sorted(memory)),
-            _table(head, times),
-        )
+    head = ("phase", *(phase.name for phase in phases))
+    cells = [(name, *(f"{value:.3g}" for value in values)) for name, values in rows if any(values)]
+    told = (
+        "A phase takes as long as its busiest resource, beside which the others work, and as the first and last "
+        "layers take to fill and drain the pipeline."
     )
+    return f"{_wrapped(told, '')}\n{_table(head, cells)}"
 
 
 def _has_choices(shape: ModelShape) -> bool:
@@ -118,7 +123,7 @@ def _coarse(shape: ModelShape) -> list[str]:
     return [head, *(f"  {text}" for text in shape.coarse)]
 
 
-def _speed(answer: Answer) -> str:
+def _speed(answer: Answer) -> list[str]:
     plan, found = answer.plan, answer.estimate
     assert plan is not None
     scale = (
@@ -128,7 +133,6 @@ def _speed(answer: Answer) -> str:
     if plan.source == "simulator":  # few layers, layers that differ much, or every resource full
         said = f"by the simulator; the closed form, {found.seconds:.4g} s, does not hold here"
     lines = [
-        "",
         f"iteration {plan.seconds:.4g} s {said}; bottleneck: {found.bottleneck}",
         f"{answer.tokens_per_second:,.0f} tokens/s, {found.tflops * scale:.1f} TFLOPS per GPU, MFU "
         f"{found.mfu * scale:.1%}, HFU {found.hfu * scale:.1%}",
@@ -139,7 +143,7 @@ def _speed(answer: Answer) -> str:
         lines.append(
             f"SSDs: {answer.ssd_bytes_per_day / 1e12:.3g} TB written per day" + _wear(answer)
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _wear(answer: Answer) -> str:
@@ -150,17 +154,63 @@ def _wear(answer: Answer) -> str:
     return f", worn out after {days:,.0f} days"
 
 
-def _setups(answers: Sequence[Answer]) -> str:
-    """All that fit, and of the others those that are closest."""
+def _room(advice: Advice) -> list[str]:
+    """How far the recommended setup would still go."""
+    lines = [
+        f"longest sequence at this micro-batch: {advice.longest_sequence:,} tokens",
+        f"largest micro-batch at this sequence: {advice.largest_batch}",
+    ]
+    ranks = advice.best.problem.setup.ranks
+    shared = "" if ranks == 1 else f", shared by {ranks} ranks"
+    if advice.longest_in_chunks:
+        lines.append(
+            f"longest sequence in chunks (hmt.fpdt){shared}: {advice.longest_in_chunks:,} tokens"
+        )
+    return lines
+
+
+def _setups(answers: Sequence[Answer]) -> list[str]:
+    """The fastest that fit, exact and lossy ones by themselves, and of the others those that are closest."""
     fitting = [answer for answer in answers if answer.plan is not None]
-    others = answers[len(fitting) :]
-    head = ("setup", "", "tokens/s", "s", "MFU", "GPU GiB", "host GiB", "SSD GiB", "")
-    lines = [_table(head, map(_row, [*fitting, *others[:_CLOSEST]]))]
-    if len(others) > _CLOSEST:
-        lines.append(f"... and {len(others) - _CLOSEST} more that do not fit")
+    groups = {
+        "Exact setups (masters, states and saved activations as the method has them), fastest first:": [
+            answer for answer in fitting if not answer.is_lossy
+        ],
+        "Lossy setups (masters, states, weights or saved activations with fewer bits), fastest first:": [
+            answer for answer in fitting if answer.is_lossy
+        ],
+        "Setups that do not fit, closest first:": answers[len(fitting) :],
+    }
+    lines = [_PER_RANK]
+    for title, found in groups.items():
+        if found:
+            rows = [line for answer in found[:_LISTED] for line in _row(answer)]
+            lines += ["", _wrapped(title), _numbers(*_HEAD), *rows]
+        if len(found) > _LISTED:
+            lines.append(f"  ... and {len(found) - _LISTED} more")
     if any(_mfu(answer) > 1 for answer in fitting):
-        lines.append(_ABOVE_PEAK)
-    return "\n".join(lines)
+        lines += ["", _wrapped(_ABOVE_PEAK, "")]
+    return lines
+
+
+def _row(answer: Answer) -> list[str]:
+    """Numbers, and the name in as many lines as it takes beside them."""
+    if answer.plan is None:
+        speed, name = ("-", "-"), f"too much {', '.join(answer.estimate.excess())}: {answer.name}"
+    else:
+        speed, name = (f"{answer.tokens_per_second:,.0f}", f"{_mfu(answer):.1%}"), answer.name
+    peaks = (f"{answer.estimate.peak(memory) / _GIB:,.1f}" for memory in MEMORIES)
+    numbers = _numbers(*speed, *peaks)
+    hanging = " " * (len(numbers) + 2)
+    return textwrap.wrap(
+        name, _WIDTH, initial_indent=numbers, subsequent_indent=hanging, break_on_hyphens=False
+    )
+
+
+def _numbers(*cells: str) -> str:
+    widths = (8, 8, 7, 7, 8)
+    found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=False)]
+    return "".join(found) + "  " + "".join(cells[len(widths) :])
 
 
 def _mfu(answer: Answer) -> float:
@@ -180,28 +230,11 @@ def _why(advice: Advice) -> str:
     return " (the fastest exact one)"
 
 
-def _row(answer: Answer) -> Sequence[str]:
-    found, plan = answer.estimate, answer.plan
-    memory = [f"{found.peak(name) / _GIB:.1f}" for name in MEMORIES]
-    kind = "lossy" if answer.is_lossy else "exact"
-    if plan is None:
-        return (answer.name, kind, "-", "-", "-", *memory, "too much " + ", ".join(found.excess()))
-    return (
-        answer.name,
-        kind,
-        f"{answer.tokens_per_second:,.0f}",
-        f"{plan.seconds:.3g}",
-        f"{_mfu(answer):.1%}",
-        *memory,
-        "",
-    )
-
-
 def _what_to_change(advice: Advice) -> list[str]:
     """The closest setup's overflow, and each single change that would make it fit."""
     best, request = advice.best, advice.request
     over = best.estimate.excess()
-    lines = [f"does not fit. Closest: {best.name}, of whose most frugal plan too much is:"]
+    lines = [f"It does not fit. Closest: {best.name}, of whose most frugal plan too much is:"]
     lines += [
         f"  {name}: {size / _GIB:.2f} GiB over {getattr(best.problem.budget, name) / _GIB:.2f}"
         for name, size in over.items()
@@ -210,7 +243,7 @@ def _what_to_change(advice: Advice) -> list[str]:
     lines.append(
         "largest on the GPU: " + ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in kinds)
     )
-    lines.append("what would do:")
+    lines.append("Any one of these would do:")
     changes = []
     if advice.largest_batch:
         changes.append(
@@ -233,10 +266,21 @@ def _what_to_change(advice: Advice) -> list[str]:
     return [*lines, *(f"  {change}" for change in changes)]
 
 
+def _wrapped(text: str, indent: str = "  ") -> str:
+    """In lines that end between words; the first keeps its own indent."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns of numbers to the right, all others to the left."""
     lines = [tuple(head), *(tuple(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
         for line in lines
     )
