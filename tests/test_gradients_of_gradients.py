@@ -15,7 +15,8 @@ from hmt_deepspeed.activations.codecs import Int8
 from hmt_deepspeed.activations.linear import EncodedInputs
 from hmt_deepspeed.activations.linear import patch_linear as patch_head
 from hmt_deepspeed.optim.backward.int8_linear import dequantize, encoded_weight, quantize
-from hmt_deepspeed.optim.backward.linear import ProjectedSite, SharedInputs, patch_linear
+from hmt_deepspeed.optim.backward.linear import patch_linear
+from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
 
 N, WIDTH = 6, 3
 

@@ -18,7 +18,8 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     encoded_weight,
     quantize,
 )
-from hmt_deepspeed.optim.backward.linear import ProjectedSite, SharedInputs, patch_linear
+from hmt_deepspeed.optim.backward.linear import patch_linear
+from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
 from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}

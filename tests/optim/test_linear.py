@@ -10,13 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hmt_deepspeed.optim.backward.linear import (
-    ProjectedSite,
-    SharedInputs,
-    can_project,
-    patch_linear,
-    unpatch_linear,
-)
+from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
+from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
 
 D = 32
 

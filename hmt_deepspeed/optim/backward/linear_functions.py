@@ -6,7 +6,6 @@ Both can be differentiated again. What they cannot give is the whole gradient of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import Asked, asked_of
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.optim.backward.linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
 
 __all__ = ["LeftProjectedLinear", "ProjectedLinear"]
 
