@@ -17,7 +17,7 @@ from hmt_deepspeed.planner.advise.describe import describe, describe_plan
 from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.model.models import SIZES, model_shape
-from hmt_deepspeed.planner.model.shapes import ModelShape
+from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters
 from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
 from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import plan_from_json
@@ -33,42 +33,117 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hmt-plan",
         description="Say before a run whether it fits, how fast it will be, and with which JSON.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="example:\n  hmt-plan --model 7b --machine rtx4090 --seq_length 4096 --write ds.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--model", help=f"{', '.join(SIZES)}, or a folder with a config.json")
-    add("--vocab_size", type=int, default=32000, help="tokens of a named size's vocabulary")
-    add("--machine", help=f"{', '.join(MACHINES)}, or a profile (JSON)")
-    add("--num_gpus", type=int, help="GPUs of the machine")
-    add("--host_memory", type=float, help="GiB of host memory that training may use")
-    add("--num_ssds", type=int, help="SSDs striped over; 0: plan without")
-    add("--gpu_memory", type=float, help="GiB of each GPU to use; all but 2 GiB")
-    add("--price_per_hour", type=float, help="of the machine, for the cost of a million tokens")
+    add = parser.add_argument_group("what is trained").add_argument
+    add("--model", help=f"{', '.join(SIZES)}, or a folder with a config.json; required")
     add(
-        "--seq_length", type=int, help="tokens of a sequence; 2048, or what learned positions reach"
+        "--vocab_size",
+        type=int,
+        default=32000,
+        metavar="TOKENS",
+        help="of a named size (default: %(default)s)",
     )
-    add("--micro_batch", type=int, default=1, help="sequences of a GPU's micro-step")
-    add("--global_batch", type=int, help="sequences of an optimizer step; one micro-step")
+    add(
+        "--seq_length",
+        type=int,
+        metavar="TOKENS",
+        help="of a sequence (default: 2048, or what learned positions reach)",
+    )
+    add(
+        "--micro_batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences of a GPU's micro-step (default: %(default)s)",
+    )
+    add(
+        "--global_batch",
+        type=int,
+        metavar="N",
+        help="sequences of an optimizer step (default: those of one micro-step)",
+    )
+
+    add = parser.add_argument_group("on what").add_argument
+    add("--machine", help=f"{', '.join(MACHINES)}, or a profile (JSON); required")
+    add("--num_gpus", type=int, metavar="N", help="GPUs (default: the machine's)")
+    add(
+        "--gpu_memory",
+        type=float,
+        metavar="GIB",
+        help="of each GPU to use (default: all but 2 GiB)",
+    )
+    add(
+        "--host_memory",
+        type=float,
+        metavar="GIB",
+        help="of the host that training may use (default: the machine's)",
+    )
+    add(
+        "--num_ssds",
+        type=int,
+        metavar="N",
+        help="SSDs striped over (default: the machine's); 0 plans without",
+    )
+    add(
+        "--price_per_hour",
+        type=float,
+        metavar="PRICE",
+        help="of the machine, for the cost of a million tokens",
+    )
+
+    add = parser.add_argument_group(
+        "how; the fastest that fits is chosen where nothing is said"
+    ).add_argument
+    methods = ("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini")
     add(
         "--method",
-        choices=("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini"),
+        choices=methods,
         default="auto",
+        help="auto: lowrank_adamw or adamw (default: %(default)s)",
     )
-    add("--rank", type=int, default=128, help="of low-rank methods; lowered for narrower matrices")
-    add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="the fastest that fits")
-    add("--offload_param", choices=("none", "cpu", "nvme"), help="the fastest that fits")
+    add(
+        "--rank",
+        type=int,
+        default=128,
+        help="of low-rank methods, lowered for narrower matrices (default: %(default)s)",
+    )
+    add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
+    add("--offload_param", choices=("none", "cpu", "nvme"), help="where weights wait at stage 3")
+    add(
+        "--policy",
+        choices=("plan", "paper"),
+        default="plan",
+        help="of activations: planned, or the HMT paper's table (default: %(default)s)",
+    )
     add(
         "--lossy",
         action="store_true",
         help="recommend the fastest setup also where it rounds: no masters, INT8 states or weights, and INT8 "
         "activations where the HMT paper's policy has them",
     )
-    add("--policy", choices=("plan", "paper"), default="plan", help="paper: the HMT paper's table")
-    add("--nvme_path", help="folder on the SSDs, for the JSON")
-    add("--write", metavar="FILE", help="write the DeepSpeed JSON of the recommendation")
-    add("--save_plan", metavar="FILE", help="write the plan of the recommendation")
+
+    add = parser.add_argument_group("what is written").add_argument
+    add("--write", metavar="FILE", help="the DeepSpeed JSON of the recommendation")
+    add("--nvme_path", metavar="FOLDER", help="on the SSDs, for the JSON")
+    add("--save_plan", metavar="FILE", help="the plan of the recommendation")
+    add(
+        "--picture",
+        metavar="FILE",
+        help="its timeline and the GPU's memory, as .svg, .png or .pdf (matplotlib)",
+    )
+
+    add = parser.add_argument_group("other questions").add_argument
     add("--plan", metavar="FILE", help="what a saved plan does with the recommended setup")
-    add("--picture", metavar="FILE", help="draw the timeline and the GPU's memory (matplotlib)")
+    add(
+        "--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else"
+    )
+    add(
+        "--write_results",
+        metavar="FOLDER",
+        help="with --reproduce: write reproduce.json and .md there",
+    )
     return parser
 
 
@@ -180,7 +255,8 @@ def _draw(advice: Advice, path: str) -> None:
     assert advice.best.simulation is not None
     request, limit = advice.request, advice.best.problem.budget.gpu
     title = (
-        f"{request.shape.family}, {request.machine.name}, {request.micro_batch} x {request.seq_length} tokens, "
+        f"{num_parameters(request.shape) / 1e9:.3g}B parameters ({request.shape.family}) on "
+        f"{request.machine.name}, micro-batch {request.micro_batch} x {request.seq_length:,} tokens\n"
         f"{advice.best.name}"
     )
     draw(advice.best.simulation, path, gpu_limit=limit, title=title)

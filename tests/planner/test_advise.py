@@ -334,7 +334,7 @@ def test_sizes_are_the_presets_of_the_main_job() -> None:
 
 
 def test_a_whole_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / name for name in ("ds.json", "plan.json", "picture.png")}
+    files = {name: tmp_path / name for name in ("ds.json", "plan.json", "picture.svg")}
     pytest.importorskip("matplotlib")
     out = run(
         [
@@ -349,7 +349,7 @@ def test_a_whole_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             ),
             *(
                 "--picture",
-                str(files["picture.png"]),
+                str(files["picture.svg"]),
                 "--method",
                 "lowrank_adamw",
                 "--num_ssds",
@@ -371,7 +371,10 @@ def test_a_whole_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         r"longest sequence at this micro-batch: [\d,]{5,} tokens\nlargest micro-batch.*: \d+", out
     )
     assert json.loads(files["ds.json"].read_text())["optimizer"]["type"] == "HMT"
-    assert files["picture.png"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawn = re.findall("<!-- (.*?) -->", files["picture.svg"].read_text())  # its texts
+    assert {"GPU", "forward", "backward", "update", "held"} <= set(drawn)  # rows and colours
+    assert {"seconds of an iteration", "GPU memory, GiB", "limit, 22.0 GiB"} <= set(drawn)
+    assert any("B parameters" in text for text in drawn)
     saved = plan_from_json(files["plan.json"].read_text())
     assert saved.num_layers == 4
     again = run(
