@@ -18,10 +18,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hmt-report",
         description="Write one HTML page, which needs no network, about one run or several side by side.",
+        epilog="example:\n  hmt-report runs/hmt-tiny runs/hmt_adamw-tiny --output both.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="folder of a run: --output_dir")
-    parser.add_argument("--output", type=Path, help="file; report.html in the (first) run's folder")
-    parser.add_argument("--markdown", action="store_true", help="Markdown, pictures beside it")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN_DIR", help="folder of a run of launch/run.py")
+    add(
+        "--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder"
+    )
+    add(
+        "--markdown",
+        action="store_true",
+        help="write report.md, its pictures in a folder beside it",
+    )
     return parser
 
 

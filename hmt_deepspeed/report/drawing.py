@@ -57,17 +57,18 @@ def colour_of(parts: Sequence[str], part: str) -> str:
 
 
 def label_runs(axis: Axes, runs: Sequence[Run]) -> None:
-    """A bar a run, first on top, none of them thick."""
+    """A bar a run, first on top; one alone is no thicker and stands in the middle."""
     axis.set_yticks(range(len(runs)), [run.name for run in runs])
-    axis.set_ylim(max(len(runs), 2) - 0.5, -0.5)
+    room = 1.0 if len(runs) == 1 else 0.5
+    axis.set_ylim(len(runs) - 1 + room, -room)
     axis.grid(axis="y", visible=False)
 
 
-def legend_once(axis: Axes, **where: Any) -> None:
-    """A legend that names each colour once."""
+def legend_once(figure: Figure, axis: Axes) -> None:
+    """A legend under the figure that names each colour of the axis once."""
     handles, labels = axis.get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
-    axis.legend(named.values(), named.keys(), **where)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5)
 
 
 def by_part(run: Run, name: str) -> dict[str, tuple[list[int], list[float]]]:

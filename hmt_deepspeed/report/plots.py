@@ -55,6 +55,13 @@ _PATHS = {
     "bytes_from_ssd": "SSD to host",
     "communication_bytes_per_step": "sent to other ranks",
 }
+_PHASE_COLOURS = {  # none of them a run's
+    "forward": "#bcd9ea",
+    "backward": "#f3cbb0",
+    "reduce": "#e3c4d8",
+    "optimizer": "#b5dccf",
+    "other": "#d9d9d9",
+}
 
 
 class Plot(NamedTuple):
@@ -92,25 +99,24 @@ def draw(plot: Plot, runs: Sequence[Run]) -> str | None:
 
 def _planned(runs: Sequence[Run]) -> Figure | None:
     """Measured over predicted, a bar a quantity; the line is a plan that was right."""
-    ratios = [
-        {
+    having = []
+    for run, colour in coloured(runs):
+        found = {
             name: row["measured"] / row["predicted"]
             for name, row in run.planned().items()
             if row["predicted"] and row["measured"] is not None
         }
-        for run in runs
-    ]
-    having = [(run, found) for run, found in zip(runs, ratios, strict=True) if found]
+        having += [(run, colour, found)] if found else []
     if not having:
         return None
-    names = list(dict.fromkeys(name for _, found in having for name in found))
+    names = list(dict.fromkeys(name for *_, found in having for name in found))
     figure, (axis,) = new_figure(1, 1, 1.2 + 0.25 * len(names) * len(having))
     thickness = 0.8 / len(having)
-    for number, (run, found) in enumerate(having):
+    for number, (run, colour, found) in enumerate(having):
         own = [(i, found[name]) for i, name in enumerate(names) if name in found]
         places = [i + (number - (len(having) - 1) / 2) * thickness for i, _ in own]
         drawn = axis.barh(
-            places, [v for _, v in own], thickness * 0.9, color=COLOURS[number], label=run.name
+            places, [v for _, v in own], thickness * 0.9, color=colour, label=run.name
         )
         axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
     axis.axvline(1.0, color="#222222", linewidth=1)
@@ -128,17 +134,19 @@ def _planned(runs: Sequence[Run]) -> Figure | None:
 
 
 def _learning(runs: Sequence[Run]) -> Figure | None:
-    panels = (
-        ("loss", "loss, nats per token"),
-        ("lr", "learning rate"),
-        ("grad_norm", "gradient norm"),
-    )
-    figure, axes = new_figure(1, 3, 2.9)
-    for axis, (name, label) in zip(axes, panels, strict=True):
-        for run, colour in coloured(runs):
-            axis.plot(*run.series(name), color=colour, linewidth=1, label=run.name)
+    panels = {
+        "loss": "loss, nats per token",
+        "lr": "learning rate",
+        "grad_norm": "norm of the gradient",
+    }
+    panels = {n: label for n, label in panels.items() if any(run.series(n)[0] for run in runs)}
+    figure, axes = new_figure(1, len(panels), 2.9)
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
+        for number, (run, colour) in enumerate(coloured(runs)):
+            width = 1 + 0.8 * (len(runs) - 1 - number)  # runs that coincide stay visible
+            axis.plot(*run.series(name), color=colour, linewidth=width, label=run.name)
             if name == "loss":
-                axis.plot(*run.series("eval_loss"), "o", color=colour, markersize=5)
+                axis.plot(*run.series("eval_loss"), "o", color=colour, markersize=4 + width)
         label_steps(axis, ylabel=label)
         axis.margins(y=0.08)
     axes[0].plot([], [], "o", color="#666666", label="held out")
@@ -147,19 +155,22 @@ def _learning(runs: Sequence[Run]) -> Figure | None:
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
+    """Of device and host; on a CPU they are one."""
     unit, scale = bytes_unit(runs, ["peak_device_bytes", "peak_host_bytes"])
-    figure, axes = new_figure(1, 2, 2.9, sharey=True)
-    for axis, place in zip(axes, ("device", "host"), strict=True):
+    devices = sorted({str(run.records[-1].get("device")) for run in runs})
+    places = {"device": f"device: {', '.join(devices)}", "host": "host: memory of this process"}
+    if all(device.startswith("cpu") for device in devices):
+        places = {"device": "no GPU: memory of the process (RSS)"}
+    figure, axes = new_figure(1, len(places), 2.9, sharey=True)
+    for axis, (place, title) in zip(axes, places.items(), strict=True):
         for run, colour in coloured(runs):
             for name, style in ((f"{place}_bytes", "-"), (f"peak_{place}_bytes", ":")):
                 steps, values = run.series(name)
                 label = run.name if style == "-" else None
                 axis.plot(steps, [v / scale for v in values], style, color=colour, label=label)
-        label_steps(axis, ylabel=unit)
+        label_steps(axis, title=title)
+    axes[0].set_ylabel(unit)
     axes[0].set_ylim(0, None)  # last: the axes share it, and what is set is no longer fitted
-    named = {str(run.records[-1].get("device")) for run in runs}
-    axes[0].set_title(f"device: {', '.join(sorted(named))}")
-    axes[1].set_title("this process's host memory")
     axes[0].plot([], [], ":", color="#666666", label="peak so far")
     axes[0].legend(loc="lower right")
     return figure
@@ -178,8 +189,9 @@ def _memory_by_kind(runs: Sequence[Run]) -> Figure | None:
         values = [[v / scale for v in found[1]] for found in layers.values()]
         colours = [COLOURS[list(_MEMORY.values()).index(text)] for text in layers]
         axis.stackplot(steps, values, labels=list(layers), colors=colours, alpha=0.85)
-        label_steps(axis, title=run.name, ylabel=unit)
+        label_steps(axis, title=run.name)
         axis.margins(x=0)
+    axes[0].set_ylabel(unit)
     axes[0].set_ylim(0, None)
     named: dict[str, Any] = {}
     for axis in axes:
@@ -195,18 +207,19 @@ def _activations(runs: Sequence[Run]) -> Figure | None:
     having = [run for run in runs if held[run.name]]
     if not having:
         return None
-    figure, axes = new_figure(1, 1, 2.9)
+    figure, axes = new_figure(1, 1, 1.7 + 0.4 * len(having))
     unit, scale = unit_of(max(v[-1] for run in having for _, v in held[run.name].values()))
     parts = list(dict.fromkeys(part for run in having for part in held[run.name]))
     for number, run in enumerate(having):
         left = 0.0
         for part in parts:
             size = held[run.name].get(part, ([], [0.0]))[1][-1] / scale
-            axes[0].barh(number, size, left=left, color=colour_of(parts, part), label=part)
+            label, colour = part.replace("_", " "), colour_of(parts, part)
+            axes[0].barh(number, size, left=left, color=colour, label=label)
             left += size
-    axes[0].set(xlabel=f"{unit} held between forward and backward, last step")
+    axes[0].set(xlabel=f"{unit} between forward and backward")
     label_runs(axes[0], having)
-    legend_once(axes[0], bbox_to_anchor=(0, -0.25), loc="upper left", ncols=3)
+    legend_once(figure, axes[0])
     return figure
 
 
@@ -234,12 +247,14 @@ def _heat_maps(
     }
     if not found:
         return None
+    last = {run.name: run.records[-1]["step"] for run in runs}
     rows = max(len(matrices) for _, matrices, _ in found.values())
     figure, axes = new_figure(1, len(found), min(max(0.14 * rows, 2.8), 9.0))
     if limits is None:
         numbers = [v for *_, rows_ in found.values() for row in rows_ for v in row if v is not None]
         limits = (0, max(numbers))
     mesh: Any = None
+    named: list[str] = []
     for axis, (run_name, (steps, matrices, values)) in zip(axes, found.items(), strict=True):
         placed = [_kind_and_layer(matrix) for matrix in matrices]
         first = list(dict.fromkeys(kind for kind, _ in placed))  # as the model has them
@@ -247,7 +262,7 @@ def _heat_maps(
             range(len(matrices)), key=lambda i: (first.index(placed[i][0]), placed[i][1])
         )
         grid = [[float("nan") if v is None else v for v in values[i]] for i in order]
-        edges = [*steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1]
+        edges = [*steps, max(last[run_name], steps[-1]) + 1]  # a record holds until the next
         mesh = axis.pcolormesh(
             edges,
             range(len(order) + 1),
@@ -260,9 +275,9 @@ def _heat_maps(
         kinds = [placed[i][0] for i in order]
         starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
         ends = [*starts[1:], len(kinds)]
-        axis.set_yticks(
-            [(a + b) / 2 for a, b in zip(starts, ends, strict=True)], [kinds[i] for i in starts]
-        )
+        middles = [(a + b) / 2 for a, b in zip(starts, ends, strict=True)]
+        axis.set_yticks(middles, [] if kinds == named else [kinds[i] for i in starts])
+        named = kinds
         axis.hlines(starts[1:], edges[0], edges[-1], colors="white", linewidth=1.5)
         axis.tick_params(axis="y", length=0)
         axis.grid(visible=False)
@@ -286,20 +301,21 @@ def _phases(runs: Sequence[Run]) -> Figure | None:
     if not having:
         return None
     figure, (bars, lines) = new_figure(1, 2, 1.9 + 0.35 * max(len(having), 2), width_ratios=[3, 2])
-    parts = [*PHASES, "other"]
     for number, run in enumerate(having):
         seconds = {phase: median_of(run, f"{phase}_seconds") for phase in PHASES}
         seconds["other"] = max(median_of(run, "step_seconds") - sum(seconds.values()), 0.0)
         left = 0.0
-        for part in parts:
-            bars.barh(number, seconds[part], left=left, color=colour_of(parts, part), label=part)
+        for part, colour in _PHASE_COLOURS.items():
+            bars.barh(number, seconds[part], left=left, color=colour, label=part)
             left += seconds[part]
     label_runs(bars, having)
     bars.set(xlabel="seconds of the median step")
-    legend_once(bars, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5)
+    legend_once(figure, bars)
     for run, colour in coloured(runs):
         lines.plot(*run.series("step_seconds"), color=colour, linewidth=1, label=run.name)
-    label_steps(lines, ylabel="seconds", ylim=(0, None))
+    label_steps(lines, ylabel="seconds of the step", ylim=(0, None))
+    if len(runs) > 1:
+        lines.legend(loc="best")
     return figure
 
 
@@ -333,14 +349,12 @@ def _timeline(runs: Sequence[Run]) -> Figure | None:
         return None
     heights = [len(trace.rows) + 1.0 for _, trace in traced]
     figure, axes = new_figure(len(traced), 1, 0.35 * sum(heights) + 1.0, height_ratios=heights)
-    kinds = ["forward", "backward", "optimizer", *KINDS]
-    palette = dict(
-        zip(kinds, ("#bcd9ea", "#f3cbb0", "#b5dccf", *COLOURS[:4], "#999999"), strict=True)
-    )
+    palette = {phase: _PHASE_COLOURS[phase] for phase in ("forward", "backward", "optimizer")}
+    palette |= zip(KINDS, (*COLOURS[:4], "#999999"), strict=True)
     used: set[str] = set()
     for axis, (run, trace) in zip(axes, traced, strict=True):
         for number, bars in enumerate(trace.rows.values()):
-            for kind in kinds:
+            for kind in palette:
                 spans = [(b.begin, b.end - b.begin) for b in bars if b.kind == kind]
                 used |= {kind} if spans else set()
                 axis.broken_barh(spans, (number - 0.4, 0.8), facecolors=palette[kind])
@@ -350,7 +364,7 @@ def _timeline(runs: Sequence[Run]) -> Figure | None:
         axis.set(title=run.name, xlabel="seconds of the step", xlim=(0, trace.seconds))
     from matplotlib.patches import Patch
 
-    shown = [Patch(color=palette[kind], label=kind) for kind in kinds if kind in used]
+    shown = [Patch(color=palette[kind], label=kind) for kind in palette if kind in used]
     figure.legend(handles=shown, loc="outside right center")
     return figure
 
@@ -358,21 +372,20 @@ def _timeline(runs: Sequence[Run]) -> Figure | None:
 PLOTS = (
     Plot(
         "planned",
-        "Measured over predicted",
-        "Bars right of the line: more than the plan said.",
+        "Predicted and measured",
+        "What the plan said before the run, and what the run measured. Bars right of the line: more than it said.",
         _planned,
     ),
     Plot(
         "learning",
         "Loss, learning rate, gradient norm",
-        "Lines: every step's training loss on the whole batch; dots: loss on held-out rows.",
+        "Lines: each step's training loss on its whole batch; dots: loss on held-out rows.",
         _learning,
     ),
     Plot(
         "memory",
         "Memory over time",
-        "After each step, and the highest value so far (dotted). On a CPU the device's memory is the "
-        "process's resident memory.",
+        "Rank 0's, after each step, and the highest value so far (dotted).",
         _memory,
     ),
     Plot(
@@ -385,20 +398,22 @@ PLOTS = (
     Plot(
         "ranks",
         "Rank of every matrix",
-        "A row is a matrix; those of one kind stand together, first layer on top.",
+        "A row is a matrix; those of one kind stand together, first layer on top. A colour holds until the next "
+        "record, some steps later.",
         _ranks,
     ),
     Plot(
         "energies",
         "Captured energy of every matrix",
-        "Share of the gradient's squared norm inside the basis, smoothed over recent steps; rows as above.",
+        "Share of the gradient's squared norm inside the basis, smoothed over recent steps; rows as above. Until its "
+        "first basis comes from a gradient, a matrix has a random one, which captures about rank / width.",
         _energies,
     ),
     Plot(
         "phases",
         "Time of a step",
-        "Medians over all steps but the first. Reduce is what backward did not hide of it; other is "
-        "data, logging and what lies between the phases.",
+        "Left: medians over all steps but the first; reduce is what backward did not hide of it, other is data, "
+        "logging and what lies between the phases. Right: whole steps.",
         _phases,
     ),
     Plot(
@@ -411,7 +426,7 @@ PLOTS = (
     Plot(
         "activations",
         "Activations",
-        "What is held by component.",
+        "What rank 0 held for backward in its last step, by component of the decoder layers, and around them.",
         _activations,
     ),
     Plot(

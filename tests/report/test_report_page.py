@@ -135,6 +135,11 @@ def test_the_page_shows_everything_and_needs_no_network(
     assert "&#x27;&lt;&amp;&gt;&#x27;" in page  # the command
     assert ">1.234<" in page or ">1.235<" in page
     assert "not ended or interrupted: other." in page
+    assert page.count("<h1>Runs a &lt;run&gt;, other</h1>") == 1
+    sections = re.findall(r"<section.*?</section>", page, re.S)
+    assert all(re.search(r"<h2>\w[^<]+</h2><p>\w[^<]+\.</p>", text) for text in sections)
+    numbers = {name for name, value in record(1).items() if isinstance(value, (int, float))}
+    assert numbers <= set(re.findall(r'scope="row">(\w+)</th>', page))
     for plot in PLOTS:
         assert f'id="{plot.name}"' in page, plot.name
     pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
@@ -150,6 +155,22 @@ def test_the_page_shows_everything_and_needs_no_network(
     assert re.findall(r"<td>(.*?)</td>", untimed[1]) == said
 
 
+def test_every_axis_says_what_it_shows_and_in_which_unit(run: Path, other: Path) -> None:
+    """Or names runs, matrices or threads at its ticks; of panels that share it the first one does."""
+    units = r"step|nats|rate|norm|share|rank|second|[KM]iB|measured / predicted"
+    for runs in (read_runs([run]), read_runs([run, other])):
+        for plot in PLOTS:
+            figure = plot.draw(runs)
+            assert figure is not None
+            for axis in figure.axes:
+                place = axis.get_subplotspec()  # None of a bar of colours
+                ticks = [text.get_text() for text in axis.get_yticklabels()]
+                named = any(re.search("[a-z]", text) for text in ticks)
+                if place is None or place.is_first_col():
+                    assert named or re.search(units, axis.get_ylabel()), plot.name
+                assert place is None or re.search(units, axis.get_xlabel()), plot.name
+
+
 def test_a_run_without_hmt_gets_the_sections_that_it_has_numbers_for(other: Path) -> None:
     command.main([str(other)])
     page = (other / "report.html").read_text(encoding="utf-8")
@@ -162,9 +183,12 @@ def test_a_run_without_hmt_gets_the_sections_that_it_has_numbers_for(other: Path
 )
 def test_what_a_later_run_has_more_of_is_drawn_and_named(run: Path, plot: str, name: str) -> None:
     """Runs side by side share one axis: it fits all of them, whoever comes first."""
+    gpu = {"device": "cuda:0"}  # elsewhere the host's memory is the device's
+    lines = [json.dumps({**record(step), **gpu}) for step in range(1, 5)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     larger = run.parent / "larger"
     larger.mkdir()
-    lines = [json.dumps({**record(step), name: 64 << 20}) for step in range(1, 5)]
+    lines = [json.dumps({**record(step), **gpu, name: 64 << 20}) for step in range(1, 5)]
     (larger / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     draw = {"kinds": plots._memory_by_kind, "memory": plots._memory}[plot]
     figure = draw(read_runs([run, larger]))
@@ -183,7 +207,7 @@ def test_markdown_names_its_pictures(run: Path) -> None:
     pictures = re.findall(r"\]\(([^)]+)\)", text)
     assert len(pictures) == len(PLOTS)
     assert all((run / picture).is_file() for picture in pictures)
-    assert "| loss on held-out rows | 1.23" in text
+    assert "| loss on held-out rows, nats per token | 1.23" in text
 
 
 def test_matrices_keep_their_layers_apart_and_missing_values_open(run: Path) -> None:
