@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,13 @@ import pytest
 # turns cost up to a hundred times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-sys.path.insert(0, str(Path(__file__).parent / "zero"))  # harness and training
-
-
 _operators_are_there = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start import what pyproject.toml's ``pythonpath`` lets tests import."""
+    paths = [*map(str, config.getini("pythonpath")), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,11 +36,8 @@ def pytest_xdist_node_collection_finished(node: Any) -> None:
     terminal = node.config.pluginmanager.get_plugin("terminalreporter")
     terminal.write_line("DeepSpeed's operators: loading; compiling takes minutes, the first time")
     begin = time.monotonic()
-    tests = Path(__file__).resolve().parent
-    path = f"{tests.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [sys.executable, str(tests / "zero" / "operators.py")],
-        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
+        [sys.executable, "-m", "operators"], env={**os.environ, "DS_ACCELERATOR": "cpu"}
     )
     if done.returncode:
         pytest.exit("DeepSpeed's operators do not build here, see above", returncode=1)

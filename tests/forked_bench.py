@@ -16,8 +16,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-LAUNCH = Path(__file__).resolve().parents[1] / "launch"
-BENCH = str(LAUNCH / "bench.py")
+BENCH = str(Path(__file__).resolve().parents[1] / "launch" / "bench.py")
 
 
 def environment() -> dict[str, str]:
@@ -96,5 +95,4 @@ def _command(arguments: list[str], folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(LAUNCH), str(LAUNCH.parent)]
     _serve()

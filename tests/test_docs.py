@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.tables import TABLES, markdown_files, tables_in
 from hmt_deepspeed.config import HMTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "launch"))
-
-from benchmarks.tables import TABLES, markdown_files, tables_in  # noqa: E402
 
 FILES = [str(path.relative_to(ROOT)) for path in markdown_files()]
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)

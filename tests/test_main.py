@@ -40,9 +40,7 @@ CONFIG = """{"train_batch_size": 8, "zero_optimization": {"stage": 2},
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    env["PYTHONPATH"] = f"{root}{os.pathsep}{env.get('PYTHONPATH', '')}"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     port = str(10000 + os.getpid() % 20000)
     command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed"]

@@ -21,21 +21,18 @@ from training import ds_config, make_engine, train
 
 import hmt_deepspeed
 from hmt_deepspeed.config import HMTConfig
-
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT / "launch") not in sys.path:
-    sys.path.insert(0, str(ROOT / "launch"))
-
-from reliability import order_worker  # noqa: E402
-from reliability.json_configs import (  # noqa: E402
+from reliability import order_worker
+from reliability.json_configs import (
     _FIELDS,
     _STRUCTURED,
     _legal,
     _put,
     random_config,
 )
-from reliability.long_run import _MOST  # noqa: E402
-from reliability.random_configs import _problem  # noqa: E402
+from reliability.long_run import _MOST
+from reliability.random_configs import _problem
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +90,6 @@ def test_every_random_block_is_taken_or_refused_with_its_keys() -> None:
 
 
 def built(first: int, last: int, folder: str) -> dict[int, tuple[str, str]]:
-    sys.path.insert(0, str(ROOT / "launch"))
     from deepspeed.accelerator import get_accelerator
 
     from reliability.build_worker import outcome

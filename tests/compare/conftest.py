@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-
 from compare_runs import TRAINED, cell
 
 from comparison.cells import Setting, Store

@@ -3,7 +3,6 @@ meanwhile waits with the GIL held, and the process hangs for good. ``AsyncIO`` m
 
 import subprocess
 import sys
-from pathlib import Path
 
 from ssd_io import async_io
 
@@ -32,7 +31,5 @@ for thread in threads:
 
 def test_two_threads_come_to_the_first_write(tmp_path):
     async_io()  # or skip
-    folder = str(Path(__file__).parent)
-    program = f"import sys; sys.path.insert(0, {folder!r})\n{CHILD}"
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)

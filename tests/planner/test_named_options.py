@@ -100,7 +100,7 @@ def options() -> set[str]:
 def texts() -> list[str]:
     """Every string in the planner and in the doctor, docstrings too."""
     files = [
-        *(ROOT / "hmt_deepspeed" / "planner").glob("*.py"),
+        *(ROOT / "hmt_deepspeed" / "planner").rglob("*.py"),
         ROOT / "hmt_deepspeed" / "doctor.py",
     ]
     files.append(ROOT / "hmt_deepspeed" / "architectures.py")

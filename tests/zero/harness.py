@@ -28,7 +28,6 @@ TIMEOUT = 540.0
 # Seconds that the others have once a rank died, to notice and to say so; they need one, on a loaded machine more. Where
 # a rank is killed on purpose nobody reads what the others say, and some of DeepSpeed's collectives never notice.
 GRACE, GRACE_ON_PURPOSE = 30.0, 1.0
-HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class CaseFailed(AssertionError):
@@ -40,6 +39,7 @@ class Ranks:
 
     def __init__(self) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env["PYTHONPATH"] = os.pathsep.join(sys.path)  # with the folder of every collected test
         self._zygote = subprocess.Popen(
             [sys.executable, "-u", os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
@@ -97,7 +97,6 @@ class Ranks:
             job = {
                 "folder": folder,
                 "world": world,
-                "path": os.path.dirname(sys.modules[case.__module__].__file__ or HERE),
                 "module": case.__module__,
                 "case": case.__qualname__,
                 "timeout": TIMEOUT,
@@ -214,7 +213,6 @@ def _child(job: dict[str, Any], rank: int, port: int) -> None:
     try:
         import deepspeed
 
-        sys.path.insert(0, job["path"])
         case = getattr(importlib.import_module(job["module"]), job["case"])
         args, kwargs = torch.load(f"{job['folder']}/arguments.pt", weights_only=False)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -235,5 +233,4 @@ def _child(job: dict[str, Any], rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [HERE, os.path.dirname(os.path.dirname(HERE))]
     _serve()

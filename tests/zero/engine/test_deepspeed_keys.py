@@ -251,7 +251,7 @@ ELSEWHERE = {
 def test_every_honoured_row_is_tested() -> None:
     honoured = {key for key, row in KEYS.items() if isinstance(row, Honoured)}
     assert honoured == SETTINGS.keys() | ELSEWHERE.keys()
-    tests = Path(__file__).parent.parent
+    tests = Path(__file__).parents[2]
     for key, where in ELSEWHERE.items():
         if where != "always":
             name, _, text = where.partition("::")

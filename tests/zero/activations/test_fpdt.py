@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,7 +167,6 @@ def test_a_model_that_fpdt_cannot_run_is_refused_before_the_engine_is_built(rank
 
 def reduction_excess(optimizer: dict[str, Any]) -> tuple[int, int]:
     """Bytes by which a reduction's peak exceeds the peak before it, and of a bucket."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
     from benchmarks import reduction_peak
     from benchmarks.setting import Shape
 

@@ -463,7 +463,7 @@ def test_no_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_entry_point_answers() -> None:
-    script = Path(__file__).resolve().parents[2] / "launch" / "plan.py"
+    script = Path(__file__).resolve().parents[3] / "launch" / "plan.py"
     done = subprocess.run(
         [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True
     )

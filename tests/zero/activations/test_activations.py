@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import glob
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +32,6 @@ from training import (
 
 import hmt_deepspeed
 from hmt_deepspeed.report.metrics import monitor_events
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "memory"))  # ssd_io
 
 LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}

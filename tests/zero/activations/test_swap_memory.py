@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +17,6 @@ from hmt_deepspeed.memory.errors import StoreError
 from hmt_deepspeed.memory.file_io import AsyncIO, PositionalIO
 from hmt_deepspeed.zero.activations.swap import SwapMemory
 from hmt_deepspeed.zero.offload import ssd
-
-for neighbour in ("activations", "memory"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / neighbour))
 
 LIMIT, WIDTH, TOKENS, LAYERS = 2**18, 64, 2048, 3
 INPUT = TOKENS * WIDTH * 4  # twice the limit

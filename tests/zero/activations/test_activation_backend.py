@@ -1,13 +1,8 @@
 """The activation backend where ZeRO deals weights, gradients and bases over ranks."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from training import ds_config, make_engine, model_weights, tiny_llama, train
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "activations"))
 
 STEPS = 4  # full gradients, projected ones, a refresh
 
