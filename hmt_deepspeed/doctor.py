@@ -55,12 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="hmt-doctor",
         description="Print what a DeepSpeed JSON will do on this machine, and what is missing for it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="example:\n  hmt-doctor ds.json --model 7b --ranks 4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="DeepSpeed JSON, with or without an hmt block")
-    parser.add_argument("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens, of a preset")
-    parser.add_argument("--ranks", type=int, help="GPUs of the run; those of this machine")
+    add, default = parser.add_argument, " (default: %(default)s)"
+    add("config", help="DeepSpeed JSON, with or without an hmt block")
+    add("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}{default}")
+    text = f"of a preset's vocabulary{default}"
+    add("--vocab_size", type=int, default=4096, metavar="TOKENS", help=text)
+    text = "GPUs of the run (default: those of this machine)"
+    add("--ranks", type=int, metavar="N", help=text)
     args = parser.parse_args(arguments)
     logger = logging.getLogger("DeepSpeed")
     level = logger.level

@@ -1,18 +1,16 @@
 """Measure what we claim, each comparison side by side in one process.
 
-    python launch/bench.py foundations                  every case, each in a process of its own
-    python launch/bench.py foundations --case galore    one case
-    python launch/bench.py optimizer                    the cases of another suite
-    python launch/bench.py all                          every suite
-    python launch/bench.py gpu                          1B, 3B and 7B shapes; skipped without a GPU
-    python launch/bench.py kernels                      Triton kernels against eager torch; the same
-    python launch/bench.py table                        the generated tables of the Markdown files
-    python launch/bench.py table --write                the same, each into its file
-    python launch/bench.py papers                       the papers' figures beside the planner's
-    python launch/bench.py papers --write               the same, into launch/results/planner/
+examples:
+  python launch/bench.py foundations                the suite, a process a case
+  python launch/bench.py foundations --case galore  one case
+  python launch/bench.py all                        every suite
+  python launch/bench.py table                      the Markdown files' tables
+  python launch/bench.py table --write              the same, into the files
+  python launch/bench.py papers --write             into launch/results/planner
 
-Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again replaces its entry. The papers' figures
-are of no machine: they follow from the planner's numbers alone.
+Results: launch/results/MACHINE/SUITE.json and .md. A case that is run again
+replaces its entry. The papers' figures are of no machine: they follow from the
+planner's numbers alone.
 """
 
 from __future__ import annotations
@@ -37,24 +35,38 @@ PAPERS = RESULTS / "planner"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Benchmarks of hmt_deepspeed.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(
+        title="what to run; SUITE --help shows its options",
+        dest="command",
+        metavar="SUITE",
+        required=True,
+    )
     helps = {name: (module.__doc__ or "").partition(":")[0] for name, module in SUITES.items()}
+    results = os.path.relpath(RESULTS)
     for name, text in {**helps, ALL: "every suite"}.items():
         suite = commands.add_parser(name, help=text)
         if name != ALL:
             cases = list(SUITES[name].CASES)
-            suite.add_argument("--case", action="append", choices=cases, help="repeat for several")
-        suite.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 where it is fast")
-        suite.add_argument("--rounds", type=_at_least_two, help="instead of each case's own number")
-        suite.add_argument("--toy", action="store_true", help="tiny sizes, to try the code out")
-        suite.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
+            text = f"{', '.join(cases)}; default: all; repeat for several"
+            suite.add_argument("--case", action="append", choices=cases, metavar="CASE", help=text)
+        add = suite.add_argument
+        add("--dtype", choices=list(DTYPES), help="default: bf16 where it is fast")
+        add("--rounds", type=_at_least_two, metavar="N", help="default: each case's own number")
+        add("--toy", action="store_true", help="tiny sizes, to try the code out")
+        text = f"where the machines' folders are (default: {results})"
+        add("--output", type=Path, metavar="FOLDER", help=text)
     table = commands.add_parser("table", help="the generated tables of the Markdown files")
-    table.add_argument("--write", action="store_true", help="into their files")
-    table.add_argument("--output", type=Path, help="print what the suites wrote to this folder")
+    table.add_argument("--write", action="store_true", help="write them into their files")
+    text = "print what the suites wrote to this folder instead"
+    table.add_argument("--output", type=Path, metavar="FOLDER", help=text)
     papers = commands.add_parser("papers", help="the papers' figures beside the planner's")
-    papers.add_argument("--write", action="store_true", help=f"into {PAPERS}")
+    papers.add_argument(
+        "--write", action="store_true", help=f"write them into {os.path.relpath(PAPERS)}"
+    )
     args = parser.parse_args()
     if args.command == "table" and args.write and args.output is not None:
         parser.error("--write is of the committed results: it does not go with --output")

@@ -1,17 +1,20 @@
-"""The HMT paper's experiment: optimizers side by side on one model, data, order and token count.
+"""The HMT paper's experiment: optimizers on one model, data, order, token count.
 
-    python launch/compare.py sweep                    learning rates of the variants
-    python launch/compare.py final                    the best of them, seeds 0 1 2
-    python launch/compare.py finetune                 from a checkpoint that it pretrains itself
-    python launch/compare.py speed                    their step times, in one process
-    python launch/compare.py report                   Markdown, CSV, JSON and pictures of what there is
-    python launch/compare.py merge --cells FILE       add the cells.jsonl.xz of another machine
-    python launch/compare.py table                    finals and fine-tuning against AdamW
+examples:
+  python launch/compare.py sweep               the variants' learning rates
+  python launch/compare.py final               the best of them, seeds 0 1 2
+  python launch/compare.py finetune            of a checkpoint that it pretrains
+  python launch/compare.py speed               step times, in one process
+  python launch/compare.py report              Markdown, CSV, JSON, pictures
+  python launch/compare.py merge --cells FILE  add another machine's cells
+  python launch/compare.py table               all of it against AdamW
 
-Every run is a cell: one line of launch/results/compare/cells.jsonl.xz. A finished cell is not run again and
-an interrupted one goes on where it stopped, so the same command may be given until nothing is left, also on
-another machine: each cell names its own. Step times are kept apart, one file a machine. The report is
-report.md beside the cells; its CSV, JSON and pictures are in runs/compare/report.
+Every run is a cell: one line of launch/results/compare/cells.jsonl.xz. A
+finished cell is not run again and an interrupted one goes on where it stopped,
+so the same command may be given until nothing is left, also on another machine:
+each cell names its own. Step times are kept apart, one file a machine. The
+report is report.md beside the cells; its CSV, JSON and pictures are in
+runs/compare/report.
 """
 
 from __future__ import annotations
@@ -46,42 +49,55 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=(*TRAINS, "speed", "report", "merge", "table"))
-    add = parser.add_argument
-    add(
-        "--variants",
-        type=_words,
-        help=f"comma-separated; default: all of {', '.join(VARIANTS)}",
-    )
-    add("--lrs", type=_rates, help="instead of the table's learning rates, comma-separated")
-    add("--seeds", type=_seeds, help="of weights and order of the data; 0, in the final 0,1,2")
-    add("--tokens", type=int, help=f"of one run; {DEFAULT_TOKENS}")
-    add("--model", default="3m", choices=list(SHAPES), help="Llama, named after its linears")
-    add("--data", default="stdlib", help="stdlib, a file, a folder, a .jsonl, a hub dataset id")
-    add("--finetune_data", help="text to tune on; default: the other half of --data")
-    add("--vocab_size", type=int, default=512, help="tokens of the bpe tokeniser")
-    add("--seq_length", type=int, default=256, help="tokens in a row")
-    add("--batch_rows", type=int, default=8, help="rows in a step")
-    add("--eval_rows", type=int, default=256, help="fixed held-out rows of the final evaluation")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="of the arithmetic; default: bf16 on CUDA, fp32 on a CPU",
-    )
-    add("--base_tokens", type=int, default=2_000_000, help="that the fine-tuned model has seen")
-    add("--rounds", type=int, default=INTERVAL, help="timed steps of each variant")
-    add("--threads", type=int, default=1, help="of the CPU")
-    add("--budget_minutes", type=float, help="stop between two steps when they are over")
-    add("--save_steps", type=int, default=100, help="steps between two checkpoints of a cell")
-    add("--output", type=Path, help=f"folder of the results, {RESULTS / 'compare'}")
-    add(
-        "--runs",
-        type=Path,
-        default=ROOT / "runs" / "compare",
-        help="folder of unfinished cells and of the report's pictures",
-    )
-    add("--cells", type=Path, help="with merge: another machine's cells.jsonl.xz")
-    add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
+    stages = (*TRAINS, "speed", "report", "merge", "table")
+    parser.add_argument("stage", choices=stages, metavar="STAGE", help="see the examples")
+
+    add = parser.add_argument_group("what is compared").add_argument
+    names = f"comma-separated (default: {', '.join(VARIANTS)})"
+    add("--variants", type=_words, metavar="NAMES", help=names)
+    add("--lrs", type=_rates, metavar="RATES", help="learning rates (default: each variant's own)")
+    add("--seeds", type=_seeds, help="of weights and order (default: 0; final: 0,1,2)")
+    tokens = ", ".join(f"{stage}: {count:,}" for stage, count in DEFAULT_TOKENS.items())
+    add("--tokens", type=int, metavar="N", help=f"of one run (default: {tokens})")
+    text = "that the fine-tuned model has seen (default: %(default)s)"
+    add("--base_tokens", type=int, default=2_000_000, metavar="N", help=text)
+    text = "timed steps of each variant, with speed (default: %(default)s)"
+    add("--rounds", type=int, default=INTERVAL, metavar="N", help=text)
+
+    add = parser.add_argument_group("model and data").add_argument
+    text = "Llama, named after its linears (default: %(default)s)"
+    add("--model", default="3m", choices=list(SHAPES), help=text)
+    text = "stdlib, a file, a folder, a .jsonl, a hub dataset id (default: %(default)s)"
+    add("--data", default="stdlib", help=text)
+    text = "text to tune on (default: the other half of --data)"
+    add("--finetune_data", metavar="DATA", help=text)
+    for name, default, text in (
+        ("vocab_size", 512, "tokens of the bpe tokeniser"),
+        ("seq_length", 256, "tokens in a row"),
+        ("batch_rows", 8, "rows in a step"),
+        ("eval_rows", 256, "fixed held-out rows of the final evaluation"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{name}", type=int, default=default, metavar="N", help=text)
+    text = "of the arithmetic (default: bf16 on CUDA, fp32 on a CPU)"
+    add("--dtype", choices=DTYPES, help=text)
+
+    add = parser.add_argument_group("how it runs").add_argument
+    add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
+    text = "stop between two steps when they are over (default: never)"
+    add("--budget_minutes", type=float, metavar="MINUTES", help=text)
+    text = "steps between two checkpoints of a cell (default: %(default)s)"
+    add("--save_steps", type=int, default=100, metavar="N", help=text)
+
+    add = parser.add_argument_group("files").add_argument
+    text = f"of the results (default: {os.path.relpath(RESULTS / 'compare')})"
+    add("--output", type=Path, metavar="FOLDER", help=text)
+    runs = ROOT / "runs" / "compare"
+    text = f"of unfinished cells and the report's pictures (default: {os.path.relpath(runs)})"
+    add("--runs", type=Path, default=runs, metavar="FOLDER", help=text)
+    add("--cells", type=Path, metavar="FILE", help="with merge: another machine's cells.jsonl.xz")
+    text = "tokenisers and tokens are kept here (default: %(default)s)"
+    add("--cache_dir", default=DEFAULT_CACHE, metavar="FOLDER", help=text)
     add("--only", help=argparse.SUPPRESS)  # the cell of a child process
     return parser
 

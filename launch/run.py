@@ -32,27 +32,48 @@ from hmt_deepspeed.zero.operator_locks import telling_waits
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a causal language model with DeepSpeed and HMT.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="example:\n  deepspeed --num_gpus 1 launch/run.py --deepspeed_config ds_configs/hmt.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    default = " (default: %(default)s)"
     add = parser.add_argument
-    add("--deepspeed_config", required=True, help="DeepSpeed JSON, with or without an hmt block")
+    text = "DeepSpeed JSON, with or without an hmt block; required"
+    add("--deepspeed_config", required=True, metavar="JSON", help=text)
     add("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-    add("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}")
-    add("--data", default="stdlib", help="stdlib, a file, a folder, a .jsonl, a hub dataset id")
-    add("--text_field", default="text", help="field that holds the text, for JSONL and datasets")
-    add("--tokenizer", help="bpe, bytes, a folder or a hub id; bpe for presets, else the model's")
-    add("--vocab_size", type=int, default=4096, help="tokens of the bpe tokeniser")
-    add("--seq_length", type=int, default=256, help="tokens in a row")
-    add("--max_steps", type=int, default=200, help="optimizer steps of the whole run")
-    add("--eval_interval", type=int, default=100, help="steps between evaluations, 0: at the end")
-    add("--eval_rows", type=int, default=64, help="held-out rows that an evaluation reads")
-    add("--save_interval", type=int, default=100, help="steps between checkpoints, 0: none")
-    add("--output_dir", help="the run's folder; runs/CONFIG-MODEL, numbered if it exists")
-    add("--cache_dir", default=DEFAULT_CACHE, help="tokenisers and tokens are kept here")
+
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", default="tiny", help=f"one of: {models.LEGAL_MODELS}{default}")
+    text = f"stdlib, a file, a folder, a .jsonl, a hub dataset id{default}"
+    add("--data", default="stdlib", help=text)
+    text = f"field that holds the text, for JSONL and datasets{default}"
+    add("--text_field", default="text", metavar="FIELD", help=text)
+    text = "bpe, bytes, a folder or a hub id (default: bpe for presets, else the model's)"
+    add("--tokenizer", help=text)
+    text = f"tokens of the bpe tokeniser{default}"
+    add("--vocab_size", type=int, default=4096, metavar="N", help=text)
+    add("--seq_length", type=int, default=256, metavar="N", help=f"tokens in a row{default}")
+    text = f"tokenisers and tokens are kept here{default}"
+    add("--cache_dir", default=DEFAULT_CACHE, metavar="FOLDER", help=text)
+
+    add = parser.add_argument_group("the run").add_argument
+    text = f"optimizer steps of the whole run{default}"
+    add("--max_steps", type=int, default=200, metavar="N", help=text)
+    text = f"steps between evaluations, 0: at the end{default}"
+    add("--eval_interval", type=int, default=100, metavar="N", help=text)
+    text = f"held-out rows that an evaluation reads{default}"
+    add("--eval_rows", type=int, default=64, metavar="N", help=text)
+    text = f"steps between checkpoints, 0: none{default}"
+    add("--save_interval", type=int, default=100, metavar="N", help=text)
+    text = "of the run (default: runs/CONFIG-MODEL, numbered if it exists)"
+    add("--output_dir", metavar="FOLDER", help=text)
     add("--resume", action="store_true", help="continue from the run's latest checkpoint")
-    add("--seed", type=int, default=0, help="of weights, order of the data, dropout")
+    text = f"of weights, order of the data, dropout{default}"
+    add("--seed", type=int, default=0, help=text)
+
+    add = parser.add_argument_group("what is measured").add_argument
     add("--trace", action="store_true", help="profile steps 3 to 5 into trace.json")
-    add("--peak_tflops", type=float, help="one device's peak, to show MFU and HFU")
+    text = "one device's peak, to show MFU and HFU"
+    add("--peak_tflops", type=float, metavar="TFLOPS", help=text)
     return parser.parse_args()
 
 

@@ -1,15 +1,18 @@
-"""What a run does under stress: random configs, dead ranks, bad batches, full disks, kills, many steps.
+"""What a run does under stress: random configs, kills, full disks, many steps.
 
-    python launch/stress.py random_configs          one case
-    python launch/stress.py all                     every case
-    python launch/stress.py table                   the committed results as Markdown
+examples:
+  python launch/stress.py random_configs  one case
+  python launch/stress.py all             every case
+  python launch/stress.py table           the committed results as Markdown
 
-Results: launch/results/MACHINE/stress/CASE.json. A case that is run again replaces its file.
+Results: launch/results/MACHINE/stress/CASE.json. A case that is run again
+replaces its file.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,10 +30,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("case", choices=(*CASES, "all", "table"))
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
-    parser.add_argument("--small", action="store_true", help="a few, to try the code out")
-    parser.add_argument("--output", type=Path, help=f"folder of the machine folders, {RESULTS}")
+    add = parser.add_argument
+    cases = (*CASES, "all", "table")
+    add("case", choices=cases, metavar="CASE", help=f"one of: {', '.join(cases)}")
+    add("--seed", type=int, default=0, help="of everything that is random (default: %(default)s)")
+    add("--small", action="store_true", help="few repetitions, to try the code out")
+    text = f"where the machines' folders are (default: {os.path.relpath(RESULTS)})"
+    add("--output", type=Path, metavar="FOLDER", help=text)
     args = parser.parse_args()
     if args.small and args.output is None:
         parser.error("--small needs --output: small numbers do not belong among the results")

@@ -124,26 +124,16 @@ def _parser() -> argparse.ArgumentParser:
         "activations where the HMT paper's policy has them",
     )
 
-    add = parser.add_argument_group("what is written").add_argument
-    add("--write", metavar="FILE", help="the DeepSpeed JSON of the recommendation")
-    add("--nvme_path", metavar="FOLDER", help="on the SSDs, for the JSON")
-    add("--save_plan", metavar="FILE", help="the plan of the recommendation")
+    add = parser.add_argument_group("files").add_argument
+    add("--write", metavar="FILE", help="write the DeepSpeed JSON of the recommendation")
+    add("--nvme_path", metavar="FOLDER", help="on the SSDs, for that JSON")
+    add("--save_plan", metavar="FILE", help="write the plan of the recommendation")
     add(
         "--picture",
         metavar="FILE",
-        help="its timeline and the GPU's memory, as .svg, .png or .pdf (matplotlib)",
+        help="draw its timeline and the GPU's memory: .svg, .png or .pdf (matplotlib)",
     )
-
-    add = parser.add_argument_group("other questions").add_argument
-    add("--plan", metavar="FILE", help="what a saved plan does with the recommended setup")
-    add(
-        "--reproduce", action="store_true", help="the papers' figures beside ours, and nothing else"
-    )
-    add(
-        "--write_results",
-        metavar="FOLDER",
-        help="with --reproduce: write reproduce.json and .md there",
-    )
+    add("--plan", metavar="FILE", help="say what a saved plan does with the recommended setup")
     return parser
 
 

@@ -17,7 +17,7 @@ __all__ = ["main"]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hmt-report",
-        description="Write one HTML page, which needs no network, about one run or several side by side.",
+        description="Write one HTML page, which needs no network, about runs side by side.",
         epilog="example:\n  hmt-report runs/hmt-tiny runs/hmt_adamw-tiny --output both.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""The numbers of the activation backend: bytes held for backward, step time, gradient error, a run's loss."""
+"""Activations by component: bytes held for backward, step time, gradient error, a run's loss."""
 
 from __future__ import annotations
 

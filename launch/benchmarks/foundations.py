@@ -1,4 +1,4 @@
-"""The numbers of the foundations: which case runs where."""
+"""Projected backward, optimizer and ZeRO: which case runs where."""
 
 from __future__ import annotations
 

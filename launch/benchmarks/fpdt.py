@@ -1,4 +1,4 @@
-"""The numbers of FPDT: device bytes of a layer and of a model, and time against full recompute and ALST."""
+"""FPDT: device bytes of a layer and of a model, and time against full recompute and ALST."""
 
 from __future__ import annotations
 

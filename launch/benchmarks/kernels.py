@@ -1,4 +1,4 @@
-"""The optimizer's Triton kernels beside eager PyTorch on a GPU: time, launches, bandwidth and error.
+"""Triton kernels beside eager PyTorch on a GPU: time, launches, bandwidth and error.
 
 Every call finds a cold L2. The eager contenders are the kernel's torch twin and, where that goes by row chunks
 to save memory, the same operations on whole matrices. On a CPU (``--toy``) the public functions pick the twins.

@@ -1,4 +1,4 @@
-"""The numbers of the optimizer's parts: which case runs where."""
+"""The optimizer's parts: which case runs where."""
 
 from __future__ import annotations
 

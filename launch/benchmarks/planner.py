@@ -1,4 +1,4 @@
-"""The numbers of planning in a run: its predictions against what happens, and what the profile costs."""
+"""Planning in a run: its predictions against what happens, and what the profile costs."""
 
 from __future__ import annotations
 
