@@ -42,13 +42,9 @@ from hmt_deepspeed.zero.engine.support import (
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.optimizer import start_table, statistics
-from hmt_deepspeed.zero.parameters.build import (
-    HostSettings,
-    build_entries,
-    build_schedule,
-    linears_to_encode,
-)
+from hmt_deepspeed.zero.parameters.build import build_entries, build_schedule, linears_to_encode
 from hmt_deepspeed.zero.registration import registered
+from hmt_deepspeed.zero.settings import HostSettings
 
 __all__ = ["DryRun", "dry_run"]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 
+from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.nvme import FileStore
@@ -18,30 +17,11 @@ from hmt_deepspeed.memory.tiered import Store, TieredStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.zero.offload.ssd import file_io
 
-__all__ = ["SwapMemory", "free_host_memory", "host_memory_share", "staging_bytes"]
+__all__ = ["SwapMemory", "staging_bytes"]
 
 LIMIT = "hmt.activations.host_memory"
 # Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
 _STAGING, _SSD_STAGING = 2**26, 2**30
-
-
-def free_host_memory() -> int:
-    """Bytes that the machine, or the container that the process is in, could still give."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            used = int(file.read())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
-
-
-def host_memory_share() -> int:
-    """Bytes that "auto" lets one rank take: half of what is free now, shared by the ranks of the machine."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-    return free_host_memory() // 2 // ranks
 
 
 def staging_bytes(limit: int, nvme_path: str | None) -> int:

@@ -9,7 +9,8 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.bases.parked import ParkedBases
-from hmt_deepspeed.zero.parameters.build import CacheSettings, Entry
+from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.settings import CacheSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["basis_metrics", "build_bases", "check_cache", "describe_bases", "staging_bytes"]

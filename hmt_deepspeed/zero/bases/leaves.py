@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
 from hmt_deepspeed.zero.bases.parked import ParkedBases
-from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
 

@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
 from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
     from hmt_deepspeed.zero.saving.saved_state import SavedState
     from hmt_deepspeed.zero.sharding.collectives import Collectives
 

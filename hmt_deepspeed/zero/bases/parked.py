@@ -19,7 +19,7 @@ from hmt_deepspeed.optim.decisions.sharing import held_projection
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.projected import Columns
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
-from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.parameters.param_state import Entry
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["ParkedBases"]

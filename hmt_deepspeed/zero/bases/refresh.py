@@ -17,7 +17,7 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.gradients.gradient import Gradient
-from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.parameters.param_state import Entry
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["BasisRefresh"]

@@ -61,6 +61,7 @@ from hmt_deepspeed.zero.planning.memory import counted_bytes
 from hmt_deepspeed.zero.planning.planner import RunPlanner
 from hmt_deepspeed.zero.saving import checkpoint
 from hmt_deepspeed.zero.saving.client_objects import storable
+from hmt_deepspeed.zero.saving.durable import AtomicCheckpointEngine
 from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.saving.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.saving.universal import refusal_fields
@@ -489,7 +490,7 @@ class HMTEngine(InferenceEngine):
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if self.hmt_enabled:
-            self.checkpoint_engine: Any = checkpoint.AtomicCheckpointEngine(self._config)
+            self.checkpoint_engine: Any = AtomicCheckpointEngine(self._config)
 
     def save_checkpoint(
         self,

@@ -12,11 +12,16 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.timer import NoopTimer
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.zero.activations.swap import host_memory_share
-from hmt_deepspeed.zero.engine.support import checks_overflow, resolved_overlap
-from hmt_deepspeed.zero.gradients.gradient import ReductionScale
-from hmt_deepspeed.zero.offload.ssd import SsdSettings
-from hmt_deepspeed.zero.parameters.build import CacheSettings, HostSettings, ZeroSettings
+from hmt_deepspeed.memory.available import host_memory_share
+from hmt_deepspeed.zero.settings import (
+    CacheSettings,
+    HostSettings,
+    ReductionScale,
+    SsdSettings,
+    ZeroSettings,
+    checks_overflow,
+    resolved_overlap,
+)
 from hmt_deepspeed.zero.weights.residency import prepare_for_ssd
 
 __all__ = [

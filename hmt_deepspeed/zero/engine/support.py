@@ -28,8 +28,6 @@ __all__ = [
     "check_same_gpus",
     "check_stock_dtypes",
     "check_supported",
-    "checks_overflow",
-    "resolved_overlap",
 ]
 
 
@@ -309,29 +307,6 @@ def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:
             remedy = 'Give it as "gradient_clipping".'
         legal = "only lr, betas, eps and weight_decay beside an HMT optimizer"
         yield f"optimizer.params.{key}", value, legal, remedy
-
-
-def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
-    """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
-
-    "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
-    never lets weights be read that a gate does not see, as "forward" does below stage 3.
-    """
-    wanted = offload.get("overlap", "auto")
-    if wanted != "auto":
-        return wanted
-    if not (parsed.gradient_clipping or checks_overflow(parsed)):
-        return "backward"
-    return "forward" if parsed.zero_optimization_stage == 3 else "none"
-
-
-def checks_overflow(parsed: Any) -> bool:
-    """Whether a step whose gradients are not finite is skipped: unless bf16's ``check_grad_overflow`` is false.
-
-    In fp32 too, as by DeepSpeed's own ZeRO optimizers, which look at the norm.
-    """
-    bf16 = parsed.bfloat16_config
-    return not bf16.enabled or bool(bf16.check_grad_overflow)
 
 
 def _zero(parsed: Any, options: dict[str, Any], given: dict[str, str]) -> Iterator[Refusal]:

@@ -13,7 +13,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
 from hmt_deepspeed.zero.sharding.shards import RowShards
 
-__all__ = ["Gradient", "Held", "ReductionScale"]
+__all__ = ["Gradient", "Held"]
 
 
 @dataclass(eq=False)
@@ -100,14 +100,6 @@ class Gradient:
             self.host.clear()
         if self.site is not None:
             self.site.take()
-
-
-@dataclass(frozen=True)
-class ReductionScale:
-    """Factors before and after the sum over ranks; their product makes it a mean."""
-
-    before: float
-    after: float
 
 
 class Held(Enum):

@@ -18,7 +18,8 @@ import torch
 from deepspeed.comm import ReduceOp
 from torch import Tensor, nn
 
-from hmt_deepspeed.zero.gradients.gradient import Gradient, Held, ReductionScale
+from hmt_deepspeed.zero.gradients.gradient import Gradient, Held
+from hmt_deepspeed.zero.settings import ReductionScale
 from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
 
 __all__ = ["GradientReducer"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,12 @@ from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
 from hmt_deepspeed.memory.slots import SlotFolder
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.zero.operator_locks import telling_waits
+from hmt_deepspeed.zero.settings import SsdSettings
 
-__all__ = ["MIN_BUFFERS", "Ssd", "SsdSettings", "file_io"]
+__all__ = ["MIN_BUFFERS", "Ssd", "file_io"]
 
 NUM_STATES = 3  # fp32 of an element: its master and two moments
 MIN_BUFFERS = 3  # for a read, an update and a write at once
-
-
-@dataclass(frozen=True)
-class SsdSettings:
-    """``offload_optimizer`` on "nvme".
-
-    path: ``nvme_path``. num_buffers: ``buffer_count``. read_ahead, write_behind: what of the I/O goes beside
-    updates. aio: DeepSpeed's ``aio`` section, None where the JSON has none.
-    """
-
-    path: str
-    num_buffers: int
-    read_ahead: bool
-    write_behind: bool
-    aio: dict[str, Any] | None
 
 
 class Ssd(SlotPipeline):

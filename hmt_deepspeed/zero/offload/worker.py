@@ -13,7 +13,8 @@ from torch import Tensor
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
 from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
-from hmt_deepspeed.zero.offload.ssd import Ssd, SsdSettings
+from hmt_deepspeed.zero.offload.ssd import Ssd
+from hmt_deepspeed.zero.settings import SsdSettings
 
 __all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
 

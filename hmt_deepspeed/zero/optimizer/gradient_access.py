@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.gradients.gradient import Held
-from hmt_deepspeed.zero.parameters.build import whole_shape
-from hmt_deepspeed.zero.sharding.shards import padded
+from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["GradientAccess", "unpadded", "whole_rows"]
 

@@ -8,7 +8,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.zero.parameters.build import ZeroSettings
+from hmt_deepspeed.zero.settings import ZeroSettings
 
 __all__ = ["OptimizerInterface"]
 

@@ -40,9 +40,11 @@ from hmt_deepspeed.zero.optimizer.interface import OptimizerInterface
 from hmt_deepspeed.zero.optimizer.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
-from hmt_deepspeed.zero.parameters.build import Placed, ZeroSettings, build_entries, build_schedule
+from hmt_deepspeed.zero.parameters.build import build_entries, build_schedule
+from hmt_deepspeed.zero.parameters.param_state import Placed
 from hmt_deepspeed.zero.saving import optimizer_state as checkpoint_state
 from hmt_deepspeed.zero.saving.saved_state import SavedState
+from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.weights.residency import let_go, refuse_transforms, release_buffers
 

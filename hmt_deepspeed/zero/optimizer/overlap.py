@@ -12,7 +12,7 @@ from torch import nn
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.gates import Gates
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
-from hmt_deepspeed.zero.parameters.build import Entry
+from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["Overlap", "order_of_use"]
 

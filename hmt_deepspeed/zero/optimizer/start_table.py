@@ -22,7 +22,7 @@ from hmt_deepspeed.zero.optimizer.statistics import state_bytes
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["StartRow", "describe", "start_rows"]
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.optimizer.gradient_access import GradientAccess, unpadded, whole_rows
-from hmt_deepspeed.zero.parameters.build import whole_shape
-from hmt_deepspeed.zero.sharding.shards import padded
+from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["StateAccess", "link", "local_state"]
 

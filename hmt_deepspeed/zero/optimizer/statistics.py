@@ -13,7 +13,7 @@ from hmt_deepspeed.zero.sharding.collectives import gather_bytes, reduce_bytes
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
 

@@ -16,7 +16,8 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostWorker
-from hmt_deepspeed.zero.parameters.build import Entry, ZeroSettings
+from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
-from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import (
     Assignment,
     assign_rules,
@@ -25,116 +23,18 @@ from hmt_deepspeed.optim.settings.assign import (
     tied_weights,
 )
 from hmt_deepspeed.optim.settings.options import matrix_settings, module_rules
-from hmt_deepspeed.zero.gradients.gradient import Gradient, ReductionScale
+from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.offload.adamw import HostAdamW
-from hmt_deepspeed.zero.offload.ssd import SsdSettings
 from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostGradient, HostWorker
-from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.parameters.param_state import Entry, Placed
+from hmt_deepspeed.zero.settings import ZeroSettings
+from hmt_deepspeed.zero.sharding.shards import RowShards, whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
 
-__all__ = [
-    "CacheSettings",
-    "Entry",
-    "HostSettings",
-    "Placed",
-    "ZeroSettings",
-    "build_entries",
-    "build_schedule",
-    "linears_to_encode",
-    "whole_shape",
-]
-
-Placed = tuple[str, nn.Parameter, dict[str, Any]]  # name, parameter, its group
-
-
-@dataclass(frozen=True)
-class HostSettings:
-    """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
-
-    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
-    ssd: where masters and moments live, if not in host memory.
-    """
-
-    pinned: bool
-    overlap: str
-    ssd: SsdSettings | None = None
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """max_bytes: of pinned host memory for bases. history: ``hmt.basis_cache.history``."""
-
-    max_bytes: int
-    history: int
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """Plain values the engine takes from the DeepSpeed JSON.
-
-    stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
-    clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
-    check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
-    reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
-    ignore_unused: a step goes on though a parameter has got no gradient on this rank.
-    scale: factors that make a sum a mean.
-    host: where masters and dense states live in host memory, else None.
-    cache: how bases wait in host memory, else None.
-    """
-
-    stage: int
-    model_dtype: torch.dtype
-    accumulate_dtype: torch.dtype
-    comm_dtype: torch.dtype
-    clip: float
-    micro_batches: int
-    check_overflow: bool
-    overlap: bool
-    reduce_elements: int
-    gather_elements: int
-    ignore_unused: bool
-    scale: ReductionScale
-    host: HostSettings | None = None
-    cache: CacheSettings | None = None
-
-    @property
-    def has_verdict(self) -> bool:
-        """Whether an update may turn out other than it looks before all gradients are known."""
-        return self.clip > 0 or self.check_overflow
-
-    @property
-    def steps_early(self) -> bool:
-        """Whether updates in host memory begin before the verdict."""
-        return self.host is not None and self.host.overlap == "backward"
-
-    @property
-    def undoes(self) -> bool:
-        """Whether updates begun before the verdict may have to be taken back."""
-        return self.steps_early and self.has_verdict
-
-
-@dataclass(eq=False)
-class Entry:
-    """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
-
-    assignment: Assignment
-    group: dict[str, Any]
-    gradient: Gradient
-    weight: Weight
-    matrix: MatrixRule | None
-    dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
-    host: HostAdamW | None = None  # steps the dense state where that lives in host memory
-
-    @property
-    def name(self) -> str:
-        return self.assignment.name
-
-    def hyper(self) -> dict[str, Any]:
-        """lr, betas, eps and weight_decay of its step."""
-        return self.assignment.hyper(self.group)
+__all__ = ["build_entries", "build_schedule", "linears_to_encode"]
 
 
 def linears_to_encode(
@@ -320,8 +220,3 @@ def build_schedule(
             f'takes {max(nbytes)} bytes. Give at least that, or "auto".'
         )
     return RefreshSchedule(nbytes, options["update_interval"], budget)
-
-
-def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter, partitioned or not."""
-    return tuple(getattr(param, "ds_shape", param.shape))

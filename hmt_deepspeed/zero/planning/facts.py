@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -27,9 +28,8 @@ from hmt_deepspeed.planner.run.memory import (
 )
 from hmt_deepspeed.planner.run.offloaded import offloaded_states
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
-from hmt_deepspeed.zero.activations.swap import free_host_memory
-from hmt_deepspeed.zero.parameters.build import CacheSettings, HostSettings
 from hmt_deepspeed.zero.planning.memory import engine_memory
+from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
 
 __all__ = [
     "KEPT_FREE",

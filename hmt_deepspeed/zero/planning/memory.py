@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
-from hmt_deepspeed.zero.activations.swap import host_memory_share, staging_bytes
+from hmt_deepspeed.zero.activations.swap import staging_bytes
 from hmt_deepspeed.zero.bases import cache as basis_cache
-from hmt_deepspeed.zero.engine.support import checks_overflow
 from hmt_deepspeed.zero.offload import ssd
 from hmt_deepspeed.zero.offload import worker as host_worker
+from hmt_deepspeed.zero.settings import checks_overflow
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.zero.parameters.build import CacheSettings, HostSettings
     from hmt_deepspeed.zero.saving.snapshot import Snapshots
+    from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
 
 __all__ = ["counted_bytes", "engine_memory"]
 

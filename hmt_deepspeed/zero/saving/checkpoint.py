@@ -20,21 +20,19 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from hmt_deepspeed.memory.errors import StoreError
-from hmt_deepspeed.zero.parameters.build import whole_shape
 from hmt_deepspeed.zero.saving.client_objects import plain_numbers, storable
-from hmt_deepspeed.zero.saving.optimizer_state import FORMAT
-from hmt_deepspeed.zero.saving.saved_state import SavedState
-from hmt_deepspeed.zero.saving.ssd_files import save_files
-from hmt_deepspeed.zero.saving.universal import REFUSALS
-from hmt_deepspeed.zero.saving.verify import (
+from hmt_deepspeed.zero.saving.durable import (
     MANIFEST,
-    AtomicCheckpointEngine,
-    candidate_tags,
-    damage,
     make_folder,
     replace_text,
     sync_folder,
 )
+from hmt_deepspeed.zero.saving.optimizer_state import FORMAT
+from hmt_deepspeed.zero.saving.saved_state import SavedState
+from hmt_deepspeed.zero.saving.ssd_files import save_files
+from hmt_deepspeed.zero.saving.universal import REFUSALS
+from hmt_deepspeed.zero.saving.verify import candidate_tags, damage
+from hmt_deepspeed.zero.sharding.shards import whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.residency import resident
 
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine.engine import HMTEngine
 
 __all__ = [
-    "AtomicCheckpointEngine",
     "check_folder",
     "commit",
     "common_state",

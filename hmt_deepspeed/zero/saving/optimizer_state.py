@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hmt_deepspeed.zero.offload.states import MOMENTS
 from hmt_deepspeed.zero.offload.weight import HostWeight
-from hmt_deepspeed.zero.parameters.build import whole_shape
 from hmt_deepspeed.zero.saving.client_objects import original, plain_numbers, storable
 from hmt_deepspeed.zero.saving.fp32_groups import stage3_groups, stage12_groups
 from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.saving.ssd_files import describe_files
+from hmt_deepspeed.zero.sharding.shards import whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS
+from hmt_deepspeed.zero.saving.durable import MANIFEST
 from hmt_deepspeed.zero.saving.raw_tensors import read_state
 from hmt_deepspeed.zero.saving.ssd_files import read_columns
-from hmt_deepspeed.zero.saving.verify import MANIFEST
 
 __all__ = ["SavedState"]
 

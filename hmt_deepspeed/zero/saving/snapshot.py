@@ -26,13 +26,13 @@ from deepspeed import comm as dist
 from deepspeed.utils import logger
 from torch import Tensor
 
+from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.errors import PoolFull
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
-from hmt_deepspeed.zero.activations.swap import host_memory_share
 from hmt_deepspeed.zero.saving.checkpoint import common_state
 from hmt_deepspeed.zero.saving.client_objects import storable
 from hmt_deepspeed.zero.saving.optimizer_state import hmt_state
@@ -45,7 +45,7 @@ from hmt_deepspeed.zero.weights.residency import on_ssd, resident
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine.engine import HMTEngine
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["SnapshotSettings", "Snapshots"]
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from hmt_deepspeed.memory.checksum import as_memoryview
 from hmt_deepspeed.zero.saving.checkpoint import saving_tag
-from hmt_deepspeed.zero.saving.optimizer_state import FORMAT
-from hmt_deepspeed.zero.saving.raw_tensors import RECORD, ByteFile, encode, map_file, map_tensors
-from hmt_deepspeed.zero.saving.verify import (
+from hmt_deepspeed.zero.saving.durable import (
     MANIFEST,
     fingerprint,
     make_folder,
     replace_text,
     sync_folder,
 )
+from hmt_deepspeed.zero.saving.optimizer_state import FORMAT
+from hmt_deepspeed.zero.saving.raw_tensors import RECORD, ByteFile, encode, map_file, map_tensors
 
 __all__ = ["Job", "SnapshotWriter", "Staged", "prepare_folder"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from hmt_deepspeed.memory.alternate import Held, Piece, Record, read_kept
 from hmt_deepspeed.zero.offload.states import SsdStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
-from hmt_deepspeed.zero.saving.verify import sync_folder
+from hmt_deepspeed.zero.saving.durable import sync_folder
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.build import Entry
+    from hmt_deepspeed.zero.parameters.param_state import Entry
 
 __all__ = ["FOLDER", "describe_files", "hold_files", "keep_files", "read_columns", "save_files"]
 

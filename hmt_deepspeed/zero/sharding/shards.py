@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["RowShards"]
+__all__ = ["RowShards", "padded", "whole_shape"]
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,8 @@ def padded(flat: Tensor, numel: int) -> Tensor:
     return (
         flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
     )
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, partitioned or not."""
+    return tuple(getattr(param, "ds_shape", param.shape))

@@ -28,7 +28,7 @@ from training import (
 )
 
 from hmt_deepspeed.zero.saving import checkpoint
-from hmt_deepspeed.zero.saving import verify as files
+from hmt_deepspeed.zero.saving import durable as files
 
 
 def config_of(stage: int, variant: str = "fp32", **changes: Any) -> dict[str, Any]:

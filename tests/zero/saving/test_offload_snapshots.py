@@ -33,9 +33,9 @@ from training import (
     weights,
 )
 
+from hmt_deepspeed.memory import available
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.pool import PinnedPool
-from hmt_deepspeed.zero.activations import swap
 from hmt_deepspeed.zero.offload.states import MASTER, RamStates
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.saving import snapshot
@@ -300,7 +300,7 @@ def shared_out(folder: str | None) -> int:
         pools.append(pool.nbytes)
 
     PinnedPool.__init__ = counted  # type: ignore[method-assign]
-    swap.free_host_memory = lambda: 2**26 - sum(pools)
+    available.free_host_memory = lambda: 2**26 - sum(pools)
     config = ds_config(2, LOW_RANK)
     config["hmt"]["activations"] = {"policy": {"residual": "swap_host"}}
     if folder is not None:

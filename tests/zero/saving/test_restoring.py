@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, ds_config, make_engine, stock_config
 
 from hmt_deepspeed.zero.saving.client_objects import plain_numbers
-from hmt_deepspeed.zero.saving.verify import AtomicCheckpointEngine
+from hmt_deepspeed.zero.saving.durable import AtomicCheckpointEngine
 
 # Of a model that HMT refuses: DeepSpeed's expert layers.
 OF_EXPERTS = {"num_experts", "ds_autoep_layers", "autoep_layers"}

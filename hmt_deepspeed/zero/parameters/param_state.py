@@ -1,0 +1,42 @@
+"""What a parameter is to the optimizer: its rule, gradient, weights and states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hmt_deepspeed.optim.rules.dense import DenseState
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.settings.assign import Assignment
+from hmt_deepspeed.zero.gradients.gradient import Gradient
+from hmt_deepspeed.zero.offload.adamw import HostAdamW
+from hmt_deepspeed.zero.weights.weight import Weight
+
+__all__ = ["Entry", "Placed"]
+
+Placed = tuple[
+    str, nn.Parameter, dict[str, Any]
+]  # name, parameter, its group  # name, parameter, its group
+
+
+@dataclass(eq=False)
+class Entry:
+    """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
+
+    assignment: Assignment
+    group: dict[str, Any]
+    gradient: Gradient
+    weight: Weight
+    matrix: MatrixRule | None
+    dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
+    host: HostAdamW | None = None  # steps the dense state where that lives in host memory
+
+    @property
+    def name(self) -> str:
+        return self.assignment.name
+
+    def hyper(self) -> dict[str, Any]:
+        """lr, betas, eps and weight_decay of its step."""
+        return self.assignment.hyper(self.group)

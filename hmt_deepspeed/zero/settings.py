@@ -1,0 +1,130 @@
+"""What an engine's JSON says, as plain values: the only form in which the rooms of zero are told of a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CacheSettings",
+    "HostSettings",
+    "ReductionScale",
+    "SsdSettings",
+    "ZeroSettings",
+    "checks_overflow",
+    "resolved_overlap",
+]
+
+
+@dataclass(frozen=True)
+class SsdSettings:
+    """``offload_optimizer`` on "nvme".
+
+    path: ``nvme_path``. num_buffers: ``buffer_count``. read_ahead, write_behind: what of the I/O goes beside
+    updates. aio: DeepSpeed's ``aio`` section, None where the JSON has none.
+    """
+
+    path: str
+    num_buffers: int
+    read_ahead: bool
+    write_behind: bool
+    aio: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
+
+    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+    ssd: where masters and moments live, if not in host memory.
+    """
+
+    pinned: bool
+    overlap: str
+    ssd: SsdSettings | None = None
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """max_bytes: of pinned host memory for bases. history: ``hmt.basis_cache.history``."""
+
+    max_bytes: int
+    history: int
+
+
+@dataclass(frozen=True)
+class ReductionScale:
+    """Factors before and after the sum over ranks; their product makes it a mean."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Plain values the engine takes from the DeepSpeed JSON.
+
+    stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
+    clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
+    check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
+    reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
+    ignore_unused: a step goes on though a parameter has got no gradient on this rank.
+    scale: factors that make a sum a mean.
+    host: where masters and dense states live in host memory, else None.
+    cache: how bases wait in host memory, else None.
+    """
+
+    stage: int
+    model_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    clip: float
+    micro_batches: int
+    check_overflow: bool
+    overlap: bool
+    reduce_elements: int
+    gather_elements: int
+    ignore_unused: bool
+    scale: ReductionScale
+    host: HostSettings | None = None
+    cache: CacheSettings | None = None
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether an update may turn out other than it looks before all gradients are known."""
+        return self.clip > 0 or self.check_overflow
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether updates in host memory begin before the verdict."""
+        return self.host is not None and self.host.overlap == "backward"
+
+    @property
+    def undoes(self) -> bool:
+        """Whether updates begun before the verdict may have to be taken back."""
+        return self.steps_early and self.has_verdict
+
+
+def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
+    """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
+
+    "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
+    never lets weights be read that a gate does not see, as "forward" does below stage 3.
+    """
+    wanted = offload.get("overlap", "auto")
+    if wanted != "auto":
+        return wanted
+    if not (parsed.gradient_clipping or checks_overflow(parsed)):
+        return "backward"
+    return "forward" if parsed.zero_optimization_stage == 3 else "none"
+
+
+def checks_overflow(parsed: Any) -> bool:
+    """Whether a step whose gradients are not finite is skipped: unless bf16's ``check_grad_overflow`` is false.
+
+    In fp32 too, as by DeepSpeed's own ZeRO optimizers, which look at the norm.
+    """
+    bf16 = parsed.bfloat16_config
+    return not bf16.enabled or bool(bf16.check_grad_overflow)
