@@ -42,7 +42,11 @@ from hmt_deepspeed.zero.engine.support import (
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.optimizer import start_table, statistics
-from hmt_deepspeed.zero.parameters.build import build_entries, build_schedule, linears_to_encode
+from hmt_deepspeed.zero.parameters.build import (
+    build_param_states,
+    build_schedule,
+    linears_to_encode,
+)
 from hmt_deepspeed.zero.registration import registered
 from hmt_deepspeed.zero.settings import HostSettings
 
@@ -232,18 +236,20 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
     named = [(name, param) for name, param, _ in placed]
     for module in linears_to_encode(model, named, options, None).values():
         quantize(module)
-    entries = build_entries(placed, options, settings, model, shards, 0, host)
-    low_rank = [entry for entry in entries if entry.matrix is not None]
+    param_states = build_param_states(placed, options, settings, model, shards, 0, host)
+    low_rank = [param_state for param_state in param_states if param_state.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
-    groups_of_one = [[entry.matrix] for entry in low_rank if entry.matrix is not None]
+    groups_of_one = [
+        [param_state.matrix] for param_state in low_rank if param_state.matrix is not None
+    ]
     collectives: Any = SimpleNamespace(world=ranks, rank=0)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
     bases = ParkedBases(collectives, settings.stage)
-    for entry in low_rank:
-        bases.park(entry)
+    for param_state in low_rank:
+        bases.park(param_state)
     return SimpleNamespace(
-        entries=entries,
+        param_states=param_states,
         param_groups=groups,
         options=options,
         settings=settings,
@@ -270,12 +276,12 @@ def _held_bytes(engine: Any, planned: Any) -> dict[str, int]:
     if offload is not None and offload.device != OffloadDeviceEnum.none:
         place = "ssd" if offload.device == OffloadDeviceEnum.nvme else "host"
         held.setdefault(place, 0)
-    for entry in planned.entries:
-        held[place] += entry.weight.weight_bytes()
-        if not isinstance(entry.weight, HostWeight):
-            held["device"] += entry.weight.master_bytes()
-        if entry.host is None:
-            held["device"] += statistics.state_bytes(entry)
+    for param_state in planned.param_states:
+        held[place] += param_state.weight.weight_bytes()
+        if not isinstance(param_state.weight, HostWeight):
+            held["device"] += param_state.weight.master_bytes()
+        if param_state.host is None:
+            held["device"] += statistics.state_bytes(param_state)
     return held
 
 

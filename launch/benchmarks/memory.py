@@ -104,7 +104,7 @@ def _one_backward(engine: Any, batches: Batches) -> dict[str, int]:
     rows = batches.draw()
     engine.backward(engine(input_ids=rows, labels=rows).loss)
     size = _element_size(optimizer.settings.accumulate_dtype)
-    every = sum(e.gradient.shards.m * e.gradient.shards.n for e in optimizer.entries)
+    every = sum(e.gradient.shards.m * e.gradient.shards.n for e in optimizer.param_states)
     found = {
         "low_rank_gradient_bytes": sum(e.gradient.nbytes() for e in optimizer.low_rank),
         "projected_formula_bytes": sum(

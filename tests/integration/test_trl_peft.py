@@ -169,7 +169,7 @@ def peft_runs(folder: Path, precision: str) -> dict[str, Any]:
         "steps": logged(run, "loss", "grad_norm"),
         "evaluations": logged(run, "eval_loss"),
         "again": run.evaluate()["eval_loss"],
-        "rules": {e.name: e.assignment.reason for e in run.deepspeed.optimizer.entries},
+        "rules": {e.name: e.assignment.reason for e in run.deepspeed.optimizer.param_states},
         "weights": whole_weights(run.model),
     }
     run.deepspeed.destroy()

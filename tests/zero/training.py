@@ -133,7 +133,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
     if hasattr(optimizer, "state_access"):
         return {
             e.name: optimizer.state_access.get_full_hp_param(e.gradient.param).clone()
-            for e in optimizer.entries
+            for e in optimizer.param_states
         }
     return model_weights(engine)
 

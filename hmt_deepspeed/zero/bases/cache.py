@@ -9,7 +9,7 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.bases.parked import ParkedBases
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import CacheSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -25,29 +25,32 @@ def staging_bytes(settings: CacheSettings) -> int:
 
 
 def build_bases(
-    collectives: Collectives, stage: int, settings: CacheSettings | None, entries: Sequence[Entry]
+    collectives: Collectives,
+    stage: int,
+    settings: CacheSettings | None,
+    param_states: Sequence[ParamState],
 ) -> ParkedBases:
-    """Where the bases of the low-rank ``entries`` wait.
+    """Where the bases of low-rank parameters wait.
 
     Raises:
         ValueError: see :func:`check_cache`.
     """
     if settings is None:
         return ParkedBases(collectives, stage)
-    check_cache(settings, entries)
-    device = entries[0].weight.device
+    check_cache(settings, param_states)
+    device = param_states[0].weight.device
     engine = TransferEngine(device, staging_bytes(settings))
     cache = BasisCache(engine, settings.max_bytes)
     return ParkedBases(collectives, stage, cache, settings.history)
 
 
-def check_cache(settings: CacheSettings, entries: Sequence[Entry]) -> None:
+def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> None:
     """Refuse a cache that would do nothing.
 
     Raises:
         ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
     """
-    matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+    matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
     stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
     if not stored:
         raise ValueError(
@@ -68,13 +71,13 @@ def _rises_again(matrix: LowRankMatrix) -> bool:
     return len(matrix.candidates) > 1 and matrix.settings.range_finder != "svd"
 
 
-def device_bytes(bases: ParkedBases, entries: Sequence[Entry]) -> int:
+def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
     """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold."""
     held: dict[int, int] = {}
-    for entry in entries:
-        if not isinstance(entry.matrix, LowRankMatrix):
+    for param_state in param_states:
+        if not isinstance(param_state.matrix, LowRankMatrix):
             continue
-        site, columns = entry.gradient.site, entry.matrix.columns
+        site, columns = param_state.gradient.site, param_state.matrix.columns
         joined = None if site is None else site.group.columns
         for tensor in (columns.whole, columns.parked, joined):
             if tensor is not None and not tensor.is_meta:
@@ -84,9 +87,9 @@ def device_bytes(bases: ParkedBases, entries: Sequence[Entry]) -> int:
     return sum(held.values()) + cached
 
 
-def basis_metrics(bases: ParkedBases, entries: Sequence[Entry]) -> dict[str, object]:
+def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dict[str, object]:
     """Bytes of bases on either side and, with a cache, its counters since the start of the run."""
-    found: dict[str, object] = {"basis_device_bytes": device_bytes(bases, entries)}
+    found: dict[str, object] = {"basis_device_bytes": device_bytes(bases, param_states)}
     cache = bases.cache
     if cache is None:
         return found
@@ -111,21 +114,19 @@ def basis_metrics(bases: ParkedBases, entries: Sequence[Entry]) -> dict[str, obj
     }
 
 
-def describe_bases(bases: ParkedBases, entries: Sequence[Entry]) -> str:
+def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> str:
     """What the start table says of a cache."""
     cache = bases.cache
     assert cache is not None
-    names = {e.matrix.columns.owner for e in entries if isinstance(e.matrix, LowRankMatrix)}
+    names = {p.matrix.columns.owner for p in param_states if isinstance(p.matrix, LowRankMatrix)}
     waiting = sum(name in cache for name in names)
     line = f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
     left = len(names) - waiting
     if left:
         line += f"; {left} have no room and stay on the device"
     recalling = sum(
-        isinstance(e.matrix, LowRankMatrix) and e.matrix.recalls_moments for e in entries
+        isinstance(p.matrix, LowRankMatrix) and p.matrix.recalls_moments for p in param_states
     )
     if bases.history.most and recalling:
-        line += (
-            f"; moments of {bases.history.most} old bases of {recalling} of {len(entries)} matrices"
-        )
+        line += f"; moments of {bases.history.most} old bases of {recalling} of {len(param_states)} matrices"
     return line

@@ -13,25 +13,25 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
 from hmt_deepspeed.zero.bases.parked import ParkedBases
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
 
 
-def mark_leaves(entries: Iterable[Entry]) -> list[nn.Module]:
+def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
     """Tell gradients of the leaf that they are of, after DeepSpeed has marked parameters; those leaves."""
     leaves: dict[nn.Module, None] = {}
-    for entry in entries:
-        gradient = entry.gradient
+    for param_state in param_states:
+        gradient = param_state.gradient
         if z3_leaf_parameter(gradient.param):
             gradient.leaf = gradient.param.ds_z3_leaf_module  # type: ignore[attr-defined]
             leaves[gradient.leaf] = None
     return list(leaves)
 
 
-def shared_inputs(low_rank: Iterable[Entry], bases: ParkedBases) -> SharedInputs:
+def shared_inputs(low_rank: Iterable[ParamState], bases: ParkedBases) -> SharedInputs:
     """Of the linears with a projected backward, once leaves are marked."""
-    gradients = [e.gradient for e in low_rank if e.gradient.site is not None]
+    gradients = [p.gradient for p in low_rank if p.gradient.site is not None]
     sites = [g.site for g in gradients if g.site is not None]
     if not bases.deals:
         return SharedInputs(sites)

@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
 from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
 
 if TYPE_CHECKING:
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
     from hmt_deepspeed.zero.saving.saved_state import SavedState
     from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -110,7 +110,7 @@ class MomentHistory:
                 self.cache.expect(left.key)
 
     def recall(
-        self, group: Sequence[Entry], basis: Tensor | None, missing: Sequence[float]
+        self, group: Sequence[ParamState], basis: Tensor | None, missing: Sequence[float]
     ) -> list[list[Recalled]]:
         """What each matrix of a group that takes ``basis`` (None: full rank) remembers. A collective.
 
@@ -132,9 +132,9 @@ class MomentHistory:
         overlaps = self._overlaps(lefts, [old for old, _ in parts], leader, basis, group[0])
         for left, (_, members), overlap in zip(lefts, parts, overlaps, strict=True):
             self.cache.touch(left.key)
-            for entry, found in zip(group, recalled, strict=True):
-                decay = entry.group["betas"][1] ** (leader.steps - left.steps)
-                found.append(Recalled(members[entry.name], overlap, decay))
+            for param_state, found in zip(group, recalled, strict=True):
+                decay = param_state.group["betas"][1] ** (leader.steps - left.steps)
+                found.append(Recalled(members[param_state.name], overlap, decay))
         return recalled
 
     def _overlaps(
@@ -143,7 +143,7 @@ class MomentHistory:
         old: Sequence[Tensor | None],
         leader: LowRankMatrix,
         basis: Tensor | None,
-        entry: Entry,
+        param_state: ParamState,
     ) -> Sequence[Tensor]:
         """``Q_old^T Q_new`` of each entry, computed where the old bases are."""
         columns = [left.columns for left in lefts]
@@ -152,10 +152,10 @@ class MomentHistory:
         known = [one for one in old if one is not None]
         if known:
             torch.cat([overlap_of(one, basis) for one in known], out=stacked)
-        self.collectives.broadcast(stacked, entry.gradient.owner)
+        self.collectives.broadcast(stacked, param_state.gradient.owner)
         return stacked.split(columns)
 
-    def remember(self, group: Sequence[Entry]) -> None:
+    def remember(self, group: Sequence[ParamState]) -> None:
         """Keep the basis that a group is about to leave, and the moments in it."""
         leader = _matrix(group[0])
         basis = leader.basis
@@ -164,7 +164,7 @@ class MomentHistory:
         if basis is None:  # whatever comes after full rank is spanned by it
             return
         finds = group[0].gradient.owner == self.collectives.rank
-        members = {entry.name: _matrix(entry).moments.left() for entry in group}
+        members = {p.name: _matrix(p).moments.left() for p in group}
         self._add(
             leader.columns.owner, leader.steps, basis.shape[1], members, basis if finds else None
         )
@@ -202,7 +202,7 @@ class MomentHistory:
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state(
-        self, entries: Iterable[Entry], take: Callable[[Any], Any], holds_rows: bool
+        self, param_states: Iterable[ParamState], take: Callable[[Any], Any], holds_rows: bool
     ) -> dict[str, Any]:
         """This rank's part, oldest first: plain tensors, numbers and strings.
 
@@ -211,7 +211,7 @@ class MomentHistory:
         """
         if not self.most:
             return {}
-        matrices, saved = {entry.name: _matrix(entry) for entry in entries}, []
+        matrices, saved = {p.name: _matrix(p) for p in param_states}, []
         for owner, left in self._kept():
             basis, members = left.split(self.cache.kept(left.key))
             saved.append(
@@ -233,7 +233,7 @@ class MomentHistory:
             )
         return {"entries": saved, "order": self.cache.kept_keys()}
 
-    def load(self, groups: Iterable[tuple[Sequence[Entry], bool]], saved: SavedState) -> None:
+    def load(self, groups: Iterable[tuple[Sequence[ParamState], bool]], saved: SavedState) -> None:
         """Take over what any number of ranks saved; an entry that one of them lacked is gone.
 
         Args:
@@ -243,16 +243,16 @@ class MomentHistory:
             return
         self.forget()
         by_owner = {_matrix(group[0]).columns.owner: (group, finds) for group, finds in groups}
-        rows = {e.name: _matrix(e).rows for group, _ in by_owner.values() for e in group}
+        rows = {p.name: _matrix(p).rows for group, _ in by_owner.values() for p in group}
         for entry in saved.left_moments(rows):
             group, finds = by_owner.get(entry["owner"], ((), False))
-            if [e.name for e in group] != list(entry["members"]):
+            if [p.name for p in group] != list(entry["members"]):
                 continue  # other matrices share a basis now
             members = {
-                e.name: LeftMoments.restored(
-                    entry["members"][e.name], _matrix(e).moments.dtype, _matrix(e).device
+                p.name: LeftMoments.restored(
+                    entry["members"][p.name], _matrix(p).moments.dtype, _matrix(p).device
                 )
-                for e in group
+                for p in group
             }
             basis = None
             if finds:
@@ -270,6 +270,6 @@ class MomentHistory:
                     yield owner, left
 
 
-def _matrix(entry: Entry) -> LowRankMatrix:
-    assert isinstance(entry.matrix, LowRankMatrix)
-    return entry.matrix
+def _matrix(param_state: ParamState) -> LowRankMatrix:
+    assert isinstance(param_state.matrix, LowRankMatrix)
+    return param_state.matrix

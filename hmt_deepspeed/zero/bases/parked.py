@@ -19,7 +19,7 @@ from hmt_deepspeed.optim.decisions.sharing import held_projection
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.projected import Columns
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["ParkedBases"]
@@ -28,7 +28,7 @@ __all__ = ["ParkedBases"]
 class ParkedBases:
     """Parks the projections of matrices; a no-op below stage 3 without a cache.
 
-    Every method that gathers is a collective: all ranks call it for the same entries in the same order.
+    Every method that gathers is a collective: all ranks call it for the same parameters in the same order.
     Dealt over ranks are those of matrices with a projected backward, but for those projected from the left,
     whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
     ZeRO-3's leaf modules dealt, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
@@ -84,9 +84,9 @@ class ParkedBases:
         self.collectives.all_gather(packed, local.contiguous()).wait()
         return packed
 
-    def held(self, entry: Entry) -> Tensor | Callable[[], Tensor] | None:
-        """What the entry's site projects on in the coming window, see :class:`ProjectedSite`."""
-        matrix = entry.matrix
+    def held(self, param_state: ParamState) -> Tensor | Callable[[], Tensor] | None:
+        """What the matrix's site projects on in the coming window, see :class:`ProjectedSite`."""
+        matrix = param_state.matrix
         assert matrix is not None
         if (
             self.cache is None
@@ -94,7 +94,7 @@ class ParkedBases:
             or matrix.columns.parked is None
         ):
             return held_projection(matrix)
-        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._deals(entry))
+        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._deals(param_state))
 
     def _made_whole(self, columns: Columns, n: int, dealt: bool) -> Tensor:
         """The same tensor for consecutive users of the same columns, as long as one of them holds it."""
@@ -114,23 +114,23 @@ class ParkedBases:
             local = self.cache.get(columns.owner)
         return self._gather(local)[:n] if dealt else local
 
-    def _deals(self, entry: Entry) -> bool:
-        matrix = entry.matrix
+    def _deals(self, param_state: ParamState) -> bool:
+        matrix = param_state.matrix
         assert matrix is not None
-        gradient = entry.gradient
+        gradient = param_state.gradient
         dealt = gradient.site is not None and gradient.leaf is None and not matrix.transposed
         return self.deals and dealt
 
-    def park(self, entry: Entry) -> None:
-        """Let the entry's projection wait in its place; one that has not changed is there already."""
-        matrix = entry.matrix
+    def park(self, param_state: ParamState) -> None:
+        """Let the matrix's projection wait in its place; one that has not changed is there already."""
+        matrix = param_state.matrix
         if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is not None:
             return
         columns, whole = matrix.columns, matrix.columns.whole
         if whole is None:  # redrawn, or full rank, perhaps of late
             self._drop(columns)
             return
-        dealt = self._deals(entry)
+        dealt = self._deals(param_state)
         self._latest = None
         own = self._own_rows(whole) if dealt else whole
         if self.cache is not None and (
@@ -158,30 +158,30 @@ class ParkedBases:
         own[: part.shape[0]].copy_(part)
         return own
 
-    def restore(self, entry: Entry) -> None:
-        """Make the entry's projection whole again, on the device."""
-        matrix = entry.matrix
+    def restore(self, param_state: ParamState) -> None:
+        """Make the matrix's projection whole again, on the device."""
+        matrix = param_state.matrix
         if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is None:
             return
         columns = matrix.columns
         was_cached = matrix.columns.parked.is_meta
-        columns.whole = self._bring(columns, matrix.shape[1], self._deals(entry))
+        columns.whole = self._bring(columns, matrix.shape[1], self._deals(param_state))
         columns.basis = columns.whole[:, : matrix.rank]
         columns.parked = columns.fetch = None
         if was_cached:
             self._fetched[columns.owner] = columns.whole, columns.whole._version
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, param_state: ParamState) -> None:
         """Drop what is parked: the whole projection is about to be loaded."""
-        if isinstance(entry.matrix, LowRankMatrix):
-            entry.matrix.columns.parked = entry.matrix.columns.fetch = None
-            self._drop(entry.matrix.columns)
+        if isinstance(param_state.matrix, LowRankMatrix):
+            param_state.matrix.columns.parked = param_state.matrix.columns.fetch = None
+            self._drop(param_state.matrix.columns)
 
-    def keep_only(self, entries: Iterable[Entry]) -> None:
+    def keep_only(self, param_states: Iterable[ParamState]) -> None:
         """Drop what host memory holds for columns that nobody has any more, since matrices share others."""
         if self.cache is not None:
             self.history.forget()
-            matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+            matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
             self.cache.keep_only({matrix.columns.owner for matrix in matrices})
 
     def _drop(self, columns: Columns) -> None:
@@ -190,22 +190,22 @@ class ParkedBases:
             self.cache.drop(columns.owner)
 
     @contextmanager
-    def whole(self, entry: Entry) -> Iterator[None]:
-        """The entry's projection whole, on the device, for the duration of a block, which may replace it."""
-        self.restore(entry)
+    def whole(self, param_state: ParamState) -> Iterator[None]:
+        """The matrix's projection whole, on the device, for the duration of a block, which may replace it."""
+        self.restore(param_state)
         try:
             yield
         finally:
-            self.park(entry)
+            self.park(param_state)
 
-    def will_use(self, entries: Iterable[Entry] | None) -> None:
+    def will_use(self, param_states: Iterable[ParamState] | None) -> None:
         """Bases that are needed next, in this order; None: those of the coming forward and backward."""
         if self.cache is None:
             return
-        if entries is None:
+        if param_states is None:
             self.cache.begin_round()
             return
-        matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+        matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
         self.cache.begin_round([matrix.columns.owner for matrix in matrices])
 
     def close(self) -> None:
@@ -219,10 +219,10 @@ class ParkedBases:
         """Whether a basis that a narrower one replaces is of use: not to a full SVD, which starts from nothing."""
         return self.history.most > 0 and matrix.settings.range_finder != "svd"
 
-    def remember(self, entry: Entry, rank: int) -> None:
-        """Before the entry's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
+    def remember(self, param_state: ParamState, rank: int) -> None:
+        """Before the matrix's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
         older one that is no wider than the new."""
-        matrix = entry.matrix
+        matrix = param_state.matrix
         assert isinstance(matrix, LowRankMatrix)
         if self.cache is None or not self._keeps_older(matrix):
             return
@@ -234,9 +234,9 @@ class ParkedBases:
         else:
             self.cache.forget(name)
 
-    def recall(self, entry: Entry) -> Tensor | None:
-        """The entry's old basis, wider than the present one, or None."""
-        matrix = entry.matrix
+    def recall(self, param_state: ParamState) -> Tensor | None:
+        """The matrix's old basis, wider than the present one, or None."""
+        matrix = param_state.matrix
         assert isinstance(matrix, LowRankMatrix)
         if self.cache is None or not self._keeps_older(matrix):
             return None
@@ -248,11 +248,13 @@ class ParkedBases:
             return {}
         return {name: self.cache.old(name).cpu() for name in self.cache.old_names()}
 
-    def load_old_bases(self, entries: Iterable[Entry], saved: Mapping[str, Tensor]) -> None:
+    def load_old_bases(
+        self, param_states: Iterable[ParamState], saved: Mapping[str, Tensor]
+    ) -> None:
         """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds."""
         if self.cache is None:
             return
-        matrices = [e.matrix for e in entries if isinstance(e.matrix, LowRankMatrix)]
+        matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
         for matrix in filter(self._keeps_older, matrices):
             name = matrix.columns.owner
             self.cache.forget(name)

@@ -17,7 +17,7 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.gradients.gradient import Gradient
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["BasisRefresh"]
@@ -27,14 +27,14 @@ class BasisRefresh:
     """Refreshes of one optimizer.
 
     Args:
-        low_rank: entries with a matrix. schedule: theirs, in order. bases: where they are between uses.
+        low_rank: parameters with a matrix. schedule: theirs, in order. bases: where they are between uses.
         collectives: of the data-parallel group. sharded: whether each rank holds some rows only.
         shard_rank: this process's place in the shards; 0 at stage 0.
     """
 
     def __init__(
         self,
-        low_rank: Sequence[Entry],
+        low_rank: Sequence[ParamState],
         schedule: RefreshSchedule,
         bases: ParkedBases,
         collectives: Collectives,

@@ -26,7 +26,7 @@ from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["GradientAccess", "unpadded", "whole_rows"]
 
@@ -42,7 +42,7 @@ class GradientAccess:
         self._optimizer = weakref.ref(
             optimizer
         )  # parameters hold this object, and must not hold the optimizer
-        self._entries = {e.gradient.param: e for e in optimizer.entries}
+        self._param_states = {p.gradient.param: p for p in optimizer.param_states}
 
     @property
     def optimizer(self) -> HMTZeroOptimizer:
@@ -56,8 +56,12 @@ class GradientAccess:
         Raises:
             ValueError: there is none now, or one part of it is reduced and another is not.
         """
-        entry = self._entries.get(param)
-        return None if entry is None else self._whole_gradient(entry, self._readable(entry))
+        param_state = self._param_states.get(param)
+        return (
+            None
+            if param_state is None
+            else self._whole_gradient(param_state, self._readable(param_state))
+        )
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """This rank's part of the mean gradient: fp32, flat, as long as the parameter's partition.
@@ -65,16 +69,18 @@ class GradientAccess:
         Raises:
             ValueError: as above; or gradients are not reduced yet.
         """
-        entry = self._entries.get(param)
-        if entry is None:
+        param_state = self._param_states.get(param)
+        if param_state is None:
             return None
-        self._check_reduced(entry)
-        shards = entry.weight.shards
-        if entry.matrix is None:
-            part = self._reduced(entry).reshape(-1).clone()
+        self._check_reduced(param_state)
+        shards = param_state.weight.shards
+        if param_state.matrix is None:
+            part = self._reduced(param_state).reshape(-1).clone()
         else:
-            part = shards.shard_of(self._whole_gradient(entry, Held.MEAN).reshape(-1), self._rank)
-        return padded(part.to(entry.weight.device, torch.float32), shards.partition)
+            part = shards.shard_of(
+                self._whole_gradient(param_state, Held.MEAN).reshape(-1), self._rank
+            )
+        return padded(part.to(param_state.weight.device, torch.float32), shards.partition)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite what :meth:`get_fp32_grad_for_param` reads, of a dense parameter.
@@ -82,16 +88,16 @@ class GradientAccess:
         Raises:
             ValueError: as there; or for a low-rank matrix.
         """
-        entry = self._entries.get(param)
-        if entry is None:
+        param_state = self._param_states.get(param)
+        if param_state is None:
             return
-        self._check_dense(entry)
-        held, gradient = self._readable(entry), entry.gradient
+        self._check_dense(param_state)
+        held, gradient = self._readable(param_state), param_state.gradient
         if held is Held.OWN:
-            gradient.local = self._kept(entry, value)
+            gradient.local = self._kept(param_state, value)
         else:
             gradient.local = None
-            self._set_reduced(entry, gradient.shards.shard_of(value.reshape(-1), self._rank))
+            self._set_reduced(param_state, gradient.shards.shard_of(value.reshape(-1), self._rank))
 
     def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite what :meth:`get_local_fp32_grad_for_param` reads, of a dense parameter.
@@ -99,12 +105,12 @@ class GradientAccess:
         Raises:
             ValueError: as there; or for a low-rank matrix.
         """
-        entry = self._entries.get(param)
-        if entry is None:
+        param_state = self._param_states.get(param)
+        if param_state is None:
             return
-        self._check_dense(entry)
-        self._check_reduced(entry)
-        self._set_reduced(entry, unpadded(entry, value))
+        self._check_dense(param_state)
+        self._check_reduced(param_state)
+        self._set_reduced(param_state, unpadded(param_state, value))
 
     def update_fp32_grad_for_param_vectorized(
         self,
@@ -116,9 +122,9 @@ class GradientAccess:
         Raises:
             ValueError: one is a low-rank matrix, and none is changed; or as :meth:`get_fp32_grad_for_param`.
         """
-        params = [param for param in param_list if param in self._entries]
+        params = [param for param in param_list if param in self._param_states]
         for param in params:
-            self._check_dense(self._entries[param])
+            self._check_dense(self._param_states[param])
         for param in params:
             gradient = self.get_fp32_grad_for_param(param)
             assert gradient is not None
@@ -130,114 +136,114 @@ class GradientAccess:
     def _rank(self) -> int:
         return self.optimizer.shard_rank
 
-    def _readable(self, entry: Entry) -> Held:
+    def _readable(self, param_state: ParamState) -> Held:
         held = self.optimizer.reducer.held
         if held in (Held.NOTHING, Held.PART):
             raise ValueError(
-                f"there is no gradient of {entry.name} now: {held.value}. Read and set gradients after backward() "
+                f"there is no gradient of {param_state.name} now: {held.value}. Read and set gradients after backward() "
                 "has returned and before step(). After a backward that was broken off call engine.zero_grad()."
             )
         if held is Held.BOTH and self.optimizer.collectives.world > 1:
             raise ValueError(
-                f"the gradient of {entry.name} lies in two parts: {held.value}. Read and set gradients before "
+                f"the gradient of {param_state.name} lies in two parts: {held.value}. Read and set gradients before "
                 "no_sync() and coalesce_grad_reduction(), or after the next reduction."
             )
         return held
 
-    def _check_reduced(self, entry: Entry) -> None:
-        if self._readable(entry) is not Held.MEAN:
+    def _check_reduced(self, param_state: ParamState) -> None:
+        if self._readable(param_state) is not Held.MEAN:
             raise ValueError(
-                f"no rank has a part of the mean gradient of {entry.name} before gradients are reduced, here when "
+                f"no rank has a part of the mean gradient of {param_state.name} before gradients are reduced, here when "
                 "coalesce_grad_reduction() ends. Until then safe_get_full_grad reads the sum of this rank's backwards."
             )
 
-    def _check_dense(self, entry: Entry) -> None:
-        if entry.matrix is not None:
+    def _check_dense(self, param_state: ParamState) -> None:
+        if param_state.matrix is not None:
             raise ValueError(
-                f"{entry.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
+                f"{param_state.name} is a low-rank matrix: its full gradient is never kept, so it cannot be "
                 "set. Leave the module to adamw in hmt.optimizer.module_rules to keep it dense."
             )
 
     # -- reading and writing --------------------------------------------------------------------
 
-    def _whole_gradient(self, entry: Entry, held: Held) -> Tensor:
-        matrix = entry.matrix
-        columns = self._own(entry) if held is Held.OWN else self._mean(entry)
+    def _whole_gradient(self, param_state: ParamState, held: Held) -> Tensor:
+        matrix = param_state.matrix
+        columns = self._own(param_state) if held is Held.OWN else self._mean(param_state)
         if held is Held.BOTH:  # of the only rank
-            columns = columns + self._own(entry)
+            columns = columns + self._own(param_state)
         if matrix is None:
-            return columns.view(whole_shape(entry.gradient.param))
-        if not entry.gradient.refreshing and not matrix.takes_whole:
-            with self.optimizer.bases.whole(entry):
+            return columns.view(whole_shape(param_state.gradient.param))
+        if not param_state.gradient.refreshing and not matrix.takes_whole:
+            with self.optimizer.bases.whole(param_state):
                 assert matrix.projection is not None
                 basis = matrix.projection[:, : matrix.rank].to(columns)
                 columns = columns[:, : matrix.rank] @ basis.t()
         return columns.t() if matrix.transposed else columns
 
-    def _own(self, entry: Entry) -> Tensor:
+    def _own(self, param_state: ParamState) -> Tensor:
         """Sum of this rank's backwards, all rows, fp32."""
-        gradient = entry.gradient
+        gradient = param_state.gradient
         if gradient.local is None:
-            return self._zeros(entry, gradient.shards.m).float()
-        return gradient.local.to(entry.weight.device, torch.float32, copy=True)
+            return self._zeros(param_state, gradient.shards.m).float()
+        return gradient.local.to(param_state.weight.device, torch.float32, copy=True)
 
-    def _mean(self, entry: Entry) -> Tensor:
+    def _mean(self, param_state: ParamState) -> Tensor:
         """Mean over ranks, all rows, fp32."""
-        gradient, collectives = entry.gradient, self.optimizer.collectives
+        gradient, collectives = param_state.gradient, self.optimizer.collectives
         if not gradient.refreshing:
-            return whole_rows(entry, self._reduced(entry), self.optimizer).float()
-        full = self._zeros(entry, gradient.shards.m)
+            return whole_rows(param_state, self._reduced(param_state), self.optimizer).float()
+        full = self._zeros(param_state, gradient.shards.m)
         if gradient.full is not None:
             full.copy_(gradient.full)
         collectives.broadcast(full, gradient.owner)
         return full.float()
 
-    def _reduced(self, entry: Entry) -> Tensor:
+    def _reduced(self, param_state: ParamState) -> Tensor:
         """Mean over ranks of the rows held here, where they are held."""
-        gradient = entry.gradient
+        gradient = param_state.gradient
         part = gradient.reduced if gradient.host is None else gradient.host.read()
         if part is None:  # no backward reached it
             begin, end = gradient.shards.rows(self._rank)
-            return self._zeros(entry, end - begin)
+            return self._zeros(param_state, end - begin)
         return part.view(-1, gradient.width)
 
-    def _zeros(self, entry: Entry, rows: int) -> Tensor:
-        gradient, dtype = entry.gradient, self.optimizer.settings.accumulate_dtype
+    def _zeros(self, param_state: ParamState, rows: int) -> Tensor:
+        gradient, dtype = param_state.gradient, self.optimizer.settings.accumulate_dtype
         width = gradient.shards.n if gradient.refreshing else gradient.width
-        return torch.zeros(rows, width, dtype=dtype, device=entry.weight.device)
+        return torch.zeros(rows, width, dtype=dtype, device=param_state.weight.device)
 
-    def _set_reduced(self, entry: Entry, flat: Tensor) -> None:
+    def _set_reduced(self, param_state: ParamState, flat: Tensor) -> None:
         self.optimizer.settle()  # an update may have begun during backward
-        host = entry.gradient.host
+        host = param_state.gradient.host
         if host is None:
-            entry.gradient.reduced = self._kept(entry, flat)
+            param_state.gradient.reduced = self._kept(param_state, flat)
         else:
-            host.replace(flat.to(entry.weight.device, copy=True))
+            host.replace(flat.to(param_state.weight.device, copy=True))
 
-    def _kept(self, entry: Entry, values: Tensor) -> Tensor:
+    def _kept(self, param_state: ParamState, values: Tensor) -> Tensor:
         dtype = self.optimizer.settings.accumulate_dtype
-        return values.to(entry.weight.device, dtype, copy=True).view(-1, 1)
+        return values.to(param_state.weight.device, dtype, copy=True).view(-1, 1)
 
 
-def unpadded(entry: Entry, value: Tensor) -> Tensor:
+def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
     """The elements that this rank holds of a flat partition, with its padding or without.
 
     Raises:
         ValueError: another number of elements.
     """
-    own, partition = entry.weight.num_elements, entry.weight.shards.partition
+    own, partition = param_state.weight.num_elements, param_state.weight.shards.partition
     if value.numel() not in (own, partition):
         raise ValueError(
-            f"this rank's part of {entry.name} was given {value.numel()} elements; legal is {partition}, as many "
+            f"this rank's part of {param_state.name} was given {value.numel()} elements; legal is {partition}, as many "
             "as param.ds_tensor has."
         )
     return value.reshape(-1)[:own]
 
 
-def whole_rows(entry: Entry, rows: Tensor, optimizer: HMTZeroOptimizer) -> Tensor:
+def whole_rows(param_state: ParamState, rows: Tensor, optimizer: HMTZeroOptimizer) -> Tensor:
     """Rows of all ranks, m x width, from those held here, wherever they live; a copy on the device."""
-    shards = entry.gradient.shards
-    rows = rows.to(entry.weight.device)
+    shards = param_state.gradient.shards
+    rows = rows.to(param_state.weight.device)
     if shards.world == 1:
         return rows.clone()
     width = rows.shape[1]

@@ -57,7 +57,7 @@ class OffloadedStates:
 
     def __init__(self, optimizer: HMTZeroOptimizer) -> None:
         self._optimizer = optimizer
-        self._home = optimizer.entries[0].weight.device
+        self._home = optimizer.param_states[0].weight.device
         self._away: set[str] = set()
         self._copying = False
         self._movers: dict[str, Callable[[Place], None]] = {
@@ -148,19 +148,19 @@ class OffloadedStates:
     # -- what each name takes -----------------------------------------------------------------------
 
     def _move_moments(self, place: Place) -> None:
-        for entry in self._optimizer.entries:
-            if entry.matrix is not None:
-                entry.matrix.move_states(place)
-            elif entry.host is None:
-                assert entry.dense_state is not None
-                first, second, step = entry.dense_state
+        for param_state in self._optimizer.param_states:
+            if param_state.matrix is not None:
+                param_state.matrix.move_states(place)
+            elif param_state.host is None:
+                assert param_state.dense_state is not None
+                first, second, step = param_state.dense_state
                 first.move(place)
                 second.move(place)
-                entry.dense_state = (first, second, place(step))
+                param_state.dense_state = (first, second, place(step))
 
     def _move_masters(self, place: Place) -> None:
-        for entry in self._optimizer.entries:
-            entry.weight.move_master(place)
+        for param_state in self._optimizer.param_states:
+            param_state.weight.move_master(place)
 
     def _move_weights(self, place: Place) -> None:
         optimizer = self._optimizer
@@ -170,20 +170,20 @@ class OffloadedStates:
             OffloadDeviceEnum.none,
         ):
             return
-        for entry in optimizer.entries:
-            entry.weight.move_weights(place)
-        trained = {entry.gradient.param for entry in optimizer.entries}
+        for param_state in optimizer.param_states:
+            param_state.weight.move_weights(place)
+        trained = {param_state.gradient.param for param_state in optimizer.param_states}
         for param in optimizer.module.parameters():
             if param not in trained:
                 move_parameter(param, place)
-        matrices = [e.matrix for e in optimizer.low_rank if isinstance(e.matrix, LowRankMatrix)]
+        matrices = [p.matrix for p in optimizer.low_rank if isinstance(p.matrix, LowRankMatrix)]
         for columns in {id(matrix.columns): matrix.columns for matrix in matrices}.values():
             columns.move(place)
         optimizer.shared.move(place)
 
     def _move_gradients(self, place: Place) -> None:
-        for entry in self._optimizer.entries:
-            entry.gradient.move(place)
+        for param_state in self._optimizer.param_states:
+            param_state.gradient.move(place)
 
 
 def _names(include: Iterable[OffloadStateTypeEnum | str] | None) -> set[str]:

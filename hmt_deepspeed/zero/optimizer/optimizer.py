@@ -40,7 +40,7 @@ from hmt_deepspeed.zero.optimizer.interface import OptimizerInterface
 from hmt_deepspeed.zero.optimizer.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
-from hmt_deepspeed.zero.parameters.build import build_entries, build_schedule
+from hmt_deepspeed.zero.parameters.build import build_param_states, build_schedule
 from hmt_deepspeed.zero.parameters.param_state import Placed
 from hmt_deepspeed.zero.saving import optimizer_state as checkpoint_state
 from hmt_deepspeed.zero.saving.saved_state import SavedState
@@ -108,7 +108,7 @@ class HMTZeroOptimizer(OptimizerInterface):
             self._undo.callback(let_go, self.parameter_offload)
         self._place()
         uneven = uneven_leaves and self.parameter_offload is not None and self.collectives.world > 1
-        leaves = mark_leaves(self.entries) if uneven else []
+        leaves = mark_leaves(self.param_states) if uneven else []
         self.bases = build_bases(self.collectives, settings.stage, settings.cache, self.low_rank)
         self._undo.callback(self.bases.close)
         self.shared = shared_inputs(self.low_rank, self.bases)
@@ -136,17 +136,19 @@ class HMTZeroOptimizer(OptimizerInterface):
         whole = settings.stage == 0
         self.shard_rank = 0 if whole else self.collectives.rank
         shards = 1 if whole else self.collectives.world
-        self.entries = build_entries(
+        self.param_states = build_param_states(
             placed, self.options, settings, self.module, shards, self.shard_rank, self.host
         )
-        self.low_rank = [entry for entry in self.entries if entry.matrix is not None]
+        self.low_rank = [
+            param_state for param_state in self.param_states if param_state.matrix is not None
+        ]
         self.schedule = build_schedule(self.low_rank, self.options, settings.accumulate_dtype)
 
     def _compose(self, leaves: list[nn.Module]) -> None:
         """What takes gradients to their shards, finds bases, steps, and hides the time that this takes."""
         settings, partitioned = self.settings, self.parameter_offload is not None
         self.reducer = GradientReducer(
-            [entry.gradient for entry in self.entries],
+            [param_state.gradient for param_state in self.param_states],
             self.collectives,
             sharded=settings.stage > 0,
             bucket_elements=settings.reduce_elements,
@@ -155,13 +157,13 @@ class HMTZeroOptimizer(OptimizerInterface):
             scale=settings.scale,
         )
         self._step = ZeroStep(
-            self.entries,
+            self.param_states,
             self.bases,
             self.collectives,
             settings,
             self.options,
             self.shard_rank,
-            order_of_use(self.entries, self.param_names),
+            order_of_use(self.param_states, self.param_names),
             self.host,
         )
         self._step.written = self.order_gathers
@@ -184,7 +186,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         this = weakref.ref(self)  # the model holds what follows
         self.overlap = Overlap(
             settings.host.overlap if settings.host is not None else "none",
-            self.entries,
+            self.param_states,
             self._step,
             self.module,
             partitioned,
@@ -193,18 +195,18 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._undo.callback(self.overlap.close)
 
     def _patch(self) -> None:
-        for entry in self.low_rank:
-            if entry.gradient.site is not None:
-                module = self._modules[entry.name]
+        for param_state in self.low_rank:
+            if param_state.gradient.site is not None:
+                module = self._modules[param_state.name]
                 assert isinstance(module, nn.Linear)
-                patch_linear(module, entry.gradient.site, self.shared)
-                self._undo.callback(unpatch_linear, module, entry.gradient.site)
+                patch_linear(module, param_state.gradient.site, self.shared)
+                self._undo.callback(unpatch_linear, module, param_state.gradient.site)
 
     # -- a window: draw probes, choose who refreshes, lay out the projections ---------------------
 
     def form_groups(self) -> None:
         """Matrices that take one basis together, by place; each alone unless bases are shared."""
-        matrices = [e.matrix for e in self.low_rank if e.matrix is not None]
+        matrices = [p.matrix for p in self.low_rank if p.matrix is not None]
         readers = self.shared.groups() if self.options["share_basis"] else []
         fixed = self.options["max_full_gradient_bytes"] != "auto"
         self.schedule = regroup(self.schedule, matrices, readers, fixed, self._warn)
@@ -250,17 +252,17 @@ class HMTZeroOptimizer(OptimizerInterface):
             for index in group:
                 self.low_rank[index].gradient.owner = number % self.collectives.world
         self.bases.will_use(self.low_rank)
-        for index, entry in enumerate(self.low_rank):
-            matrix, gradient = entry.matrix, entry.gradient
+        for index, param_state in enumerate(self.low_rank):
+            matrix, gradient = param_state.matrix, param_state.gradient
             assert matrix is not None
-            with self.bases.whole(entry):
+            with self.bases.whole(param_state):
                 if index in due and matrix.redraws:
                     due.discard(index)
                     self._redraw(index)
                 matrix.prepare(self.step_count)
             gradient.refreshing = index in due
             if gradient.site is not None:
-                held = None if gradient.refreshing else self.bases.held(entry)
+                held = None if gradient.refreshing else self.bases.held(param_state)
                 gradient.site.projection = held
         self.shared.lay_out()
         self.bases.will_use(None)
@@ -342,7 +344,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         """``ignore_unused_parameters``: whether a parameter without a gradient ends the training."""
         if self.settings.ignore_unused:
             return
-        unused = [e.name for e in self.entries if e.gradient.index not in self.reducer.reached]
+        unused = [p.name for p in self.param_states if p.gradient.index not in self.reducer.reached]
         if unused:
             raise RuntimeError(
                 f"{', '.join(unused)} got no gradient, and zero_optimization.ignore_unused_parameters is false. Let "
@@ -374,7 +376,7 @@ class HMTZeroOptimizer(OptimizerInterface):
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """States held by this rank, by parameter."""
         self.settle()
-        return {e.gradient.param: state_access.local_state(e) for e in self.entries}
+        return {p.gradient.param: state_access.local_state(p) for p in self.param_states}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
@@ -384,8 +386,8 @@ class HMTZeroOptimizer(OptimizerInterface):
     def refresh_fp32_params(self) -> None:
         """Take masters anew from the model's weights."""
         self.settle()
-        for entry in self.entries:
-            entry.weight.refresh_master()
+        for param_state in self.param_states:
+            param_state.weight.refresh_master()
 
     _restore_from_bit16_weights = refresh_fp32_params
 

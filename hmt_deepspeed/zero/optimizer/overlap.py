@@ -12,30 +12,32 @@ from torch import nn
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.gates import Gates
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["Overlap", "order_of_use"]
 
 
-def order_of_use(entries: Sequence[Entry], names: Mapping[nn.Parameter, str]) -> list[int]:
-    """Places of the entries as forward meets their weights, taken to be the order of ``names``.
+def order_of_use(
+    param_states: Sequence[ParamState], names: Mapping[nn.Parameter, str]
+) -> list[int]:
+    """Places of the parameters as forward meets their weights, taken to be the order of ``names``.
 
     Those that stay whole at stage 3 are gathered within the step, so they come first.
     """
     places = {param: place for place, param in enumerate(names)}
 
     def key(place: int) -> tuple[bool, int]:
-        param: Any = entries[place].gradient.param
+        param: Any = param_states[place].gradient.param
         return not getattr(param, "ds_persist", False), places[param]
 
-    return sorted(range(len(entries)), key=key)
+    return sorted(range(len(param_states)), key=key)
 
 
 class Overlap:
     """Starts updates early and finishes late ones; with nothing in host memory it does nothing.
 
     Args:
-        kind: "none", "backward" or "forward". entries, step: of the optimizer.
+        kind: "none", "backward" or "forward". param_states, step: of the optimizer.
         module: the model. partitioned: whether it is at stage 3.
         loss_scale: the present one.
 
@@ -46,33 +48,35 @@ class Overlap:
     def __init__(
         self,
         kind: str,
-        entries: Sequence[Entry],
+        param_states: Sequence[ParamState],
         step: ZeroStep,
         module: nn.Module,
         partitioned: bool,
         loss_scale: Callable[[], float],
     ) -> None:
         self._step, self._loss_scale = step, loss_scale
-        self._on_host = {e.gradient.param: e for e in entries if isinstance(e.weight, HostWeight)}
+        self._on_host = {
+            p.gradient.param: p for p in param_states if isinstance(p.weight, HostWeight)
+        }
         self._gates: Gates | None = None
-        # entries with early updates in this window, in the order of their gradients
-        self._begun: list[Entry] = []
+        # those with early updates in this window, in the order of their gradients
+        self._begun: list[ParamState] = []
         self.settle_copies: Callable[[], None] = lambda: None
         if kind == "forward":
             step.gathers_apart = True
             self._gates = Gates(module, self._finish_for, step.finish, partitioned)
         elif kind == "backward":
-            for entry in self._on_host.values():
-                if entry.gradient.host is not None and entry.weight.has_master:
-                    entry.gradient.host.complete = partial(self._start, entry)
+            for param_state in self._on_host.values():
+                if param_state.gradient.host is not None and param_state.weight.has_master:
+                    param_state.gradient.host.complete = partial(self._start, param_state)
 
     def end_step(self) -> None:
         """What the step has begun is finished now, unless the next forward waits for it."""
         if self._gates is None:
             self._step.finish()
-        for entry in self._begun:  # the next backward brings them in this order again
-            assert isinstance(entry.weight, HostWeight)
-            entry.weight.states.expect()
+        for param_state in self._begun:  # the next backward brings them in this order again
+            assert isinstance(param_state.weight, HostWeight)
+            param_state.weight.states.expect()
         self._begun.clear()
 
     def settle(self) -> None:
@@ -100,9 +104,9 @@ class Overlap:
         Raises:
             RuntimeError: it is not.
         """
-        for entry in self._on_host.values():
-            if entry.host is not None:
-                entry.host.take_back(reason)
+        for param_state in self._on_host.values():
+            if param_state.host is not None:
+                param_state.host.take_back(reason)
         self._begun.clear()
 
     @property
@@ -121,16 +125,20 @@ class Overlap:
         if self._gates is not None:
             self._gates.close()
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, param_state: ParamState) -> None:
         """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
-        assert entry.host is not None
+        assert param_state.host is not None
         self._step.commit()
         factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the verdict's
-        entry.host.step_early(factor, entry.hyper())
-        self._begun.append(entry)
+        param_state.host.step_early(factor, param_state.hyper())
+        self._begun.append(param_state)
 
     def _finish_for(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
-            entry = self._on_host.get(param)
-            if entry is not None and isinstance(entry.weight, HostWeight) and entry.weight.pending:
-                self._step.finish(entry)
+            param_state = self._on_host.get(param)
+            if (
+                param_state is not None
+                and isinstance(param_state.weight, HostWeight)
+                and param_state.weight.pending
+            ):
+                self._step.finish(param_state)

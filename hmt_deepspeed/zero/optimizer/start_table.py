@@ -22,7 +22,7 @@ from hmt_deepspeed.zero.optimizer.statistics import state_bytes
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["StartRow", "describe", "start_rows"]
 
@@ -52,22 +52,26 @@ class StartRow:
 
 def start_rows(optimizer: HMTZeroOptimizer) -> list[StartRow]:
     """Every parameter is in one of them: nothing is silently dense. In the order of the parameters."""
-    alike: dict[StartRow, list[Entry]] = defaultdict(list)
+    alike: dict[StartRow, list[ParamState]] = defaultdict(list)
     numbers = {id(group): index for index, group in enumerate(optimizer.param_groups)}
-    for entry in optimizer.entries:
-        group = [f"group {numbers[id(entry.group)]}"] if len(numbers) > 1 else []
-        treatment = (*_rule(entry), *group, *_storage(optimizer, entry))
-        shape = "any" if entry.matrix is None else "x".join(map(str, entry.assignment.shape))
-        alike[StartRow(treatment, shape, _rank(entry))].append(entry)
+    for param_state in optimizer.param_states:
+        group = [f"group {numbers[id(param_state.group)]}"] if len(numbers) > 1 else []
+        treatment = (*_rule(param_state), *group, *_storage(optimizer, param_state))
+        shape = (
+            "any"
+            if param_state.matrix is None
+            else "x".join(map(str, param_state.assignment.shape))
+        )
+        alike[StartRow(treatment, shape, _rank(param_state))].append(param_state)
     return [
         replace(
             row,
-            num_tensors=len(entries),
-            weight_bytes=sum(entry.weight.weight_bytes() for entry in entries),
-            state_bytes=sum(map(state_bytes, entries)),
-            master_bytes=sum(entry.weight.master_bytes() for entry in entries),
+            num_tensors=len(param_states),
+            weight_bytes=sum(param_state.weight.weight_bytes() for param_state in param_states),
+            state_bytes=sum(map(state_bytes, param_states)),
+            master_bytes=sum(param_state.weight.master_bytes() for param_state in param_states),
         )
-        for row, entries in alike.items()
+        for row, param_states in alike.items()
     ]
 
 
@@ -147,15 +151,15 @@ def _line(cells: tuple[str, ...]) -> str:
     return "  " + " ".join(padded)
 
 
-def _rule(entry: Entry) -> list[str]:
+def _rule(param_state: ParamState) -> list[str]:
     """The rule and why; of a matrix the projected side and what its backward makes."""
-    reason = entry.assignment.reason
-    told = [f"{entry.assignment.rule}: {reason}" if reason else entry.assignment.rule]
-    rate = entry.assignment.lr_scale
-    if rate != 1 and isinstance(entry.matrix, LowRankMatrix):
-        rate *= entry.matrix.scale
+    reason = param_state.assignment.reason
+    told = [f"{param_state.assignment.rule}: {reason}" if reason else param_state.assignment.rule]
+    rate = param_state.assignment.lr_scale
+    if rate != 1 and isinstance(param_state.matrix, LowRankMatrix):
+        rate *= param_state.matrix.scale
     told += [] if rate == 1 else [f"learning rate x {rate:g}"]
-    matrix, settings = entry.matrix, entry.assignment.settings
+    matrix, settings = param_state.matrix, param_state.assignment.settings
     if matrix is None or settings is None:
         return told
     if settings.projection == "two_sided" and not settings.is_apollo:
@@ -165,41 +169,48 @@ def _rule(entry: Entry) -> list[str]:
     told += ["random basis"] * matrix.redraws
     wanted = settings.lowered_from(*matrix.shape)
     told += [] if wanted is None else [f"rank lowered from {wanted}"]
-    return [*told, "projected backward" if entry.gradient.site is not None else "full gradient"]
+    return [
+        *told,
+        "projected backward" if param_state.gradient.site is not None else "full gradient",
+    ]
 
 
-def _rank(entry: Entry) -> str:
+def _rank(param_state: ParamState) -> str:
     """The rank, or the first and the last candidate that it is chosen from."""
-    if entry.matrix is None:
+    if param_state.matrix is None:
         return "-"
-    first, last = entry.matrix.candidates[0], entry.matrix.candidates[-1]
+    first, last = param_state.matrix.candidates[0], param_state.matrix.candidates[-1]
     return f"{first}..{last}" if first < last else str(first)
 
 
-def _storage(optimizer: HMTZeroOptimizer, entry: Entry) -> list[str]:
+def _storage(optimizer: HMTZeroOptimizer, param_state: ParamState) -> list[str]:
     """Dtypes of weights, states and masters, and where they are."""
-    masters = "" if entry.weight.has_master else ", no masters"
-    weights = f"{entry.weight.kind} weights{masters}"
-    return [weights, _states(entry, optimizer.options["state_dtype"]), _placement(optimizer, entry)]
+    masters = "" if param_state.weight.has_master else ", no masters"
+    weights = f"{param_state.weight.kind} weights{masters}"
+    return [
+        weights,
+        _states(param_state, optimizer.options["state_dtype"]),
+        _placement(optimizer, param_state),
+    ]
 
 
-def _states(entry: Entry, wanted: str) -> str:
+def _states(param_state: ParamState, wanted: str) -> str:
     """Storage of the moments; small tensors stay in fp32, and the table says so."""
-    if entry.matrix is not None:
-        stored = str(entry.matrix.moments.dtype)
+    if param_state.matrix is not None:
+        stored = str(param_state.matrix.moments.dtype)
     else:
-        assert entry.dense_state is not None
-        stored = str(entry.dense_state[0].dtype)
-    settings = entry.assignment.settings
+        assert param_state.dense_state is not None
+        stored = str(param_state.dense_state[0].dtype)
+    settings = param_state.assignment.settings
     told = f"{stored} states"
     told += ", factored" if settings is not None and settings.is_factored else ""
     return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
 
 
-def _placement(optimizer: HMTZeroOptimizer, entry: Entry) -> str:
+def _placement(optimizer: HMTZeroOptimizer, param_state: ParamState) -> str:
     world, stage = optimizer.collectives.world, optimizer.settings.stage
     part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
-    if not isinstance(entry.weight, HostWeight):
+    if not isinstance(param_state.weight, HostWeight):
         return part
-    home = "host" if isinstance(entry.weight.states, RamStates) else "SSD"
-    return f"{part}, on {home}" if entry.matrix is None else f"{part}, masters on {home}"
+    home = "host" if isinstance(param_state.weight.states, RamStates) else "SSD"
+    return f"{part}, on {home}" if param_state.matrix is None else f"{part}, masters on {home}"

@@ -19,78 +19,80 @@ from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["StateAccess", "link", "local_state"]
 
 
-def local_state(entry: Entry) -> dict[str, Tensor]:
+def local_state(param_state: ParamState) -> dict[str, Tensor]:
     """States of one parameter held by this rank, by DeepSpeed's keys."""
-    if entry.matrix is not None:
-        return {key: state.read() for key, state in entry.matrix.states().items()}
-    assert entry.dense_state is not None
-    first, second, step = entry.dense_state
+    if param_state.matrix is not None:
+        return {key: state.read() for key, state in param_state.matrix.states().items()}
+    assert param_state.dense_state is not None
+    first, second, step = param_state.dense_state
     return {"exp_avg": first.read(), "exp_avg_sq": second.read(), "step": step}
 
 
 class StateAccess(GradientAccess):
     """The methods that DeepSpeed's tools call, for one optimizer; frozen parameters have nothing to read or set."""
 
-    def _settled(self, param: nn.Parameter) -> Entry | None:
-        """The entry of a parameter, when no update of it is under way; None of a frozen one."""
+    def _settled(self, param: nn.Parameter) -> ParamState | None:
+        """The state of a parameter, when no update of it is under way; None of a frozen one."""
         self.optimizer.settle()
-        return self._entries.get(param)
+        return self._param_states.get(param)
 
     def get_full_hp_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor | None:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
-        entry = self._settled(param)
-        if entry is None:
+        param_state = self._settled(param)
+        if param_state is None:
             return None
         if optim_state_key is None:
-            if isinstance(entry.weight, EncodedWeight):
-                return entry.weight.whole_values()
-            return self._whole_flat(entry, entry.weight.master_values()).view(whole_shape(param))
-        state = self._state(entry, optim_state_key)
-        if entry.matrix is None:
-            return self._whole_flat(entry, state).view(whole_shape(param))
-        if optim_state_key not in entry.matrix.ROW_STATES:  # a core is whole on every rank
+            if isinstance(param_state.weight, EncodedWeight):
+                return param_state.weight.whole_values()
+            return self._whole_flat(param_state, param_state.weight.master_values()).view(
+                whole_shape(param)
+            )
+        state = self._state(param_state, optim_state_key)
+        if param_state.matrix is None:
+            return self._whole_flat(param_state, state).view(whole_shape(param))
+        if optim_state_key not in param_state.matrix.ROW_STATES:  # a core is whole on every rank
             return state.clone()
-        return whole_rows(entry, state, self.optimizer)
+        return whole_rows(param_state, state, self.optimizer)
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite a whole weight or state; every rank passes the same value."""
-        entry, rank = self._settled(param), self.optimizer.shard_rank
-        if entry is None:
+        param_state, rank = self._settled(param), self.optimizer.shard_rank
+        if param_state is None:
             return
         if optim_state_key is None:
-            entry.weight.set_whole(value.reshape(-1).float())
+            param_state.weight.set_whole(value.reshape(-1).float())
             self.optimizer.order_gathers()
-        elif entry.matrix is None:
-            shard = entry.gradient.shards.shard_of(value.reshape(-1), rank)
-            self._set_state(entry, optim_state_key, shard)
-        elif optim_state_key in entry.matrix.ROW_STATES:
-            begin, end = entry.matrix.rows
-            self._set_state(entry, optim_state_key, value[begin:end])
+        elif param_state.matrix is None:
+            shard = param_state.gradient.shards.shard_of(value.reshape(-1), rank)
+            self._set_state(param_state, optim_state_key, shard)
+        elif optim_state_key in param_state.matrix.ROW_STATES:
+            begin, end = param_state.matrix.rows
+            self._set_state(param_state, optim_state_key, value[begin:end])
         else:
-            self._set_state(entry, optim_state_key, value)
+            self._set_state(param_state, optim_state_key, value)
 
     def get_local_fp32_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor | None:
         """This rank's flat part of a weight or of a dense parameter's state, as long as the parameter's
         partition; of a low-rank matrix's state its rows."""
-        entry = self._settled(param)
-        if entry is None:
+        param_state = self._settled(param)
+        if param_state is None:
             return None
         if optim_state_key is None:
-            return padded(entry.weight.master_values(), entry.weight.shards.partition)
-        state = self._state(entry, optim_state_key)
-        is_flat = entry.matrix is None and state.dim() > 0
-        return padded(state, entry.weight.shards.partition) if is_flat else state
+            return padded(param_state.weight.master_values(), param_state.weight.shards.partition)
+        state = self._state(param_state, optim_state_key)
+        is_flat = param_state.matrix is None and state.dim() > 0
+        return padded(state, param_state.weight.shards.partition) if is_flat else state
 
     def set_local_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
@@ -100,40 +102,42 @@ class StateAccess(GradientAccess):
         Raises:
             ValueError: a flat part has another number of elements.
         """
-        entry = self._settled(param)
-        if entry is None:
+        param_state = self._settled(param)
+        if param_state is None:
             return
         if optim_state_key is None:
-            entry.weight.set_values(unpadded(entry, value).float())
+            param_state.weight.set_values(unpadded(param_state, value).float())
             self.optimizer.order_gathers()
-        elif entry.matrix is None and value.dim() > 0:
-            self._set_state(entry, optim_state_key, unpadded(entry, value))
+        elif param_state.matrix is None and value.dim() > 0:
+            self._set_state(param_state, optim_state_key, unpadded(param_state, value))
         else:
-            self._set_state(entry, optim_state_key, value)
+            self._set_state(param_state, optim_state_key, value)
 
-    def _state(self, entry: Entry, key: str) -> Tensor:
-        states = local_state(entry)
+    def _state(self, param_state: ParamState, key: str) -> Tensor:
+        states = local_state(param_state)
         if key not in states:
-            raise ValueError(f"{entry.name} has no state {key!r}; legal keys: {sorted(states)}")
+            raise ValueError(
+                f"{param_state.name} has no state {key!r}; legal keys: {sorted(states)}"
+            )
         return states[key]
 
-    def _set_state(self, entry: Entry, key: str, value: Tensor) -> None:
-        current = self._state(entry, key)
-        if key == "step" and entry.dense_state is not None:
-            entry.dense_state[2].copy_(value)
+    def _set_state(self, param_state: ParamState, key: str, value: Tensor) -> None:
+        current = self._state(param_state, key)
+        if key == "step" and param_state.dense_state is not None:
+            param_state.dense_state[2].copy_(value)
             return
-        if entry.matrix is not None:
-            stored = entry.matrix.states()[key]
+        if param_state.matrix is not None:
+            stored = param_state.matrix.states()[key]
         else:
-            assert entry.dense_state is not None
-            stored = entry.dense_state[0] if key == "exp_avg" else entry.dense_state[1]
+            assert param_state.dense_state is not None
+            stored = param_state.dense_state[0] if key == "exp_avg" else param_state.dense_state[1]
         stored.write(value.to(current).view_as(current).clone(), None)
 
-    def _whole_flat(self, entry: Entry, shard: Tensor) -> Tensor:
-        shards, collectives = entry.gradient.shards, self.optimizer.collectives
+    def _whole_flat(self, param_state: ParamState, shard: Tensor) -> Tensor:
+        shards, collectives = param_state.gradient.shards, self.optimizer.collectives
         if shards.world == 1:
-            return shard.to(entry.weight.device, copy=True)
-        shard = shard.to(entry.weight.device)  # from the host, if it lives there
+            return shard.to(param_state.weight.device, copy=True)
+        shard = shard.to(param_state.weight.device)  # from the host, if it lives there
         part = padded(shard.contiguous(), shards.partition)
         packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=shard.device)
         collectives.all_gather(packed, part).wait()
@@ -170,7 +174,7 @@ def _linked(optimizer: HMTZeroOptimizer) -> list[Any]:
     """At stage 3 DeepSpeed's tools ask frozen parameters too."""
     if optimizer.parameter_offload is not None:
         return list(optimizer.module.parameters())
-    return [entry.gradient.param for entry in optimizer.entries]
+    return [param_state.gradient.param for param_state in optimizer.param_states]
 
 
 def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor | None:

@@ -13,29 +13,31 @@ from hmt_deepspeed.zero.sharding.collectives import gather_bytes, reduce_bytes
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
 
 
-def state_bytes(entry: Entry) -> int:
+def state_bytes(param_state: ParamState) -> int:
     """Bytes of moments and basis of one parameter on this rank; masters not counted."""
-    if entry.matrix is not None:
-        return entry.matrix.state_bytes()
-    assert entry.dense_state is not None
-    return sum(t.nbytes for t in entry.dense_state)
+    if param_state.matrix is not None:
+        return param_state.matrix.state_bytes()
+    assert param_state.dense_state is not None
+    return sum(t.nbytes for t in param_state.dense_state)
 
 
-def _offloaded_bytes(entry: Entry) -> int:
+def _offloaded_bytes(param_state: ParamState) -> int:
     """Of these, and of the master, what is in host memory or on an SSD."""
-    if not isinstance(entry.weight, HostWeight):
+    if not isinstance(param_state.weight, HostWeight):
         return 0
-    moments = 0 if entry.dense_state is None else sum(t.nbytes for t in entry.dense_state[:2])
-    return entry.weight.master_bytes() + moments
+    moments = (
+        0 if param_state.dense_state is None else sum(t.nbytes for t in param_state.dense_state[:2])
+    )
+    return param_state.weight.master_bytes() + moments
 
 
-def _host_gradient_bytes(entry: Entry) -> int:
-    gradient = entry.gradient.host
+def _host_gradient_bytes(param_state: ParamState) -> int:
+    gradient = param_state.gradient.host
     return 0 if gradient is None else gradient.nbytes
 
 
@@ -49,8 +51,8 @@ def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool =
     settings, world = optimizer.settings, optimizer.collectives.world
     gradient_size = _size(settings.comm_dtype)
     weight_size = _size(settings.model_dtype)
-    entries = optimizer.low_rank if low_rank_only else optimizer.entries
-    numel = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
+    param_states = optimizer.low_rank if low_rank_only else optimizer.param_states
+    numel = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
     if settings.stage == 0:
         return reduce_bytes(numel * gradient_size, world)
     rounds = settings.micro_batches if settings.stage >= 2 else 1
@@ -67,22 +69,22 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
     low_rank = optimizer.low_rank
     energies: dict[str, float] = {}
     matrices = [
-        (e.name, e.matrix)
-        for e in low_rank
-        if isinstance(e.matrix, LowRankMatrix) and e.matrix.measures_energy
+        (p.name, p.matrix)
+        for p in low_rank
+        if isinstance(p.matrix, LowRankMatrix) and p.matrix.measures_energy
     ]
     if matrices:
         stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])
         energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))
-    ranks = {e.name: e.matrix.rank for e in low_rank if e.matrix is not None}
+    ranks = {p.name: p.matrix.rank for p in low_rank if p.matrix is not None}
     return {
-        "optimizer_state_bytes": sum(map(state_bytes, optimizer.entries)),
+        "optimizer_state_bytes": sum(map(state_bytes, optimizer.param_states)),
         "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
-        "weight_bytes": sum(e.weight.weight_bytes() for e in optimizer.entries),
-        "master_weight_bytes": sum(e.weight.master_bytes() for e in optimizer.entries),
+        "weight_bytes": sum(p.weight.weight_bytes() for p in optimizer.param_states),
+        "master_weight_bytes": sum(p.weight.master_bytes() for p in optimizer.param_states),
         "optimizer_host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
-        "offloaded_state_bytes": sum(map(_offloaded_bytes, optimizer.entries)),
-        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, optimizer.entries)),
+        "offloaded_state_bytes": sum(map(_offloaded_bytes, optimizer.param_states)),
+        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, optimizer.param_states)),
         **_ssd_numbers(optimizer),
         "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
         "communication_bytes_per_step": optimizer.communication_bytes,
@@ -91,7 +93,7 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         "mean_captured_energy": sum(energies.values()) / len(energies) if energies else None,
         "rank_per_matrix": ranks,
         "captured_energy_per_matrix": energies,
-        "refreshed_matrices": sum(e.gradient.refreshing for e in low_rank),
+        "refreshed_matrices": sum(p.gradient.refreshing for p in low_rank),
         **basis_metrics(optimizer.bases, low_rank),
     }
 

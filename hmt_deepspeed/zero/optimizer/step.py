@@ -16,7 +16,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostWorker
-from hmt_deepspeed.zero.parameters.param_state import Entry
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards
@@ -31,9 +31,9 @@ class ZeroStep:
     """Steps of one optimizer; the caller keeps the count of steps and the loss scale.
 
     Args:
-        entries: of all trainable parameters. collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
+        param_states: of all trainable parameters. collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
         shard_rank: this process's place in the shards; 0 at stage 0.
-        order: places of the entries in the order in which their new weights are needed.
+        order: places of the parameters in the order in which their new weights are needed.
         host: does the updates in host memory, None when there are none.
 
     Attributes:
@@ -43,7 +43,7 @@ class ZeroStep:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        param_states: Sequence[ParamState],
         bases: ParkedBases,
         collectives: Collectives,
         settings: ZeroSettings,
@@ -55,10 +55,10 @@ class ZeroStep:
         self.order, self.host = order, host
         self.written: Callable[[], None] = lambda: None
         self.gathers_apart = False
-        self.entries, self.collectives, self.bases = entries, collectives, bases
+        self.param_states, self.collectives, self.bases = param_states, collectives, bases
         self.settings, self.options, self.shard_rank = settings, options, shard_rank
         self.sharded = settings.stage > 0 and collectives.world > 1
-        self._unfinished: deque[Entry] = deque()  # updates begun in host memory, in order
+        self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
         # by place: sums of the verdict over overflow, for the norm
         self._measured: dict[int, Tensor] = {}
         # what the verdict has let pass may be on an SSD, and does not count yet
@@ -71,14 +71,14 @@ class ZeroStep:
         What is measured here is not measured again by :meth:`norm_and_clip_factor`.
         """
         self._measured = {
-            place: self._measure(entry)
-            for place, entry in enumerate(self.entries)
-            if entry.gradient.reduced is not None
+            place: self._measure(param_state)
+            for place, param_state in enumerate(self.param_states)
+            if param_state.gradient.reduced is not None
         }
         sums = [part.sum() for part in self._measured.values()]
-        full = [e.gradient.full for e in self.entries if e.gradient.full is not None]
+        full = [p.gradient.full for p in self.param_states if p.gradient.full is not None]
         sums += [gradient.sum(dtype=torch.float32) for gradient in full]
-        device = self.entries[0].weight.device
+        device = self.param_states[0].weight.device
         sums += [squares.sum() for squares in self._host_square_norms(device)]
         bad = torch.zeros((), device=device)
         if sums:
@@ -86,19 +86,19 @@ class ZeroStep:
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
 
-    def _measure(self, entry: Entry) -> Tensor:
-        """The entry's part of the sums behind the norm, of its reduced gradient."""
-        gradient = entry.gradient
+    def _measure(self, param_state: ParamState) -> Tensor:
+        """The parameter's part of the sums behind the norm, of its reduced gradient."""
+        gradient = param_state.gradient
         assert gradient.reduced is not None
         counted = gradient.shards.counted(self.shard_rank)
-        if entry.matrix is not None:
-            return entry.matrix.measure(gradient.reduced, counted)
+        if param_state.matrix is not None:
+            return param_state.matrix.measure(gradient.reduced, counted)
         norm = torch.linalg.vector_norm(gradient.reduced[counted], dtype=torch.float32)
         return norm.square().view(1)
 
     def _host_square_norms(self, device: torch.device) -> list[Tensor]:
         """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
-        hosts = [e.gradient.host for e in self.entries if e.gradient.host is not None]
+        hosts = [p.gradient.host for p in self.param_states if p.gradient.host is not None]
         if not hosts:
             return []
         squares = torch.stack([host.square_norm() for host in hosts]).to(device)
@@ -107,10 +107,10 @@ class ZeroStep:
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
         """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
         and clips; 0-dim fp32."""
-        device = self.entries[0].weight.device
+        device = self.param_states[0].weight.device
         parts, on_host = [], iter(self._host_square_norms(device))
-        for place, entry in enumerate(self.entries):
-            matrix, gradient = entry.matrix, entry.gradient
+        for place, param_state in enumerate(self.param_states):
+            matrix, gradient = param_state.matrix, param_state.gradient
             if gradient.host is not None:
                 parts.append(next(on_host))
                 continue
@@ -120,15 +120,17 @@ class ZeroStep:
                 parts.append(torch.zeros(1, device=device))
             else:
                 measured = self._measured.get(place)
-                parts.append(self._measure(entry) if measured is None else measured)
+                parts.append(self._measure(param_state) if measured is None else measured)
         self._measured = {}
         sums = torch.cat(parts)
         if self.sharded:
             self.collectives.all_reduce(sums)
         total = torch.zeros((), device=device)
         lengths = [part.numel() for part in parts]
-        for entry, part in zip(self.entries, sums.split(lengths), strict=True):
-            total = total + (part[0] if entry.matrix is None else entry.matrix.observe(part, scale))
+        for param_state, part in zip(self.param_states, sums.split(lengths), strict=True):
+            total = total + (
+                part[0] if param_state.matrix is None else param_state.matrix.observe(part, scale)
+            )
         norm = total.sqrt() / scale
         factor = torch.full((), 1.0 / scale, device=device)
         if self.settings.clip > 0:
@@ -140,26 +142,26 @@ class ZeroStep:
 
         Weights in host memory are left to :meth:`finish`.
         """
-        on_host = any(e.host is not None for e in self.entries)
+        on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        self.bases.will_use(self.entries[place] for place in self.order)
+        self.bases.will_use(self.param_states[place] for place in self.order)
         for portion in self._portions():
             updates = self._advance(portion, factor)
             for place in portion:
-                entry = self.entries[place]
-                key = keyed_seed(self.options["seed"], entry.name, "round", step_count)
-                if entry.matrix is not None:
-                    update = entry.matrix.finish(*updates.pop(place))
-                    with self.bases.whole(entry):
-                        self._apply(entry, entry.matrix, update, key, gather)
-                elif entry.host is not None:
-                    entry.host.step(host_factor, key, entry.hyper())
-                    self._gather_weight(entry, gather)
+                param_state = self.param_states[place]
+                key = keyed_seed(self.options["seed"], param_state.name, "round", step_count)
+                if param_state.matrix is not None:
+                    update = param_state.matrix.finish(*updates.pop(place))
+                    with self.bases.whole(param_state):
+                        self._apply(param_state, param_state.matrix, update, key, gather)
+                elif param_state.host is not None:
+                    param_state.host.step(host_factor, key, param_state.hyper())
+                    self._gather_weight(param_state, gather)
                 else:
-                    self._step_dense(entry, factor, key, step_count)
-                    self._gather_weight(entry, gather)
-                entry.gradient.clear()
+                    self._step_dense(param_state, factor, key, step_count)
+                    self._gather_weight(param_state, gather)
+                param_state.gradient.clear()
         gather.finish()
         self.written()
         self._uncommitted = bool(self._unfinished)
@@ -173,7 +175,10 @@ class ZeroStep:
         portion: list[int] = []
         alive = 0
         for place in self.order:
-            matrix, shards = self.entries[place].matrix, self.entries[place].gradient.shards
+            matrix, shards = (
+                self.param_states[place].matrix,
+                self.param_states[place].gradient.shards,
+            )
             size = 0 if matrix is None else shards.max_rows * matrix.width  # equal on all ranks
             if portion and alive + size > most:
                 yield portion
@@ -187,17 +192,17 @@ class ZeroStep:
         updates: dict[int, tuple[Tensor, Tensor]] = {}
         limited: list[int] = []
         for place in places:
-            entry = self.entries[place]
-            matrix, reduced = entry.matrix, entry.gradient.reduced
+            param_state = self.param_states[place]
+            matrix, reduced = param_state.matrix, param_state.gradient.reduced
             if matrix is None or reduced is None:
                 continue
-            hyper = entry.hyper()
+            hyper = param_state.hyper()
             update, sums = matrix.advance(
                 reduced.float(), factor, betas=hyper["betas"], eps=hyper["eps"]
             )
-            own = sums[entry.gradient.shards.counted(self.shard_rank)].sum(dim=0)
+            own = sums[param_state.gradient.shards.counted(self.shard_rank)].sum(dim=0)
             updates[place] = (update, own)
-            entry.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
+            param_state.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
             limited += [place] if matrix.limits else []
         if self.sharded and limited:
             sums = torch.cat([updates[place][1] for place in limited])
@@ -207,14 +212,16 @@ class ZeroStep:
                 updates[place] = (updates[place][0], part)
         return updates
 
-    def _step_dense(self, entry: Entry, factor: Tensor, key: int, step_count: int) -> None:
-        reduced, state = entry.gradient.reduced, entry.dense_state
+    def _step_dense(
+        self, param_state: ParamState, factor: Tensor, key: int, step_count: int
+    ) -> None:
+        reduced, state = param_state.gradient.reduced, param_state.dense_state
         assert state is not None
         # unused in this window: DeepSpeed's ZeRO counts it as zero too
         gradient = None if reduced is None else reduced.reshape(-1)
-        keys = state_keys(self.options["seed"], entry.name, step_count)
-        hyper = {"factor": factor, "state_keys": keys, **entry.hyper()}
-        entry.weight.step_dense(gradient, state, key, **hyper)
+        keys = state_keys(self.options["seed"], param_state.name, step_count)
+        hyper = {"factor": factor, "state_keys": keys, **param_state.hyper()}
+        param_state.weight.step_dense(gradient, state, key, **hyper)
 
     @property
     def has_unfinished(self) -> bool:
@@ -222,7 +229,7 @@ class ZeroStep:
         return bool(self._unfinished)
 
     @torch.no_grad()
-    def finish(self, last: Entry | None = None) -> None:
+    def finish(self, last: ParamState | None = None) -> None:
         """Finish begun updates in host memory, in their order, up to the one of ``last`` (default: all).
 
         Each weight is gathered as its update ends, while the worker goes on with later ones. Ranks may stop at
@@ -234,11 +241,11 @@ class ZeroStep:
             self.collectives, 0 if self.gathers_apart else self.settings.gather_elements
         )
         while self._unfinished:
-            entry = self._unfinished.popleft()
-            assert isinstance(entry.weight, HostWeight)
-            entry.weight.finish()
-            self._gather_weight(entry, gather)
-            if entry is last:
+            param_state = self._unfinished.popleft()
+            assert isinstance(param_state.weight, HostWeight)
+            param_state.weight.finish()
+            self._gather_weight(param_state, gather)
+            if param_state is last:
                 break
         gather.finish()
         self.written()
@@ -265,63 +272,78 @@ class ZeroStep:
     # -- weights --------------------------------------------------------------------------------
 
     def _apply(
-        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+        self,
+        param_state: ParamState,
+        matrix: MatrixRule,
+        update: Tensor,
+        key: int,
+        gather: GatherPipeline,
     ) -> None:
         projection = matrix.projection
         if projection is None:
-            self._apply_whole(entry, matrix, update, key, gather)
-        elif not self.sharded or (not matrix.transposed and entry.weight.by_rows):
+            self._apply_whole(param_state, matrix, update, key, gather)
+        elif not self.sharded or (not matrix.transposed and param_state.weight.by_rows):
             left, right = update, projection
             if matrix.transposed:
                 left, right = right, update
-            self._apply_factors(entry, left, right, key, gather)
+            self._apply_factors(param_state, left, right, key, gather)
         else:
             # The low-rank update travels: every rank needs all of it for its own rows of the weight.
-            shards, width = entry.gradient.shards, projection.shape[1]
-            exact = matrix.transposed and entry.weight.by_rows
+            shards, width = param_state.gradient.shards, projection.shape[1]
+            exact = matrix.transposed and param_state.weight.by_rows
 
             def deliver(packed: Tensor) -> None:
                 whole = _whole_rows(packed, shards, width)
                 left, right = (projection, whole) if matrix.transposed else (whole, projection)
-                self._apply_factors(entry, left, right, key, gather)
+                self._apply_factors(param_state, left, right, key, gather)
 
             part = update if exact else update.to(self.settings.comm_dtype)
             gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
     def _apply_factors(
-        self, entry: Entry, left: Tensor, right: Tensor, key: int, gather: GatherPipeline
+        self, param_state: ParamState, left: Tensor, right: Tensor, key: int, gather: GatherPipeline
     ) -> None:
         """``W <- (1 - lr wd) W - lr left right^T``; ``left`` of the rows held here, or of all rows."""
-        weight, hyper = entry.weight, entry.hyper()
+        weight, hyper = param_state.weight, param_state.hyper()
         lr, decay = hyper["lr"], hyper["weight_decay"]
         if weight.by_rows:
             begin, end = weight.shards.rows(self.shard_rank)
             own = left if left.shape[0] == end - begin else left[begin:end]
             weight.step_rows(own, right, lr, decay, key)
-            self._gather_weight(entry, gather)
+            self._gather_weight(param_state, gather)
         else:
             weight.step_whole(left, right, lr, decay, key)
 
     def _apply_whole(
-        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+        self,
+        param_state: ParamState,
+        matrix: MatrixRule,
+        update: Tensor,
+        key: int,
+        gather: GatherPipeline,
     ) -> None:
-        weight = entry.weight
+        weight = param_state.weight
         if self.sharded and isinstance(weight, EncodedWeight):
-            self._exchange_whole(entry, matrix, update, key, gather)
+            self._exchange_whole(param_state, matrix, update, key, gather)
             return
         if matrix.transposed:
-            columns = entry.gradient.shards
+            columns = param_state.gradient.shards
             update = rows_from_columns(update, columns, weight.shards, self.collectives)
-        hyper = entry.hyper()
+        hyper = param_state.hyper()
         weight.step_update(update, hyper["lr"], hyper["weight_decay"], key)
-        self._gather_weight(entry, gather)
+        self._gather_weight(param_state, gather)
 
     def _exchange_whole(
-        self, entry: Entry, matrix: MatrixRule, update: Tensor, key: int, gather: GatherPipeline
+        self,
+        param_state: ParamState,
+        matrix: MatrixRule,
+        update: Tensor,
+        key: int,
+        gather: GatherPipeline,
     ) -> None:
         """An INT8 weight has no part that is this rank's: the update travels, also a full-rank one."""
-        weight, shards, width = entry.weight, entry.gradient.shards, update.shape[1]
-        hyper = entry.hyper()
+        weight, shards, width = param_state.weight, param_state.gradient.shards, update.shape[1]
+        hyper = param_state.hyper()
 
         def deliver(packed: Tensor) -> None:
             whole = _whole_rows(packed, shards, width)
@@ -331,14 +353,14 @@ class ZeroStep:
         part = update.to(self.settings.comm_dtype)
         gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
-    def _gather_weight(self, entry: Entry, gather: GatherPipeline) -> None:
-        if isinstance(entry.weight, HostWeight) and entry.weight.pending:
-            self._unfinished.append(entry)
+    def _gather_weight(self, param_state: ParamState, gather: GatherPipeline) -> None:
+        if isinstance(param_state.weight, HostWeight) and param_state.weight.pending:
+            self._unfinished.append(param_state)
             return
-        if not self.sharded or entry.weight.partitioned:
+        if not self.sharded or param_state.weight.partitioned:
             return
-        shards, flat = entry.weight.shards, entry.gradient.param.detach().view(-1)
-        with entry.weight.shard() as shard:
+        shards, flat = param_state.weight.shards, param_state.gradient.param.detach().view(-1)
+        with param_state.weight.shard() as shard:
             gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
 
 

@@ -28,13 +28,13 @@ from hmt_deepspeed.zero.offload.adamw import HostAdamW
 from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostGradient, HostWorker
-from hmt_deepspeed.zero.parameters.param_state import Entry, Placed
+from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.shards import RowShards, whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
 
-__all__ = ["build_entries", "build_schedule", "linears_to_encode"]
+__all__ = ["build_param_states", "build_schedule", "linears_to_encode"]
 
 
 def linears_to_encode(
@@ -65,7 +65,7 @@ def linears_to_encode(
     return found
 
 
-def build_entries(
+def build_param_states(
     placed: Sequence[Placed],
     options: Mapping[str, Any],
     settings: ZeroSettings,
@@ -73,8 +73,8 @@ def build_entries(
     world: int,
     rank: int,
     worker: HostWorker | None = None,
-) -> list[Entry]:
-    """One entry per trainable parameter, in the order of the parameter groups.
+) -> list[ParamState]:
+    """One for each trainable parameter, in the order of the parameter groups.
 
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``.
@@ -87,7 +87,7 @@ def build_entries(
     """
     modules, tied = linear_weights(model), tied_weights(model)
     assignments = _assignments([(name, p) for name, p, _ in placed], options, model)
-    entries = []
+    param_states = []
     for index, (assignment, (name, param, group)) in enumerate(
         zip(assignments, placed, strict=True)
     ):
@@ -122,8 +122,8 @@ def build_entries(
             state = new_dense_state(
                 (weight.num_elements,), options["state_dtype"], weight.shards.m, weight.device
             )
-        entries.append(Entry(assignment, group, gradient, weight, matrix, state, host))
-    return entries
+        param_states.append(ParamState(assignment, group, gradient, weight, matrix, state, host))
+    return param_states
 
 
 def _assignments(
@@ -196,7 +196,7 @@ def _site(
 
 
 def build_schedule(
-    low_rank: Sequence[Entry], options: Mapping[str, Any], dtype: torch.dtype
+    low_rank: Sequence[ParamState], options: Mapping[str, Any], dtype: torch.dtype
 ) -> RefreshSchedule:
     """When each matrix refreshes; ``dtype`` is that of the accumulated full gradients.
 
@@ -206,9 +206,9 @@ def build_schedule(
     size = torch.empty(0, dtype=dtype).element_size()
     nbytes = [
         0
-        if e.matrix is None or e.matrix.redraws
-        else size * e.gradient.shards.m * e.gradient.shards.n
-        for e in low_rank
+        if p.matrix is None or p.matrix.redraws
+        else size * p.gradient.shards.m * p.gradient.shards.n
+        for p in low_rank
     ]
     budget = options["max_full_gradient_bytes"]
     if budget == "auto":

@@ -14,7 +14,7 @@ from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.offload.adamw import HostAdamW
 from hmt_deepspeed.zero.weights.weight import Weight
 
-__all__ = ["Entry", "Placed"]
+__all__ = ["ParamState", "Placed"]
 
 Placed = tuple[
     str, nn.Parameter, dict[str, Any]
@@ -22,7 +22,7 @@ Placed = tuple[
 
 
 @dataclass(eq=False)
-class Entry:
+class ParamState:
     """Everything of one parameter: rule, gradient, weights, and the states of its rule."""
 
     assignment: Assignment

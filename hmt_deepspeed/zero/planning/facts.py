@@ -261,10 +261,10 @@ def refreshing_columns(optimizer: Any, layer_path: str) -> dict[int, int]:
         layer_path: of a layer in the model, ``*`` for its number.
     """
     widths = {  # by owner, since matrices that share columns have one product
-        entry.matrix.columns.owner: (entry.name, entry.matrix.width)
-        for entry in optimizer.low_rank
-        if entry.gradient.refreshing and entry.gradient.site is not None
-        if not (entry.matrix.transposed or entry.matrix.takes_whole)
+        p.matrix.columns.owner: (p.name, p.matrix.width)
+        for p in optimizer.low_rank
+        if p.gradient.refreshing and p.gradient.site is not None
+        if not (p.matrix.transposed or p.matrix.takes_whole)
     }
     by_name = dict(widths.values())
     return {

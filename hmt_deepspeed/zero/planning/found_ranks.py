@@ -70,15 +70,17 @@ class RankWatch:
             return None
         self._num_refreshes = count
         now, to_expect, num_found = _Ranks(), _Ranks(), 0
-        for entry in self._optimizer.low_rank:
-            matrix = entry.matrix
+        for param_state in self._optimizer.low_rank:
+            matrix = param_state.matrix
             found = bool(
                 getattr(matrix, "measured", True)
             )  # APOLLO's rank is its own from the start
             num_found += found
-            name = self._layer.sub(self._any_layer, entry.name)
-            now.add(entry.name, name, matrix, matrix.rank)
-            to_expect.add(entry.name, name, matrix, matrix.rank if found else matrix.candidates[-1])
+            name = self._layer.sub(self._any_layer, param_state.name)
+            now.add(param_state.name, name, matrix, matrix.rank)
+            to_expect.add(
+                param_state.name, name, matrix, matrix.rank if found else matrix.candidates[-1]
+            )
         every = to_expect.every
         mean = sum(every) / len(every) if every else 0.0
         return FoundRanks(now.means(), to_expect.means(), num_found, len(every), mean)

@@ -117,7 +117,7 @@ def counted_bytes(
 
 def _cached_bytes(optimizer: Any) -> int:
     """Bytes of bases, probes not counted, that a cache holds in the device's place."""
-    matrices = [e.matrix for e in optimizer.low_rank if isinstance(e.matrix, LowRankMatrix)]
+    matrices = [p.matrix for p in optimizer.low_rank if isinstance(p.matrix, LowRankMatrix)]
     return sum(
         m.columns.parked[:, : m.rank].nbytes
         for m in matrices

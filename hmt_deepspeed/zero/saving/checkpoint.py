@@ -267,14 +267,14 @@ def _newest_whole(load_dir: str, tag: str | None) -> str | None:
 
 def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None:
     optimizer = engine.optimizer
-    saved.check_same_model({e.name: whole_shape(e.gradient.param) for e in optimizer.entries})
-    for entry in optimizer.entries:
-        codes = saved.int8_weight(entry.name)
-        if isinstance(entry.weight, EncodedWeight) and codes is not None:
-            entry.weight.load_state_dict(codes)
+    saved.check_same_model({p.name: whole_shape(p.gradient.param) for p in optimizer.param_states})
+    for param_state in optimizer.param_states:
+        codes = saved.int8_weight(param_state.name)
+        if isinstance(param_state.weight, EncodedWeight) and codes is not None:
+            param_state.weight.load_state_dict(codes)
         else:
-            entry.weight.set_whole(saved.master(entry.name))
-    trained = {id(e.gradient.param) for e in optimizer.entries}
+            param_state.weight.set_whole(saved.master(param_state.name))
+    trained = {id(p.gradient.param) for p in optimizer.param_states}
     with torch.no_grad():
         for param, name in engine.param_names.items():
             if id(param) in trained or not (strict or saved.holds_frozen(name)):
@@ -299,12 +299,14 @@ def _load_stock_weights(
     """Weights of a checkpoint that stock DeepSpeed wrote, by DeepSpeed's own consolidation."""
     weights = get_fp32_state_dict_from_zero_checkpoint(load_dir, tag)
     optimizer = engine.optimizer
-    missing = [e.name for e in optimizer.entries if e.name not in weights]
+    missing = [p.name for p in optimizer.param_states if p.name not in weights]
     if strict and missing:
         raise ValueError(f"checkpoint {tag!r} under {load_dir} has no weights for {missing[:5]}")
     optimizer.checkpoint_event_prologue()
-    for entry in optimizer.entries:
-        if entry.name in weights:
-            optimizer.state_access.set_full_hp_param(weights[entry.name], entry.gradient.param)
+    for param_state in optimizer.param_states:
+        if param_state.name in weights:
+            optimizer.state_access.set_full_hp_param(
+                weights[param_state.name], param_state.gradient.param
+            )
     optimizer.checkpoint_event_epilogue()
     return os.path.join(load_dir, tag), {}

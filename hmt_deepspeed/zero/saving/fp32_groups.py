@@ -15,14 +15,16 @@ __all__ = ["stage3_groups", "stage12_groups"]
 
 def stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
     """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
+    by_param = {p.gradient.param: p for p in optimizer.param_states}
     groups = []
     for params in optimizer.round_robin_bit16_groups:
-        entries = [by_param[p] for p in params]
-        flat, offset = _zeros(optimizer, sum(e.gradient.shards.partition for e in entries)), 0
-        for entry in entries:
-            flat[offset : offset + entry.weight.num_elements].copy_(entry.weight.master_values())
-            offset += entry.gradient.shards.partition
+        param_states = [by_param[p] for p in params]
+        flat, offset = _zeros(optimizer, sum(p.gradient.shards.partition for p in param_states)), 0
+        for param_state in param_states:
+            flat[offset : offset + param_state.weight.num_elements].copy_(
+                param_state.weight.master_values()
+            )
+            offset += param_state.gradient.shards.partition
         groups.append(flat)
     return groups
 
@@ -35,16 +37,16 @@ def _zeros(optimizer: HMTZeroOptimizer, numel: int) -> Tensor:
 
 def stage12_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
     """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
-    by_param = {e.gradient.param: e for e in optimizer.entries}
+    by_param = {p.gradient.param: p for p in optimizer.param_states}
     world, rank = optimizer.collectives.world, optimizer.collectives.rank
     groups = []
     for params in optimizer.round_robin_bit16_groups:
-        entries = [by_param[p] for p in params]
-        total = sum(e.gradient.shards.m * e.gradient.shards.n for e in entries)
+        param_states = [by_param[p] for p in params]
+        total = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
         length = -(-total // (2 * world)) * 2
         begin, own, offset = rank * length, _zeros(optimizer, length), 0
-        for entry in entries:
-            whole = optimizer.state_access.get_full_hp_param(entry.gradient.param).view(-1)
+        for param_state in param_states:
+            whole = optimizer.state_access.get_full_hp_param(param_state.gradient.param).view(-1)
             first, last = max(begin, offset), min(begin + length, offset + whole.numel())
             if first < last:
                 own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()

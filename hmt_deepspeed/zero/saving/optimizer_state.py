@@ -56,12 +56,12 @@ def hmt_state(
         "stage": optimizer.settings.stage,
         "world": optimizer.collectives.world,
         "groups": _group_names(optimizer),
-        "shapes": {e.name: list(whole_shape(e.gradient.param)) for e in optimizer.entries},
+        "shapes": {p.name: list(whole_shape(p.gradient.param)) for p in optimizer.param_states},
         "step_count": optimizer.step_count,
         "schedule": _schedule_state(optimizer),
         "shared_inputs": optimizer.shared.groups(),
         "settled": optimizer.shared.settled,
-        "rules": {e.name: e.assignment.layout for e in optimizer.entries},
+        "rules": {p.name: p.assignment.layout for p in optimizer.param_states},
         "policy": optimizer.policy.state_dict(),
         "matrices": _matrix_states(optimizer, take),
         "old_bases": optimizer.bases.old_bases(),
@@ -97,16 +97,16 @@ def _matrix_states(optimizer: HMTZeroOptimizer, take: Callable[[Any], Any]) -> d
         return {}
     states = {}
     optimizer.bases.will_use(optimizer.low_rank)
-    for entry in optimizer.low_rank:
-        assert entry.matrix is not None
-        with optimizer.bases.whole(entry):
-            state = entry.matrix.state_dict()
-        by_rows = [k for k in entry.matrix.ROW_STATES if k in state]
+    for param_state in optimizer.low_rank:
+        assert param_state.matrix is not None
+        with optimizer.bases.whole(param_state):
+            state = param_state.matrix.state_dict()
+        by_rows = [k for k in param_state.matrix.ROW_STATES if k in state]
         if optimizer.collectives.rank > 0:  # the same on every rank: the first one saves it
             state = {k: state[k] for k in by_rows}
         state = {k: take(v) for k, v in state.items()}
-        layout = {"rows": list(entry.matrix.rows), "row_states": by_rows}
-        states[entry.name] = {**layout, "height": entry.matrix.shape[0], **state}
+        layout = {"rows": list(param_state.matrix.rows), "row_states": by_rows}
+        states[param_state.name] = {**layout, "height": param_state.matrix.shape[0], **state}
     optimizer.bases.will_use(None)
     return states
 
@@ -117,16 +117,16 @@ def _dense_states(
     if not _holds_states(optimizer):
         return {}
     states = {}
-    for entry in optimizer.entries:
-        if entry.dense_state is None:
+    for param_state in optimizer.param_states:
+        if param_state.dense_state is None:
             continue
-        first, second, step = entry.dense_state
-        if entry.name in elsewhere:
-            moments = elsewhere[entry.name]
+        first, second, step = param_state.dense_state
+        if param_state.name in elsewhere:
+            moments = elsewhere[param_state.name]
         else:
             moments = {"exp_avg": take(first.read()), "exp_avg_sq": take(second.read())}
-        flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-        states[entry.name] = {"flat": flat, "step": take(step), **moments}
+        flat = list(param_state.gradient.shards.flat(optimizer.shard_rank))
+        states[param_state.name] = {"flat": flat, "step": take(step), **moments}
     return states
 
 
@@ -136,7 +136,7 @@ def _int8_weights(
     """Codes of the INT8 weights, the same on every rank: the first one saves them."""
     if optimizer.collectives.rank > 0:
         return {}
-    weights = {e.name: e.weight for e in optimizer.entries}
+    weights = {p.name: p.weight for p in optimizer.param_states}
     encoded = {n: w.state_dict() for n, w in weights.items() if isinstance(w, EncodedWeight)}
     return {n: {k: take(v) for k, v in state.items()} for n, state in encoded.items()}
 
@@ -144,7 +144,7 @@ def _int8_weights(
 def _schedule_state(optimizer: HMTZeroOptimizer) -> dict[str, list[int]]:
     schedule = optimizer.schedule
     times = zip(schedule.next_refresh, schedule.num_refreshes, strict=True)
-    return {e.name: list(t) for e, t in zip(optimizer.low_rank, times, strict=True)}
+    return {p.name: list(t) for p, t in zip(optimizer.low_rank, times, strict=True)}
 
 
 def _scaler_state(scaler: Any) -> dict[str, Any]:
@@ -171,33 +171,33 @@ def restore_optimizer(optimizer: HMTZeroOptimizer, saved: SavedState) -> None:
         ValueError: when a parameter had another rule, or the groups were others.
     """
     hmt = saved.hmt
-    saved.check_same_rules({e.name: e.assignment.layout for e in optimizer.entries})
+    saved.check_same_rules({p.name: p.assignment.layout for p in optimizer.param_states})
     saved.check_same_groups(_group_names(optimizer))
     optimizer.step_count = hmt["step_count"]
     optimizer.shared.restore(hmt["shared_inputs"], hmt["settled"])
-    for entry in optimizer.entries:
-        optimizer.bases.forget(entry)
+    for param_state in optimizer.param_states:
+        optimizer.bases.forget(param_state)
     for group, values in zip(optimizer.param_groups, hmt["param_groups"], strict=True):
         group.update({key: original(value) for key, value in values.items()})
-    for place, entry in enumerate(optimizer.low_rank):
-        assert entry.matrix is not None
-        entry.matrix.load_state_dict(saved.matrix(entry.name, entry.matrix.rows))
-        times = hmt["schedule"][entry.name]
+    for place, param_state in enumerate(optimizer.low_rank):
+        assert param_state.matrix is not None
+        param_state.matrix.load_state_dict(saved.matrix(param_state.name, param_state.matrix.rows))
+        times = hmt["schedule"][param_state.name]
         optimizer.schedule.next_refresh[place], optimizer.schedule.num_refreshes[place] = times
     optimizer.form_groups()  # this config's: moments of bases that it shares are rotated into the leader's
     optimizer.policy.load_state_dict(hmt["policy"])
     optimizer.load_old_bases(saved.old_bases())
     optimizer.load_history(saved)
-    for entry in optimizer.entries:
-        if entry.dense_state is not None:
-            flat = entry.gradient.shards.flat(optimizer.shard_rank)
-            first, second, step = saved.dense(entry.name, flat)
-            if isinstance(entry.weight, HostWeight):
-                entry.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))
+    for param_state in optimizer.param_states:
+        if param_state.dense_state is not None:
+            flat = param_state.gradient.shards.flat(optimizer.shard_rank)
+            first, second, step = saved.dense(param_state.name, flat)
+            if isinstance(param_state.weight, HostWeight):
+                param_state.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))
             else:
-                for state, value in zip(entry.dense_state[:2], (first, second), strict=True):
+                for state, value in zip(param_state.dense_state[:2], (first, second), strict=True):
                     state.write(value.to(state.data.device, copy=True), None)
-            entry.dense_state[2].copy_(step)
+            param_state.dense_state[2].copy_(step)
     if optimizer.dynamic_loss_scale and hmt["loss_scaler"]["dynamic"]:
         # A static scale is the config's; so is the start of a dynamic one after bf16 or fp32.
         vars(optimizer.loss_scaler).update(hmt["loss_scaler"])

@@ -45,7 +45,7 @@ from hmt_deepspeed.zero.weights.residency import on_ssd, resident
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.engine.engine import HMTEngine
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["SnapshotSettings", "Snapshots"]
 
@@ -290,23 +290,27 @@ class Snapshots:
                 self._temporary_bytes = 0
         return Staged(name, value.dtype, tuple(value.shape), weight is not None)
 
-    def _stage_weight(self, entry: Entry) -> Any:
-        if entry.weight.master is not None:
-            return self._stage(entry.weight.master, entry.name)
+    def _stage_weight(self, param_state: ParamState) -> Any:
+        if param_state.weight.master is not None:
+            return self._stage(param_state.weight.master, param_state.name)
         dtype = self._engine.optimizer.settings.model_dtype  # as exact, and smaller
-        with entry.weight.shard() as shard:
-            return self._stage(_to_stay(entry.gradient.param, shard.to(dtype)), entry.name)
+        with param_state.weight.shard() as shard:
+            return self._stage(
+                _to_stay(param_state.gradient.param, shard.to(dtype)), param_state.name
+            )
 
     def _optimizer_state(
         self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
     ) -> dict[str, Any]:
         optimizer, masters = self._engine.optimizer, {}
-        for entry in optimizer.entries if optimizer.settings.stage > 0 or self._rank == 0 else ():
-            flat = list(entry.gradient.shards.flat(optimizer.shard_rank))
-            held = offloaded.get(entry.name)
+        for param_state in (
+            optimizer.param_states if optimizer.settings.stage > 0 or self._rank == 0 else ()
+        ):
+            flat = list(param_state.gradient.shards.flat(optimizer.shard_rank))
+            held = offloaded.get(param_state.name)
             if held is None:
-                held = {"values": self._stage_weight(entry)}
-            masters[entry.name] = {"flat": flat, **held}
+                held = {"values": self._stage_weight(param_state)}
+            masters[param_state.name] = {"flat": flat, **held}
         ours = map_tensors(hmt_state(optimizer, self._stage, moments), self._stage)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
@@ -374,13 +378,17 @@ def _storages(engine: HMTEngine) -> set[int]:
     """Addresses of what lives on after a snapshot: weights, masters and states as they are stored."""
     params = list(engine.module.parameters())
     tensors = [*params, *(param.ds_tensor for param in params if hasattr(param, "ds_tensor"))]
-    for entry in engine.optimizer.entries:
-        dense = () if entry.dense_state is None or entry.host is not None else entry.dense_state[:2]
-        states = dense if entry.matrix is None else entry.matrix.states().values()
+    for param_state in engine.optimizer.param_states:
+        dense = (
+            ()
+            if param_state.dense_state is None or param_state.host is not None
+            else param_state.dense_state[:2]
+        )
+        states = dense if param_state.matrix is None else param_state.matrix.states().values()
         tensors += [tensor for state in states for tensor in state.tensors()]
-        tensors += [] if entry.weight.master is None else [entry.weight.master]
-        if isinstance(entry.weight, EncodedWeight):
-            tensors += entry.weight.state_dict().values()
+        tensors += [] if param_state.weight.master is None else [param_state.weight.master]
+        if isinstance(param_state.weight, EncodedWeight):
+            tensors += param_state.weight.state_dict().values()
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 

@@ -42,7 +42,7 @@ class OffloadedStates:
 
     def __init__(self, optimizer: HMTZeroOptimizer) -> None:
         self._worker = optimizer.host
-        weights = [e.weight for e in optimizer.entries if isinstance(e.weight, HostWeight)]
+        weights = [p.weight for p in optimizer.param_states if isinstance(p.weight, HostWeight)]
         self._weights = weights
         self._in_ram = [w for w in weights if isinstance(w.states, RamStates)]
         self._on_ssd = any(isinstance(w.states, SsdStates) for w in weights)

@@ -17,21 +17,21 @@ from hmt_deepspeed.zero.saving.durable import sync_folder
 
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import Entry
+    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["FOLDER", "describe_files", "hold_files", "keep_files", "read_columns", "save_files"]
 
 FOLDER = "ssd_states"  # within the checkpoint
 
 
-def _on_ssd(optimizer: HMTZeroOptimizer, masters: bool) -> list[tuple[Entry, SsdStates]]:
+def _on_ssd(optimizer: HMTZeroOptimizer, masters: bool) -> list[tuple[ParamState, SsdStates]]:
     """Entries with states on an SSD; without ``masters`` only those that have moments there."""
     return [
-        (entry, entry.weight.states)
-        for entry in optimizer.entries
-        if isinstance(entry.weight, HostWeight)
-        and isinstance(entry.weight.states, SsdStates)
-        and (masters or entry.dense_state is not None)
+        (param_state, param_state.weight.states)
+        for param_state in optimizer.param_states
+        if isinstance(param_state.weight, HostWeight)
+        and isinstance(param_state.weight.states, SsdStates)
+        and (masters or param_state.dense_state is not None)
     ]
 
 
@@ -51,14 +51,14 @@ def describe_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[s
     """
     names = _names(optimizer, masters)
     return {
-        entry.name: {
+        param_state.name: {
             "columns": list(states.columns),
             "pieces": [
                 [names[piece], *chunk]
                 for piece, chunk in zip(states.pieces, states.chunks, strict=True)
             ],
         }
-        for entry, states in _on_ssd(optimizer, masters)
+        for param_state, states in _on_ssd(optimizer, masters)
     }
 
 

@@ -152,7 +152,7 @@ def one_gather(stage: int) -> dict[str, int]:
             "width": entry.gradient.width,
             "low_rank": entry.matrix is not None,
         }
-        for entry in optimizer.entries
+        for entry in optimizer.param_states
     ]
     return {
         "sent": optimizer.communication_bytes,

@@ -250,7 +250,7 @@ def moved(folder: str) -> dict[str, Any]:
             times.append(2 if clipped else 1)  # redone
             metrics.append(optimizer.metrics())
         if home:
-            pages = sum(4096 * -(-e.weight.num_elements // 256) for e in optimizer.entries)
+            pages = sum(4096 * -(-e.weight.num_elements // 256) for e in optimizer.param_states)
             read = metrics[0]["ssd_bytes_read"] + sum(times) * pages
             metrics[-1] = metrics_after_reading(optimizer, read + AHEAD)
         found[home and "ssd"] = {
@@ -260,7 +260,7 @@ def moved(folder: str) -> dict[str, Any]:
             "times": times,
             "metrics": metrics,
         }
-        found["numel"] = [e.weight.num_elements for e in optimizer.entries]
+        found["numel"] = [e.weight.num_elements for e in optimizer.param_states]
         engine.destroy()
         del engine, optimizer
     return found
@@ -327,7 +327,7 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
     losses = train(engine, 2)
     if schedule == "optimised":  # the first reads for the step to come are over
-        num = sum(len(entry.weight.states.pieces) for entry in engine.optimizer.entries)
+        num = sum(len(entry.weight.states.pieces) for entry in engine.optimizer.param_states)
         wait_for(lambda: ssd.counters.num_in >= 2 * num + 2)
     slow_down(ssd.slots, "read", 3e-3)
     slow_down(ssd.slots, "write", 3e-3)

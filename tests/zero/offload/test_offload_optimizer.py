@@ -98,7 +98,7 @@ def compared(
     worker = engine.optimizer.host
     found["kinds"] = {
         (type(e.weight).__name__, e.matrix is None, e.weight.master is None)
-        for e in engine.optimizer.entries
+        for e in engine.optimizer.param_states
     }
     pools = [] if worker is None else [worker.engine.pool, worker._outbound]
     found["pools"] = [(pool.nbytes, pool.peak_bytes) for pool in pools]
@@ -212,7 +212,7 @@ def device_bytes(options: dict[str, Any], offload: bool) -> dict[str, int]:
         if pointer not in host:
             storages[pointer] = tensor.untyped_storage().nbytes()
     found = {"device": sum(storages.values())}
-    entries = engine.optimizer.entries
+    entries = engine.optimizer.param_states
     found["dense"] = sum(e.weight.num_elements for e in entries if e.matrix is None)
     found["matrices"] = sum(e.weight.num_elements for e in entries if e.matrix is not None)
     found["host"] = engine.optimizer.metrics()["optimizer_host_bytes"]

@@ -141,7 +141,7 @@ def during_forward(stage: int) -> dict[str, Any]:
     engine = overlapped(stage, "forward", zero_optimization=prefetch)
     train(engine, 2)
     optimizer, began, waited = engine.optimizer, threading.Event(), []
-    late = next(e for e in optimizer.entries if "layers.1.self_attn.q_proj" in e.name)
+    late = next(e for e in optimizer.param_states if "layers.1.self_attn.q_proj" in e.name)
     step = late.host._next_step
 
     def blocked(*arguments: Any) -> Any:
@@ -165,7 +165,7 @@ def during_forward(stage: int) -> dict[str, Any]:
 
     train_step(engine, 2)
     second.self_attn.q_proj.register_forward_hook(look)
-    pending = sum(e.weight.pending for e in optimizer.entries)
+    pending = sum(e.weight.pending for e in optimizer.param_states)
     began.clear()  # set by the forward before the step
     return {"pending": pending, "loss": train_step(engine, 3), "waited": waited, **seen}
 
@@ -185,7 +185,7 @@ def during_backward() -> dict[str, Any]:
     engine = overlapped(2, "auto", gas=2, gradient_clipping=0.0, **UNCHECKED)
     train(engine, 2)
     host, optimizer = engine.optimizer.host, engine.optimizer
-    masters = [e.weight.master for e in optimizer.entries]
+    masters = [e.weight.master for e in optimizer.param_states]
     found = {"table": optimizer.describe()}
     for tokens in micro_batches(engine, 2):
         before = [m.clone() for m in masters]

@@ -316,7 +316,7 @@ def rows_held(stage: int) -> list[tuple[int, int]]:
     measure = ZeroStep.norm_and_clip_factor
 
     def watched(self: ZeroStep, scale: float) -> Any:
-        low_rank = [e for e in self.entries if e.matrix is not None]
+        low_rank = [e for e in self.param_states if e.matrix is not None]
         rows = [e.gradient.reduced for e in low_rank if e.gradient.reduced is not None]
         found.extend((part.numel(), part.untyped_storage().nbytes() // 4) for part in rows)
         return measure(self, scale)

@@ -434,7 +434,7 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     planner = engine.hmt_planner
     found = {"plain losses": losses, "losses": steps(engine, FIRST_PLANNED + 3)}
     update = estimate(planner._problem, planner.plan).phases[-1]
-    pieces = [p for entry in engine.optimizer.entries for p in entry.weight.states.pieces]
+    pieces = [p for entry in engine.optimizer.param_states for p in entry.weight.states.pieces]
     found |= {
         "allowed": {choice for given in allowed[0].values() for choice in given},
         "machine": planner.machine,
@@ -454,7 +454,7 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     cached(f"{folder}/profile.json")
     engine = on_ssd(folder, {"policy": "plan"}, low_rank)
     steps(engine, 3)
-    entries = engine.optimizer.entries
+    entries = engine.optimizer.param_states
     found["low rank"] = {
         "comparison": engine.hmt_planner.comparison.as_json(),
         "masters": sum(4 * e.weight.num_elements for e in engine.optimizer.low_rank),

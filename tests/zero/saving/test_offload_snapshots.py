@@ -175,7 +175,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     may_update.clear()
     engine.step()
     taken = engine.hmt_snapshots.metrics()["snapshots"]
-    pending = all(e.weight.pending for e in engine.optimizer.entries)
+    pending = all(e.weight.pending for e in engine.optimizer.param_states)
     may_update.set()
     losses += [mean_over_ranks(loss.item()), *train(engine, 4, first=2)]
     wait_for(lambda: bool(tags(folder)))
