@@ -92,13 +92,13 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
             "losses": losses,
             "stage": engine.optimizer.settings.stage,
             "moved": furthest(model_weights(engine), start),
-            "matrices": len(engine.optimizer.low_rank),
+            "matrices": len(engine.optimizer.zero.low_rank),
             "masters": engine.optimizer.metrics()["master_weight_bytes"],
             "int8": "int8 weights" in engine.optimizer.describe(),
             "dtype": engine.optimizer.settings.model_dtype,
             "clip": engine.gradient_clipping(),
             "lr": engine.get_lr()[0],
-            "rules": {(e.assignment.layout, _storage(e)) for e in engine.optimizer.low_rank},
+            "rules": {(e.assignment.layout, _storage(e)) for e in engine.optimizer.zero.low_rank},
             "share": state_share(engine),
             "activations": engine.hmt_activations and engine.hmt_activations.metrics(),
             "plan": engine.hmt_planner and engine.hmt_planner.plan,
@@ -115,7 +115,7 @@ def _storage(entry: Any) -> str:
 def state_share(engine: Any) -> float:
     """State bytes of the matrices, as a share of AdamW's moments of the same weights."""
     optimizer = engine.optimizer
-    dense = sum(8 * e.gradient.shards.m * e.gradient.shards.n for e in optimizer.low_rank)
+    dense = sum(8 * e.gradient.shards.m * e.gradient.shards.n for e in optimizer.zero.low_rank)
     return optimizer.metrics()["low_rank_state_bytes"] / max(dense, 1)
 
 

@@ -113,7 +113,7 @@ def dry_run(
         tables = [preset] if (preset := hmt.describe_preset()) else []
         held: dict[str, int] = {}
         if resolved is not None:
-            planned = _optimizer(engine, resolved, ranks)
+            planned = _zero_state(engine, resolved, ranks)
             tables.append(start_table.describe(planned))
             held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
@@ -222,8 +222,8 @@ class _Host(HostWorker):
         return torch.empty(numel, dtype=dtype)
 
 
-def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
-    """What :func:`start_table.describe` reads of an optimizer."""
+def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
+    """What :func:`start_table.describe` reads of a :class:`ZeroState`."""
     settings, model, options = zero_settings(engine, resolved), engine.module, resolved.options
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = HMT(trainable, **(engine._config.optimizer_params or {})).param_groups
@@ -257,7 +257,7 @@ def _optimizer(engine: Any, resolved: Resolved, ranks: int) -> Any:
         host=host,
         bases=bases,
         low_rank=low_rank,
-        policy=build_policy(groups_of_one, options),
+        basis_groups=SimpleNamespace(policy=build_policy(groups_of_one, options)),
     )
 
 

@@ -79,7 +79,7 @@ def memory(setting: Setting) -> CaseResult:
 
 
 def _shapes(engine: Any) -> list[tuple[int, int]]:
-    return [entry.matrix.shape for entry in engine.optimizer.low_rank]
+    return [entry.matrix.shape for entry in engine.optimizer.zero.low_rank]
 
 
 def _element_size(dtype: torch.dtype) -> int:
@@ -90,7 +90,7 @@ def state_formula(engine: Any) -> int:
     """Bytes the low-rank states should take at the rank in force, on one rank."""
     basis_size = _element_size(engine.optimizer.settings.model_dtype)
     total = 0
-    for entry in engine.optimizer.low_rank:
+    for entry in engine.optimizer.zero.low_rank:
         (m, n), rank = entry.matrix.shape, entry.matrix.rank
         total += 2 * 4 * m * rank + 4 * rank + basis_size * n * rank
     return total
@@ -99,16 +99,16 @@ def state_formula(engine: Any) -> int:
 def _one_backward(engine: Any, batches: Batches) -> dict[str, int]:
     """Gradient bytes between backward and step, when no matrix refreshes."""
     optimizer = engine.optimizer
-    assert not any(entry.gradient.refreshing for entry in optimizer.low_rank)
+    assert not any(entry.gradient.refreshing for entry in optimizer.zero.low_rank)
     optimizer.reducer.peak_bytes = 0
     rows = batches.draw()
     engine.backward(engine(input_ids=rows, labels=rows).loss)
     size = _element_size(optimizer.settings.accumulate_dtype)
-    every = sum(e.gradient.shards.m * e.gradient.shards.n for e in optimizer.param_states)
+    every = sum(e.gradient.shards.m * e.gradient.shards.n for e in optimizer.zero.param_states)
     found = {
-        "low_rank_gradient_bytes": sum(e.gradient.nbytes() for e in optimizer.low_rank),
+        "low_rank_gradient_bytes": sum(e.gradient.nbytes() for e in optimizer.zero.low_rank),
         "projected_formula_bytes": sum(
-            size * e.matrix.shape[0] * e.matrix.width for e in optimizer.low_rank
+            size * e.matrix.shape[0] * e.matrix.width for e in optimizer.zero.low_rank
         ),
         "full_gradient_bytes": sum(size * m * n for m, n in _shapes(engine)),
         "peak_gradient_bytes": optimizer.reducer.peak_bytes,

@@ -57,7 +57,7 @@ def _settings(shapes: Sequence[Shape], **more: Any) -> dict[str, Any]:
 
 
 def _matrices(engine: Any) -> int:
-    return len(engine.optimizer.low_rank)
+    return len(engine.optimizer.zero.low_rank)
 
 
 # -- whole step -------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def galore(setting: Setting) -> CaseResult:
     shape = TOY if setting.toy else SMALL
     options = alternating_options(shape, RANK)
     engine = hmt_engine(shape, setting.dtype, options)
-    names = [entry.name for entry in engine.optimizer.low_rank]
+    names = [entry.name for entry in engine.optimizer.zero.low_rank]
     galore_options = {
         "rank": options["rank"],
         "update_proj_gap": INTERVAL,

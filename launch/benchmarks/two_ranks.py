@@ -147,17 +147,18 @@ def _count_bytes(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     ours = hmt_engine(shape, "bf16", {**options, "rank": arguments["rank"]})
     steps = _counted_steps(ours, shape, rank, 2 * COUNTED_INTERVAL)
     optimizer = ours.optimizer
-    dense = [entry for entry in optimizer.param_states if entry.matrix is None]
+    dense = [entry for entry in optimizer.zero.param_states if entry.matrix is None]
     adamw = hmt_engine(shape, "bf16", {"method": "adamw", "master_weights": "none"})
     counted = _counted_steps(adamw, shape, rank, 2)[-1]["bytes"]
     return {
         "first_steps": steps[:COUNTED_INTERVAL],
         "steady_steps": steps[COUNTED_INTERVAL:],
-        "matrices": len(optimizer.low_rank),
+        "matrices": len(optimizer.zero.low_rank),
         "dense_bytes": _dense_bytes(optimizer, dense),
-        "stock_low_rank_bytes": stock_communication_bytes(optimizer, low_rank_only=True),
-        "stock_bytes": stock_communication_bytes(optimizer),
-        "adamw_excess_bytes": counted - _dense_bytes(adamw.optimizer, adamw.optimizer.param_states),
+        "stock_low_rank_bytes": stock_communication_bytes(optimizer.zero, low_rank_only=True),
+        "stock_bytes": stock_communication_bytes(optimizer.zero),
+        "adamw_excess_bytes": counted
+        - _dense_bytes(adamw.optimizer, adamw.optimizer.zero.param_states),
         "adamw_scalar_bytes": _scalar_bytes(adamw.optimizer),
     }
 
@@ -190,7 +191,7 @@ def _scalar_bytes(optimizer: Any) -> int:
     from hmt_deepspeed.zero.sharding.collectives import reduce_bytes
 
     flag = reduce_bytes(4, WORLD) if optimizer.settings.check_overflow else 0
-    return reduce_bytes(4 * len(optimizer.param_states), WORLD) + flag
+    return reduce_bytes(4 * len(optimizer.zero.param_states), WORLD) + flag
 
 
 # -- overlap ----------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def runs(folder: Path, stage: int, precision: str, client: bool) -> dict[str, An
         "dtype": model.optimizer.settings.model_dtype,
         "clip": model.optimizer.settings.clip,
         "batches": (model.train_batch_size(), model.gradient_accumulation_steps()),
-        "matrices": len(model.optimizer.low_rank),
-        "ranks": {e.matrix.rank for e in model.optimizer.low_rank},
+        "matrices": len(model.optimizer.zero.low_rank),
+        "ranks": {e.matrix.rank for e in model.optimizer.zero.low_rank},
         "group": {k: v for k, v in model.optimizer.param_groups[0].items() if k != "params"},
         "weights": whole_weights(model.module),
     }
@@ -223,7 +223,7 @@ def replaced() -> str:
     config["zero_force_ds_cpu_optimizer"] = False
     run = accelerator(config | {"train_micro_batch_size_per_gpu": 2})
     engine, _ = run.prepare(model, hmt_deepspeed.HMT(model, lr=1e-3, rank=2))
-    return f"{refusal.value} {engine.optimizer.host is not None}"
+    return f"{refusal.value} {engine.optimizer.zero.host is not None}"
 
 
 def test_an_object_that_accelerate_replaces_is_refused(ranks: Ranks) -> None:

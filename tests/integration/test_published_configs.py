@@ -251,8 +251,8 @@ def outcomes(folder: Path) -> dict[str, Any]:
             "stage": engine.optimizer.settings.stage,
             "bf16": engine.bfloat16_enabled(),
             "fp16": engine.fp16_enabled(),
-            "on_host": engine.optimizer.host is not None,
-            "matrices": len(engine.optimizer.low_rank),
+            "on_host": engine.optimizer.zero.host is not None,
+            "matrices": len(engine.optimizer.zero.low_rank),
         }
         engine.destroy()
         return ran

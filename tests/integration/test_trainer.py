@@ -113,7 +113,7 @@ def runs(folder: Path, precision: str) -> dict[str, Any]:
         "optimizer": type(engine.optimizer).__name__,
         "stage": engine.optimizer.settings.stage,
         "dtype": engine.optimizer.settings.model_dtype,
-        "matrices": len(engine.optimizer.low_rank),
+        "matrices": len(engine.optimizer.zero.low_rank),
         "batches": (
             engine.train_batch_size(),
             engine.train_micro_batch_size_per_gpu(),
@@ -151,7 +151,7 @@ def runs(folder: Path, precision: str) -> dict[str, Any]:
         if name == "class":
             groups = short.deepspeed.optimizer.param_groups
             found["decay"] = [(len(g["params"]), g["weight_decay"]) for g in groups]
-            found["ranks"] = {e.matrix.rank for e in short.deepspeed.optimizer.low_rank}
+            found["ranks"] = {e.matrix.rank for e in short.deepspeed.optimizer.zero.low_rank}
         short.deepspeed.destroy()
     return found
 

@@ -91,7 +91,7 @@ def sft_runs(folder: Path) -> dict[str, Any]:
         "stage": engine.optimizer.settings.stage,
         "clip": engine.optimizer.settings.clip,
         "held": engine.hmt_activations.metrics()["activation_bytes_per_component"],
-        "matrices": len(engine.optimizer.low_rank),
+        "matrices": len(engine.optimizer.zero.low_rank),
         "checkpointing": run.args.activation_checkpointing,
         "weights": whole_weights(run.model),
     }
@@ -169,7 +169,7 @@ def peft_runs(folder: Path, precision: str) -> dict[str, Any]:
         "steps": logged(run, "loss", "grad_norm"),
         "evaluations": logged(run, "eval_loss"),
         "again": run.evaluate()["eval_loss"],
-        "rules": {e.name: e.assignment.reason for e in run.deepspeed.optimizer.param_states},
+        "rules": {e.name: e.assignment.reason for e in run.deepspeed.optimizer.zero.param_states},
         "weights": whole_weights(run.model),
     }
     run.deepspeed.destroy()

@@ -97,8 +97,8 @@ def mode_engine(
 def found_bases(engine: Any) -> dict[str, Tensor]:
     """Whole bases of the columns by name, of the matrices that have one."""
     found = {}
-    for entry in engine.optimizer.low_rank:
-        with engine.optimizer.bases.whole(entry):
+    for entry in engine.optimizer.zero.low_rank:
+        with engine.optimizer.zero.bases.whole(entry):
             basis = getattr(entry.matrix, "basis", None)
             if basis is not None:
                 found[entry.name] = basis.clone()
@@ -111,11 +111,11 @@ def outcome(engine: Any, losses: list[float], norms: list[float]) -> dict[str, A
         "losses": losses,
         "norms": norms,
         "ranks": matrix_ranks(engine),
-        "refreshes": list(engine.optimizer.schedule.num_refreshes),
+        "refreshes": list(engine.optimizer.zero.basis_groups.schedule.num_refreshes),
         "bases": found_bases(engine),
         "weights": weights(engine),
-        "policy": engine.optimizer.policy.state_dict(),
-        "shared": sorted(map(sorted, engine.optimizer.shared.groups())),
+        "policy": engine.optimizer.zero.basis_groups.policy.state_dict(),
+        "shared": sorted(map(sorted, engine.optimizer.zero.basis_groups.shared.groups())),
     }
 
 

@@ -42,7 +42,7 @@ def overflows(wanted: list[tuple[str, int]]) -> dict[Any, Any]:
             "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
             "scales": (scale, engine.optimizer.cur_scale),
             "skipped": engine.skipped_steps,
-            "steps": engine.optimizer.step_count,
+            "steps": engine.optimizer.zero.step_count,
             "norm": norm,
             "losses": losses + train(engine, 2, first=2),  # the last on the batch of the first
         }
@@ -54,8 +54,8 @@ def _everything(engine: Any) -> list[Tensor]:
     """Weights, moments, evidence and bases held by this rank."""
     optimizer = engine.optimizer
     tensors = [t for state in optimizer.state.values() for t in state.values()]
-    tensors += [e.matrix.moments.evidence for e in optimizer.low_rank]
-    held = [e.matrix.projection for e in optimizer.low_rank]
+    tensors += [e.matrix.moments.evidence for e in optimizer.zero.low_rank]
+    held = [e.matrix.projection for e in optimizer.zero.low_rank]
     tensors += [t for t in held if t is not None]
     return [t.clone() for t in [*tensors, *weights(engine).values()]]
 

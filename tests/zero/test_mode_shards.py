@@ -60,12 +60,12 @@ def _held(name: str, stage: int) -> dict[str, Any]:
             "whole": [entry.gradient.param.grad, entry.gradient.full, entry.gradient.arrived],
             "counted": entry.gradient.reduced.nbytes,
         }
-        for entry in optimizer.param_states
+        for entry in optimizer.zero.param_states
     ]
     peak = optimizer.reducer.peak_bytes
     engine.step()
     entries = []
-    for entry, gradient in zip(optimizer.param_states, gradients, strict=True):
+    for entry, gradient in zip(optimizer.zero.param_states, gradients, strict=True):
         matrix, known = entry.matrix, {"gradient": gradient, "shards": entry.gradient.shards}
         known |= {"weight": entry.weight.shards, "width": entry.gradient.width, "matrix": None}
         if matrix is not None:

@@ -46,7 +46,7 @@ def _use_tools(name: str, stage: int) -> dict[str, Any]:
     engine = mode_engine(TOOLS[name], stage, model=model_of(name))
     train(engine, 3)
     param = dict(engine.module.named_parameters())[NAME]
-    entry = next(e for e in engine.optimizer.low_rank if e.name == NAME)
+    entry = next(e for e in engine.optimizer.zero.low_rank if e.name == NAME)
     moment = safe_get_full_optimizer_state(param, "exp_avg")
     engine.backward(loss_of(engine, micro_batches(engine, 3)[0]))
     found = {
@@ -101,7 +101,7 @@ def tables() -> dict[str, tuple[list[StartRow], str, dict[str, Any]]]:
         if name == "small":
             options = {**MODES["apollo"], "state_dtype": "int8"}
         engine = mode_engine(options, 2, model=model_of(name))
-        table = (start_rows(engine.optimizer), engine.optimizer.describe())
+        table = (start_rows(engine.optimizer.zero), engine.optimizer.describe())
         train(engine, 1)
         found[name] = (*table, engine.optimizer.metrics())
         engine.destroy()
@@ -123,7 +123,7 @@ def reach_all_columns() -> dict[str, tuple[list[float], list[int], int]]:
     for name, options in FULL.items():
         engine = mode_engine(options, 2)
         losses = train(engine, 3)
-        ranks = [e.matrix.rank for e in engine.optimizer.low_rank]
+        ranks = [e.matrix.rank for e in engine.optimizer.zero.low_rank]
         found[name] = (losses, ranks, engine.optimizer.metrics()["low_rank_state_bytes"])
         engine.destroy()
     return found
@@ -136,7 +136,7 @@ def redrawn() -> dict[str, Any]:
     for method, options in (("apollo", {"method": "apollo"}), ("low rank", low_rank)):
         engine = mode_engine({**options, "update_interval": 14}, 2)
         train(engine, 1)
-        found[method] = engine.optimizer.schedule.next_refresh
+        found[method] = engine.optimizer.zero.basis_groups.schedule.next_refresh
         engine.destroy()
     engine = mode_engine({**FIXED, "residual": "none", "probes": 0}, 2, gradient_clipping=0)
     train(engine, 2)

@@ -133,7 +133,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
     if hasattr(optimizer, "state_access"):
         return {
             e.name: optimizer.state_access.get_full_hp_param(e.gradient.param).clone()
-            for e in optimizer.param_states
+            for e in optimizer.zero.param_states
         }
     return model_weights(engine)
 
@@ -152,14 +152,14 @@ def model_weights(engine: Any) -> dict[str, Tensor]:
 def bases(engine: Any) -> dict[str, Tensor]:
     """Whole bases by name; gathered where stage 3 deals their rows over ranks."""
     found = {}
-    for entry in engine.optimizer.low_rank:
-        with engine.optimizer.bases.whole(entry):
+    for entry in engine.optimizer.zero.low_rank:
+        with engine.optimizer.zero.bases.whole(entry):
             found[entry.name] = entry.matrix.basis.clone()
     return found
 
 
 def matrix_ranks(engine: Any) -> dict[str, int]:
-    return {e.name: e.matrix.rank for e in engine.optimizer.low_rank}
+    return {e.name: e.matrix.rank for e in engine.optimizer.zero.low_rank}
 
 
 def subspace_distance(first: Tensor, second: Tensor) -> float:

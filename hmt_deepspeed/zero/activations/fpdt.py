@@ -14,7 +14,7 @@ from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.install import Installation, clear_for_fpdt, decoder_layers, install
 from hmt_deepspeed.fpdt.sequence import TorchGroup
-from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.bases.parked import ParkedBases
 
 __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
@@ -37,13 +37,13 @@ def prepare_for_fpdt(model: Any, undo: ExitStack) -> None:
 def install_fpdt(
     model: Any,
     config: FpdtConfig,
-    optimizer: HMTZeroOptimizer | None,
+    bases: ParkedBases | None,
     holders: Mapping[nn.Module, Holder] | None = None,
     attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
 ) -> Installation:
     """After the engine and its optimizer have placed and patched the model, with a number as chunk size.
 
-    Ranks may have different numbers of chunks, and the bases that stage 3 deals over ranks are gathered by
+    Ranks may have different numbers of chunks, and the bases that stage 3 shards over ranks are gathered by
     whatever linear is called: once per layer, then, not once per chunk.
 
     Args:
@@ -56,7 +56,7 @@ def install_fpdt(
         chunk_size=config.chunk_size,
         offload_kv=config.offload_kv,
         group=_sequence_group(config.sequence_parallel_size),
-        around_backward=nullcontext if optimizer is None else optimizer.bases.gathered_once,
+        around_backward=nullcontext if bases is None else bases.gathered_once,
         holders=holders,
         attention_holders=attention_holders,
         engine="an engine",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from torch import Tensor
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
 from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
-    from hmt_deepspeed.zero.saving.saved_state import SavedState
-    from hmt_deepspeed.zero.sharding.collectives import Collectives
+__all__ = ["MomentHistory", "SavedHistory"]
 
-__all__ = ["MomentHistory"]
+
+class SavedHistory(Protocol):
+    """What a checkpoint holds of it, see :class:`~hmt_deepspeed.zero.saving.saved_state.SavedState`."""
+
+    def left_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]: ...
+    def order_of_use(self, rank: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,9 @@ class MomentHistory:
             )
         return {"entries": saved, "order": self.cache.kept_keys()}
 
-    def load(self, groups: Iterable[tuple[Sequence[ParamState], bool]], saved: SavedState) -> None:
+    def load(
+        self, groups: Iterable[tuple[Sequence[ParamState], bool]], saved: SavedHistory
+    ) -> None:
         """Take over what any number of ranks saved; an entry that one of them lacked is gone.
 
         Args:

@@ -84,7 +84,7 @@ class ParkedBases:
         self.collectives.all_gather(packed, local.contiguous()).wait()
         return packed
 
-    def held(self, param_state: ParamState) -> Tensor | Callable[[], Tensor] | None:
+    def projection(self, param_state: ParamState) -> Tensor | Callable[[], Tensor] | None:
         """What the matrix's site projects on in the coming window, see :class:`ProjectedSite`."""
         matrix = param_state.matrix
         assert matrix is not None

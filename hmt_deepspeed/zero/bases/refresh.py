@@ -27,7 +27,7 @@ class BasisRefresh:
     """Refreshes of one optimizer.
 
     Args:
-        low_rank: parameters with a matrix. schedule: theirs, in order. bases: where they are between uses.
+        low_rank: parameters with a matrix. bases: where they are between uses.
         collectives: of the data-parallel group. sharded: whether each rank holds some rows only.
         shard_rank: this process's place in the shards; 0 at stage 0.
     """
@@ -35,19 +35,28 @@ class BasisRefresh:
     def __init__(
         self,
         low_rank: Sequence[ParamState],
-        schedule: RefreshSchedule,
         bases: ParkedBases,
         collectives: Collectives,
         sharded: bool,
         shard_rank: int,
     ) -> None:
-        self.low_rank, self.schedule, self.bases = low_rank, schedule, bases
+        self.low_rank, self.bases = low_rank, bases
         self.collectives, self.sharded, self.shard_rank = collectives, sharded, shard_rank
 
-    def run(self, groups: Sequence[Sequence[int]], policy: RankPolicy, step: int) -> None:
+    def run(
+        self,
+        groups: Sequence[Sequence[int]],
+        policy: RankPolicy,
+        schedule: RefreshSchedule,
+        step: int,
+    ) -> None:
         """New bases from the mean full gradients: found once, at the owner, and broadcast.
 
         Every rank sees the same captured energies and so chooses the same ranks.
+
+        Args:
+            groups: places of matrices that take one basis together. policy: chooses the ranks of the groups.
+            schedule: of the matrices; it is told who has refreshed. step: number of optimizer steps taken.
         """
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         if not refreshing:
@@ -96,9 +105,9 @@ class BasisRefresh:
                 self._project_full(group, step, bool(rank))
             if rank:
                 for member in group:
-                    self.schedule.refreshed(member, step)
+                    schedule.refreshed(member, step)
             else:
-                self.schedule.postpone(group[0], step)
+                schedule.postpone(group[0], step)
         history.release()
 
     def _matrix(self, index: int) -> LowRankMatrix:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.engine.support import has_other_rules
+from hmt_deepspeed.zero.interfaces import Engine
 from hmt_deepspeed.zero.planning.found_ranks import RankWatch
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.engine.engine import HMTEngine
 
 __all__ = ["computed_flops"]
 
 
-def computed_flops(engine: HMTEngine, micro_batch: int, seq_length: int) -> float | None:
+def computed_flops(engine: Engine, micro_batch: int, seq_length: int) -> float | None:
     """Of products and attention in forwards and backwards of the last step, recompute included.
 
     A projected backward counts as projected, and also in the steps in which a matrix refreshes its basis, which
@@ -34,10 +30,10 @@ def computed_flops(engine: HMTEngine, micro_batch: int, seq_length: int) -> floa
         facts = engine.run_facts(HMTConfig())
     except ValueError:  # an unknown family
         return None
-    if engine.hmt_enabled and has_other_rules(engine.optimizer.options):
+    if engine.hmt_enabled and has_other_rules(engine.optimizer.zero.options):
         return None
     if facts.rank_is_chosen:
-        ranks = RankWatch(engine.optimizer, facts.shape.names.layer).news()
+        ranks = RankWatch(engine.optimizer.zero, facts.shape.names.layer).news()
         assert ranks is not None  # the first look always has some
         facts = facts.at_ranks(ranks.now)
     work = facts.workload(micro_batch, seq_length)

@@ -180,11 +180,12 @@ class HMTEngine(InferenceEngine):
         fpdt = hmt.fpdt
         if fpdt.chunk_size == "auto":
             fpdt = with_chunk_size(fpdt, self.run_facts(hmt), self)
+        bases = self.optimizer.zero.bases if self.hmt_enabled else None
         held = self.hmt_activations
         holders = (
             (held.holders, held.attention_holders) if isinstance(held, ChunkedActivations) else ()
         )
-        return install_fpdt(self.module, fpdt, self.optimizer, *holders)
+        return install_fpdt(self.module, fpdt, bases, *holders)
 
     def _activations(
         self, config: dict[str, Any], settings: ActivationsConfig, in_chunks: bool = False
@@ -225,9 +226,9 @@ class HMTEngine(InferenceEngine):
         given: dict[str, Any] = {}
         if self.hmt_enabled:
             layer = facts.shape.names.layer
-            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer, layer)
+            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer.zero, layer)
         if facts.rank_is_chosen:
-            given["found_ranks"] = RankWatch(self.optimizer, facts.shape.names.layer).news
+            given["found_ranks"] = RankWatch(self.optimizer.zero, facts.shape.names.layer).news
         return RunPlanner(
             facts,
             hmt,
@@ -235,10 +236,17 @@ class HMTEngine(InferenceEngine):
             self.device,
             adopt,
             lambda: self.hmt_activations,
-            lambda: counted_bytes(self.optimizer, self.hmt_snapshots) if self.hmt_enabled else {},
+            self._counted_bytes,
             lambda: busy_resources(self),
             **given,
         )
+
+    def _counted_bytes(self) -> dict[tuple[str, str], float]:
+        """Bytes on this rank by (memory, kind), as the planner names them; none of stock optimizers'."""
+        if not self.hmt_enabled:
+            return {}
+        snapshots = self.hmt_snapshots
+        return counted_bytes(self.optimizer, None if snapshots is None else snapshots.host_bytes)
 
     def destroy(self) -> None:
         """As in DeepSpeed; the model is an ordinary one again, with the weights of the last step. Idempotent.

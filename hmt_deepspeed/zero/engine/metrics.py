@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -21,10 +21,9 @@ from hmt_deepspeed.report.metrics import (
 )
 from hmt_deepspeed.report.phases import PhaseTimer
 from hmt_deepspeed.zero.engine.computed_flops import computed_flops
+from hmt_deepspeed.zero.interfaces import Engine
+from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.planning.facts import place_of
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.engine.engine import HMTEngine
 
 __all__ = ["StepMetrics", "busy_resources"]
 
@@ -39,7 +38,7 @@ class StepMetrics:
         checkpoint_bytes: of the last checkpoint that was saved, all ranks; None before.
     """
 
-    def __init__(self, engine: HMTEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._accelerator = get_accelerator()
         self.phases = PhaseTimer(self._accelerator)
@@ -132,7 +131,7 @@ class StepMetrics:
         return {name: value for name, value in found.items() if not name.endswith(many)}
 
 
-def _moved_bytes(engine: HMTEngine) -> dict[str, float]:
+def _moved_bytes(engine: Engine) -> dict[str, float]:
     """Bytes to and from host memory and SSDs since the start; only the paths that there are."""
     found: dict[str, float] = {}
     for place, counters in _counters(engine):
@@ -145,13 +144,13 @@ def _moved_bytes(engine: HMTEngine) -> dict[str, float]:
     return found
 
 
-def busy_resources(engine: HMTEngine) -> dict[Resource, Busy]:
+def busy_resources(engine: Engine) -> dict[Resource, Busy]:
     """Since the start: seconds and bytes of links and SSDs, seconds of updates on the CPU, by the planner's names.
 
     Links and SSDs are left out where DeepSpeed moves bytes of its own, which nobody counts. Two engines that
     move at once on one link count as if they took turns.
     """
-    host = getattr(engine.optimizer, "host", None)
+    host = _host(engine)
     params, states = (
         place_of(config)
         for config in (engine.zero_offload_param(), engine.zero_offload_optimizer())
@@ -173,6 +172,11 @@ def busy_resources(engine: HMTEngine) -> dict[Resource, Busy]:
     return found
 
 
+def _host(engine: Engine) -> HostWorker | None:
+    """What updates states in host memory, if HMT's optimizer has some there."""
+    return engine.optimizer.zero.host if engine.hmt_enabled else None
+
+
 _WAYS: dict[tuple[str, str], Resource] = {
     ("host", "out"): "gpu_to_host",
     ("host", "in"): "host_to_gpu",
@@ -181,16 +185,16 @@ _WAYS: dict[tuple[str, str], Resource] = {
 }
 
 
-def _counters(engine: HMTEngine) -> Iterator[tuple[str, Counters]]:
+def _counters(engine: Engine) -> Iterator[tuple[str, Counters]]:
     """("host" or "ssd", what was moved there) of all that moves bytes in this engine."""
     if engine.hmt_activations is not None:
         yield from engine.hmt_activations.memory.counters()
-    host = getattr(engine.optimizer, "host", None)
+    host = _host(engine)
     if host is not None:
         yield "host", host.engine.counters
     if host is not None and host.ssd is not None:
         yield "ssd", host.ssd.counters
-    cache = getattr(getattr(engine.optimizer, "bases", None), "cache", None)
+    cache = engine.optimizer.zero.bases.cache if engine.hmt_enabled else None
     if cache is not None:
         yield "host", cache.engine.counters
     chunks = None if engine.hmt_fpdt is None else engine.hmt_fpdt.memory.engine

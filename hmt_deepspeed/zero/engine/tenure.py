@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -14,9 +14,7 @@ from torch import nn
 
 from hmt_deepspeed import ownership
 from hmt_deepspeed.ownership import Owner
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.engine.engine import HMTEngine
+from hmt_deepspeed.zero.interfaces import Engine
 
 __all__ = ["Tenure", "hold_weakly", "weakly"]
 
@@ -47,7 +45,7 @@ class Tenure:
 
     def __init__(
         self,
-        engine: HMTEngine,
+        engine: Engine,
         model: nn.Module,
         stage: int,
         trained: Iterable[tuple[str, nn.Parameter]],
@@ -72,7 +70,7 @@ class Tenure:
     def _displaces(self, owner: Owner) -> bool:
         return not (self.is_plain and isinstance(owner, Tenure) and owner.is_plain)
 
-    def hold(self, engine: HMTEngine, dropped: bool = False) -> None:
+    def hold(self, engine: Engine, dropped: bool = False) -> None:
         """The engine is built; or lives on, though it was dropped, until its updates are finished."""
         self.dropped = dropped
         self._engine = weakref.ref(engine)
@@ -123,7 +121,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def hold_weakly(engine: HMTEngine) -> None:
+def hold_weakly(engine: Engine) -> None:
     """Take DeepSpeed's references from an engine's parts to itself away: dropped, it goes at once, as its
     parameters' hooks and patched linears must with it."""
     built = vars(engine)  # perhaps not all of it

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.gradients.gradient import Held
+from hmt_deepspeed.zero.interfaces import Optimizer
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["GradientAccess", "unpadded", "whole_rows"]
 
@@ -38,17 +37,20 @@ class GradientAccess:
     0 and what is not reduced yet.
     """
 
-    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
-        self._optimizer = weakref.ref(
-            optimizer
-        )  # parameters hold this object, and must not hold the optimizer
-        self._param_states = {p.gradient.param: p for p in optimizer.param_states}
+    def __init__(self, optimizer: Optimizer) -> None:
+        # parameters hold this object, and must not hold the optimizer
+        self._optimizer = weakref.ref(optimizer)
+        self._param_states = {p.gradient.param: p for p in optimizer.zero.param_states}
 
     @property
-    def optimizer(self) -> HMTZeroOptimizer:
+    def optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "unlinked when it goes"
         return optimizer
+
+    @property
+    def zero(self) -> ZeroState:
+        return self.optimizer.zero
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """A copy of the gradient, fp32 of the parameter's shape; zeros when no backward used the parameter.
@@ -134,7 +136,7 @@ class GradientAccess:
 
     @property
     def _rank(self) -> int:
-        return self.optimizer.shard_rank
+        return self.zero.shard_rank
 
     def _readable(self, param_state: ParamState) -> Held:
         held = self.optimizer.reducer.held
@@ -143,7 +145,7 @@ class GradientAccess:
                 f"there is no gradient of {param_state.name} now: {held.value}. Read and set gradients after backward() "
                 "has returned and before step(). After a backward that was broken off call engine.zero_grad()."
             )
-        if held is Held.BOTH and self.optimizer.collectives.world > 1:
+        if held is Held.BOTH and self.zero.collectives.world > 1:
             raise ValueError(
                 f"the gradient of {param_state.name} lies in two parts: {held.value}. Read and set gradients before "
                 "no_sync() and coalesce_grad_reduction(), or after the next reduction."
@@ -174,7 +176,7 @@ class GradientAccess:
         if matrix is None:
             return columns.view(whole_shape(param_state.gradient.param))
         if not param_state.gradient.refreshing and not matrix.takes_whole:
-            with self.optimizer.bases.whole(param_state):
+            with self.zero.bases.whole(param_state):
                 assert matrix.projection is not None
                 basis = matrix.projection[:, : matrix.rank].to(columns)
                 columns = columns[:, : matrix.rank] @ basis.t()
@@ -189,9 +191,11 @@ class GradientAccess:
 
     def _mean(self, param_state: ParamState) -> Tensor:
         """Mean over ranks, all rows, fp32."""
-        gradient, collectives = param_state.gradient, self.optimizer.collectives
+        gradient, collectives = param_state.gradient, self.zero.collectives
         if not gradient.refreshing:
-            return whole_rows(param_state, self._reduced(param_state), self.optimizer).float()
+            return whole_rows(
+                param_state, self._reduced(param_state), self.zero.collectives
+            ).float()
         full = self._zeros(param_state, gradient.shards.m)
         if gradient.full is not None:
             full.copy_(gradient.full)
@@ -208,12 +212,12 @@ class GradientAccess:
         return part.view(-1, gradient.width)
 
     def _zeros(self, param_state: ParamState, rows: int) -> Tensor:
-        gradient, dtype = param_state.gradient, self.optimizer.settings.accumulate_dtype
+        gradient, dtype = param_state.gradient, self.zero.settings.accumulate_dtype
         width = gradient.shards.n if gradient.refreshing else gradient.width
         return torch.zeros(rows, width, dtype=dtype, device=param_state.weight.device)
 
     def _set_reduced(self, param_state: ParamState, flat: Tensor) -> None:
-        self.optimizer.settle()  # an update may have begun during backward
+        self.optimizer.synchronize()  # an update may have begun during backward
         host = param_state.gradient.host
         if host is None:
             param_state.gradient.reduced = self._kept(param_state, flat)
@@ -221,7 +225,7 @@ class GradientAccess:
             host.replace(flat.to(param_state.weight.device, copy=True))
 
     def _kept(self, param_state: ParamState, values: Tensor) -> Tensor:
-        dtype = self.optimizer.settings.accumulate_dtype
+        dtype = self.zero.settings.accumulate_dtype
         return values.to(param_state.weight.device, dtype, copy=True).view(-1, 1)
 
 
@@ -240,7 +244,7 @@ def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
     return value.reshape(-1)[:own]
 
 
-def whole_rows(param_state: ParamState, rows: Tensor, optimizer: HMTZeroOptimizer) -> Tensor:
+def whole_rows(param_state: ParamState, rows: Tensor, collectives: Collectives) -> Tensor:
     """Rows of all ranks, m x width, from those held here, wherever they live; a copy on the device."""
     shards = param_state.gradient.shards
     rows = rows.to(param_state.weight.device)
@@ -249,7 +253,7 @@ def whole_rows(param_state: ParamState, rows: Tensor, optimizer: HMTZeroOptimize
     width = rows.shape[1]
     part = padded(rows.reshape(-1), shards.max_rows * width)
     packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
-    optimizer.collectives.all_gather(packed, part).wait()
+    collectives.all_gather(packed, part).wait()
     whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
     shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
     return whole

@@ -7,7 +7,7 @@ DeepSpeed's; what each takes here is said in :class:`OffloadedStates`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,10 +15,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.weights.weight import move_parameter
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
 
 __all__ = ["OffloadedStates"]
 
@@ -55,9 +53,9 @@ class OffloadedStates:
     What ``offload_optimizer`` keeps on the host stays there.
     """
 
-    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._home = optimizer.param_states[0].weight.device
+        self._home = optimizer.zero.param_states[0].weight.device
         self._away: set[str] = set()
         self._copying = False
         self._movers: dict[str, Callable[[Place], None]] = {
@@ -109,7 +107,7 @@ class OffloadedStates:
             back = torch.empty_like(tensor, device=self._home)
             return back.copy_(tensor, non_blocking=non_blocking)
 
-        self.settle()
+        self.synchronize()
         mover = _Mover(to_device)
         returned = self._move(self._away, mover)
         if non_blocking:
@@ -119,7 +117,7 @@ class OffloadedStates:
         if "lp_params" in returned:
             self._optimizer.checkpoint_event_epilogue()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Copies that wait for no one have arrived: the host may read them."""
         if self._copying:
             get_accelerator().synchronize()
@@ -148,7 +146,7 @@ class OffloadedStates:
     # -- what each name takes -----------------------------------------------------------------------
 
     def _move_moments(self, place: Place) -> None:
-        for param_state in self._optimizer.param_states:
+        for param_state in self._optimizer.zero.param_states:
             if param_state.matrix is not None:
                 param_state.matrix.move_states(place)
             elif param_state.host is None:
@@ -159,7 +157,7 @@ class OffloadedStates:
                 param_state.dense_state = (first, second, place(step))
 
     def _move_masters(self, place: Place) -> None:
-        for param_state in self._optimizer.param_states:
+        for param_state in self._optimizer.zero.param_states:
             param_state.weight.move_master(place)
 
     def _move_weights(self, place: Place) -> None:
@@ -170,19 +168,21 @@ class OffloadedStates:
             OffloadDeviceEnum.none,
         ):
             return
-        for param_state in optimizer.param_states:
+        for param_state in optimizer.zero.param_states:
             param_state.weight.move_weights(place)
-        trained = {param_state.gradient.param for param_state in optimizer.param_states}
+        trained = {param_state.gradient.param for param_state in optimizer.zero.param_states}
         for param in optimizer.module.parameters():
             if param not in trained:
                 move_parameter(param, place)
-        matrices = [p.matrix for p in optimizer.low_rank if isinstance(p.matrix, LowRankMatrix)]
+        matrices = [
+            p.matrix for p in optimizer.zero.low_rank if isinstance(p.matrix, LowRankMatrix)
+        ]
         for columns in {id(matrix.columns): matrix.columns for matrix in matrices}.values():
             columns.move(place)
-        optimizer.shared.move(place)
+        optimizer.zero.basis_groups.shared.move(place)
 
     def _move_gradients(self, place: Place) -> None:
-        for param_state in self._optimizer.param_states:
+        for param_state in self._optimizer.zero.param_states:
             param_state.gradient.move(place)
 
 

@@ -42,7 +42,7 @@ class Overlap:
         loss_scale: the present one.
 
     Attributes:
-        settle_copies: waits for copies of weights and states that somebody has under way.
+        synchronize_copies: waits for copies of weights and states that somebody has under way.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Overlap:
         self._gates: Gates | None = None
         # those with early updates in this window, in the order of their gradients
         self._begun: list[ParamState] = []
-        self.settle_copies: Callable[[], None] = lambda: None
+        self.synchronize_copies: Callable[[], None] = lambda: None
         if kind == "forward":
             step.gathers_apart = True
             self._gates = Gates(module, self._finish_for, step.finish, partitioned)
@@ -79,13 +79,13 @@ class Overlap:
             param_state.weight.states.expect()
         self._begun.clear()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Make weights and states those of the last step; for whatever reads or replaces them.
 
         Raises:
             RuntimeError: an update has begun during backward and cannot be taken back.
         """
-        self.settle_copies()
+        self.synchronize_copies()
         self.finish()
         self.take_back("was read or saved between backward and step")
 

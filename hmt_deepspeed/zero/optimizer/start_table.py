@@ -1,4 +1,4 @@
-"""The start table of a :class:`~hmt_deepspeed.zero.optimizer.optimizer.HMTZeroOptimizer`: what becomes of which parameters.
+"""The start table: what becomes of which parameters.
 
 Parameters that are treated alike and have one shape are a row. Rows that are treated alike stand under one heading;
 what is said of all of them is said once, above the table. 80 columns.
@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
@@ -19,10 +18,8 @@ from hmt_deepspeed.zero.bases.cache import describe_bases
 from hmt_deepspeed.zero.offload.states import RamStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.statistics import state_bytes
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["StartRow", "describe", "start_rows"]
 
@@ -50,13 +47,13 @@ class StartRow:
     master_bytes: int = 0
 
 
-def start_rows(optimizer: HMTZeroOptimizer) -> list[StartRow]:
+def start_rows(zero: ZeroState) -> list[StartRow]:
     """Every parameter is in one of them: nothing is silently dense. In the order of the parameters."""
     alike: dict[StartRow, list[ParamState]] = defaultdict(list)
-    numbers = {id(group): index for index, group in enumerate(optimizer.param_groups)}
-    for param_state in optimizer.param_states:
+    numbers = {id(group): index for index, group in enumerate(zero.param_groups)}
+    for param_state in zero.param_states:
         group = [f"group {numbers[id(param_state.group)]}"] if len(numbers) > 1 else []
-        treatment = (*_rule(param_state), *group, *_storage(optimizer, param_state))
+        treatment = (*_rule(param_state), *group, *_storage(zero, param_state))
         shape = (
             "any"
             if param_state.matrix is None
@@ -75,13 +72,13 @@ def start_rows(optimizer: HMTZeroOptimizer) -> list[StartRow]:
     ]
 
 
-def describe(optimizer: HMTZeroOptimizer) -> str:
+def describe(zero: ZeroState) -> str:
     """The table, and a line each for a budget of ranks, states off the device and bases in host memory."""
-    rows = start_rows(optimizer)
+    rows = start_rows(zero)
     common = (
         [w for w in rows[0].treatment if all(w in row.treatment for row in rows)] if rows else []
     )
-    settings, world = optimizer.settings, optimizer.collectives.world
+    settings, world = zero.settings, zero.collectives.world
     told = [f"hmt: ZeRO stage {settings.stage}, {world} ranks, bytes per rank", *common]
     lines = [_wrapped(told), _line(_COLUMNS)]
 
@@ -95,19 +92,19 @@ def describe(optimizer: HMTZeroOptimizer) -> str:
         lines += [_line(_cells(row)) for row in treated_alike]
     if len(rows) > 1:
         lines += ["all", _line(_cells(_sum(rows)))]
-    lines += _budget(optimizer)
-    if optimizer.host is not None:
+    lines += _budget(zero)
+    if zero.host is not None:
         assert settings.host is not None
         overlap = settings.host.overlap
-        lines.append(f"offload_optimizer, overlap {overlap}: {optimizer.host.describe()}")
-    if optimizer.bases.cache is not None:
-        lines.append(describe_bases(optimizer.bases, optimizer.low_rank))
+        lines.append(f"offload_optimizer, overlap {overlap}: {zero.host.describe()}")
+    if zero.bases.cache is not None:
+        lines.append(describe_bases(zero.bases, zero.low_rank))
     return "\n".join(lines)
 
 
-def _budget(optimizer: HMTZeroOptimizer) -> list[str]:
+def _budget(zero: ZeroState) -> list[str]:
     """Bytes that the ranks may take together and those that they take; on all ranks of the job, as the rule counts."""
-    policy = optimizer.policy
+    policy = zero.basis_groups.policy
     if policy.rank_budget is None:
         return []
     most, taken = format_bytes(policy.rank_budget), format_bytes(policy.taken_bytes())
@@ -183,14 +180,14 @@ def _rank(param_state: ParamState) -> str:
     return f"{first}..{last}" if first < last else str(first)
 
 
-def _storage(optimizer: HMTZeroOptimizer, param_state: ParamState) -> list[str]:
+def _storage(zero: ZeroState, param_state: ParamState) -> list[str]:
     """Dtypes of weights, states and masters, and where they are."""
     masters = "" if param_state.weight.has_master else ", no masters"
     weights = f"{param_state.weight.kind} weights{masters}"
     return [
         weights,
-        _states(param_state, optimizer.options["state_dtype"]),
-        _placement(optimizer, param_state),
+        _states(param_state, zero.options["state_dtype"]),
+        _placement(zero, param_state),
     ]
 
 
@@ -207,8 +204,8 @@ def _states(param_state: ParamState, wanted: str) -> str:
     return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
 
 
-def _placement(optimizer: HMTZeroOptimizer, param_state: ParamState) -> str:
-    world, stage = optimizer.collectives.world, optimizer.settings.stage
+def _placement(zero: ZeroState, param_state: ParamState) -> str:
+    world, stage = zero.collectives.world, zero.settings.stage
     part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
     if not isinstance(param_state.weight, HostWeight):
         return part

@@ -8,18 +8,16 @@ of a low-rank matrix live in its projected space and come back as m x r; a facto
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.optimizer.gradient_access import GradientAccess, unpadded, whole_rows
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
+from hmt_deepspeed.zero.state import whole_flat
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["StateAccess", "link", "local_state"]
 
@@ -36,36 +34,36 @@ def local_state(param_state: ParamState) -> dict[str, Tensor]:
 class StateAccess(GradientAccess):
     """The methods that DeepSpeed's tools call, for one optimizer; frozen parameters have nothing to read or set."""
 
-    def _settled(self, param: nn.Parameter) -> ParamState | None:
+    def _synchronized(self, param: nn.Parameter) -> ParamState | None:
         """The state of a parameter, when no update of it is under way; None of a frozen one."""
-        self.optimizer.settle()
+        self.optimizer.synchronize()
         return self._param_states.get(param)
 
     def get_full_hp_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor | None:
         """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
-        param_state = self._settled(param)
+        param_state = self._synchronized(param)
         if param_state is None:
             return None
         if optim_state_key is None:
             if isinstance(param_state.weight, EncodedWeight):
                 return param_state.weight.whole_values()
-            return self._whole_flat(param_state, param_state.weight.master_values()).view(
-                whole_shape(param)
-            )
+            return whole_flat(
+                param_state, param_state.weight.master_values(), self.zero.collectives
+            ).view(whole_shape(param))
         state = self._state(param_state, optim_state_key)
         if param_state.matrix is None:
-            return self._whole_flat(param_state, state).view(whole_shape(param))
+            return whole_flat(param_state, state, self.zero.collectives).view(whole_shape(param))
         if optim_state_key not in param_state.matrix.ROW_STATES:  # a core is whole on every rank
             return state.clone()
-        return whole_rows(param_state, state, self.optimizer)
+        return whole_rows(param_state, state, self.zero.collectives)
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite a whole weight or state; every rank passes the same value."""
-        param_state, rank = self._settled(param), self.optimizer.shard_rank
+        param_state, rank = self._synchronized(param), self.zero.shard_rank
         if param_state is None:
             return
         if optim_state_key is None:
@@ -85,7 +83,7 @@ class StateAccess(GradientAccess):
     ) -> Tensor | None:
         """This rank's flat part of a weight or of a dense parameter's state, as long as the parameter's
         partition; of a low-rank matrix's state its rows."""
-        param_state = self._settled(param)
+        param_state = self._synchronized(param)
         if param_state is None:
             return None
         if optim_state_key is None:
@@ -102,7 +100,7 @@ class StateAccess(GradientAccess):
         Raises:
             ValueError: a flat part has another number of elements.
         """
-        param_state = self._settled(param)
+        param_state = self._synchronized(param)
         if param_state is None:
             return
         if optim_state_key is None:
@@ -133,20 +131,8 @@ class StateAccess(GradientAccess):
             stored = param_state.dense_state[0] if key == "exp_avg" else param_state.dense_state[1]
         stored.write(value.to(current).view_as(current).clone(), None)
 
-    def _whole_flat(self, param_state: ParamState, shard: Tensor) -> Tensor:
-        shards, collectives = param_state.gradient.shards, self.optimizer.collectives
-        if shards.world == 1:
-            return shard.to(param_state.weight.device, copy=True)
-        shard = shard.to(param_state.weight.device)  # from the host, if it lives there
-        part = padded(shard.contiguous(), shards.partition)
-        packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=shard.device)
-        collectives.all_gather(packed, part).wait()
-        whole = torch.empty(shards.m * shards.n, dtype=shard.dtype, device=shard.device)
-        shards.unpack_flat(packed, whole)
-        return whole
 
-
-def link(optimizer: HMTZeroOptimizer) -> None:
+def link(optimizer: Optimizer) -> None:
     """Attach to every parameter what ``deepspeed.utils.safe_*`` look for."""
     access = StateAccess(optimizer)
     optimizer.state_access = access
@@ -161,7 +147,7 @@ def link(optimizer: HMTZeroOptimizer) -> None:
         param.set_full_hp_grad = MethodType(_set_grad, param)
 
 
-def unlink(optimizer: HMTZeroOptimizer) -> None:
+def unlink(optimizer: Optimizer) -> None:
     """Undo :func:`link`."""
     for param in _linked(optimizer):
         for name in ("_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
@@ -170,11 +156,11 @@ def unlink(optimizer: HMTZeroOptimizer) -> None:
             vars(param).pop(name, None)
 
 
-def _linked(optimizer: HMTZeroOptimizer) -> list[Any]:
+def _linked(optimizer: Optimizer) -> list[Any]:
     """At stage 3 DeepSpeed's tools ask frozen parameters too."""
     if optimizer.parameter_offload is not None:
         return list(optimizer.module.parameters())
-    return [param_state.gradient.param for param_state in optimizer.param_states]
+    return [param_state.gradient.param for param_state in optimizer.zero.param_states]
 
 
 def _get_param(self: Any, optim_state_key: str | None = None) -> Tensor | None:

@@ -1,19 +1,17 @@
-"""Numbers of a :class:`~hmt_deepspeed.zero.optimizer.optimizer.HMTZeroOptimizer`."""
+"""Numbers of an optimizer: bytes on this rank, bytes sent, ranks, captured energies."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.zero.bases.cache import basis_metrics
 from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import gather_bytes, reduce_bytes
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
 
@@ -41,17 +39,17 @@ def _host_gradient_bytes(param_state: ParamState) -> int:
     return 0 if gradient is None else gradient.nbytes
 
 
-def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool = False) -> int:
+def stock_communication_bytes(zero: ZeroState, low_rank_only: bool = False) -> int:
     """Bytes a rank would send per step under stock ZeRO of the same stage for the same parameters.
 
     Gradients: all-reduce (stage 0), reduce-scatter once (1) or per micro-batch (2, 3). Weights:
     all-gather (1, 2). Stage 3's gathers of parameters in forward and backward are left out on both
     sides: they are the same code.
     """
-    settings, world = optimizer.settings, optimizer.collectives.world
+    settings, world = zero.settings, zero.collectives.world
     gradient_size = _size(settings.comm_dtype)
     weight_size = _size(settings.model_dtype)
-    param_states = optimizer.low_rank if low_rank_only else optimizer.param_states
+    param_states = zero.low_rank if low_rank_only else zero.param_states
     numel = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
     if settings.stage == 0:
         return reduce_bytes(numel * gradient_size, world)
@@ -60,13 +58,19 @@ def stock_communication_bytes(optimizer: HMTZeroOptimizer, low_rank_only: bool =
     return sent + (gather_bytes(numel * weight_size, world) if settings.stage < 3 else 0)
 
 
-def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
+def metrics(
+    zero: ZeroState, gradient_buffer_bytes: int, communication_bytes: int
+) -> dict[str, Any]:
     """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
 
     ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
     APOLLO, which has no basis, and matrices without probes, which see nothing outside theirs, are left out of it.
+
+    Args:
+        gradient_buffer_bytes: most bytes of gradients alive at once so far.
+        communication_bytes: that this rank has sent in the last step.
     """
-    low_rank = optimizer.low_rank
+    low_rank = zero.low_rank
     energies: dict[str, float] = {}
     matrices = [
         (p.name, p.matrix)
@@ -78,31 +82,31 @@ def metrics(optimizer: HMTZeroOptimizer) -> dict[str, Any]:
         energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))
     ranks = {p.name: p.matrix.rank for p in low_rank if p.matrix is not None}
     return {
-        "optimizer_state_bytes": sum(map(state_bytes, optimizer.param_states)),
+        "optimizer_state_bytes": sum(map(state_bytes, zero.param_states)),
         "low_rank_state_bytes": sum(map(state_bytes, low_rank)),
-        "weight_bytes": sum(p.weight.weight_bytes() for p in optimizer.param_states),
-        "master_weight_bytes": sum(p.weight.master_bytes() for p in optimizer.param_states),
-        "optimizer_host_bytes": 0 if optimizer.host is None else optimizer.host.nbytes,
-        "offloaded_state_bytes": sum(map(_offloaded_bytes, optimizer.param_states)),
-        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, optimizer.param_states)),
-        **_ssd_numbers(optimizer),
-        "gradient_buffer_bytes": optimizer.reducer.peak_bytes,
-        "communication_bytes_per_step": optimizer.communication_bytes,
-        "stock_zero_communication_bytes_per_step": stock_communication_bytes(optimizer),
+        "weight_bytes": sum(p.weight.weight_bytes() for p in zero.param_states),
+        "master_weight_bytes": sum(p.weight.master_bytes() for p in zero.param_states),
+        "optimizer_host_bytes": 0 if zero.host is None else zero.host.nbytes,
+        "offloaded_state_bytes": sum(map(_offloaded_bytes, zero.param_states)),
+        "offloaded_gradient_bytes": sum(map(_host_gradient_bytes, zero.param_states)),
+        **_ssd_numbers(zero),
+        "gradient_buffer_bytes": gradient_buffer_bytes,
+        "communication_bytes_per_step": communication_bytes,
+        "stock_zero_communication_bytes_per_step": stock_communication_bytes(zero),
         "mean_rank": sum(ranks.values()) / len(ranks) if ranks else None,
         "mean_captured_energy": sum(energies.values()) / len(energies) if energies else None,
         "rank_per_matrix": ranks,
         "captured_energy_per_matrix": energies,
         "refreshed_matrices": sum(p.gradient.refreshing for p in low_rank),
-        **basis_metrics(optimizer.bases, low_rank),
+        **basis_metrics(zero.bases, low_rank),
     }
 
 
-def _ssd_numbers(optimizer: HMTZeroOptimizer) -> dict[str, int]:
+def _ssd_numbers(zero: ZeroState) -> dict[str, int]:
     """Bytes of states' files, and of what was read and written of them since construction."""
-    if optimizer.host is None or optimizer.host.ssd is None:
+    if zero.host is None or zero.host.ssd is None:
         return {}
-    ssd = optimizer.host.ssd
+    ssd = zero.host.ssd
     return {
         "ssd_state_bytes": ssd.slots.folder.file_bytes,
         "ssd_bytes_read": ssd.counters.bytes_in,

@@ -1,10 +1,9 @@
-"""The arithmetic of one optimizer step over shards: verdict, norm, moments, weights, gather."""
+"""The arithmetic of one optimizer step over shards: overflow decision, norm, moments, weights, gather."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from deepspeed import comm as dist
@@ -13,14 +12,11 @@ from torch import Tensor
 from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.dense import state_keys
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.offload.weight import HostWeight
-from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState
-from hmt_deepspeed.zero.settings import ZeroSettings
-from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
+from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import GatherPipeline
 
@@ -28,40 +24,28 @@ __all__ = ["ZeroStep"]
 
 
 class ZeroStep:
-    """Steps of one optimizer; the caller keeps the count of steps and the loss scale.
+    """Steps of one optimizer; the caller keeps the loss scale and opens accumulation windows.
 
     Args:
-        param_states: of all trainable parameters. collectives: of the data-parallel group. settings, options: the JSON's and ``hmt.optimizer``'s.
-        shard_rank: this process's place in the shards; 0 at stage 0.
+        zero: the states of the optimizer.
         order: places of the parameters in the order in which their new weights are needed.
-        host: does the updates in host memory, None when there are none.
 
     Attributes:
         written: called when new weights are in place, by default nothing.
         gathers_apart: whether :meth:`finish` gathers each weight by itself, not in buckets.
     """
 
-    def __init__(
-        self,
-        param_states: Sequence[ParamState],
-        bases: ParkedBases,
-        collectives: Collectives,
-        settings: ZeroSettings,
-        options: Mapping[str, Any],
-        shard_rank: int,
-        order: Sequence[int],
-        host: HostWorker | None = None,
-    ) -> None:
-        self.order, self.host = order, host
+    def __init__(self, zero: ZeroState, order: Sequence[int]) -> None:
         self.written: Callable[[], None] = lambda: None
         self.gathers_apart = False
-        self.param_states, self.collectives, self.bases = param_states, collectives, bases
-        self.settings, self.options, self.shard_rank = settings, options, shard_rank
-        self.sharded = settings.stage > 0 and collectives.world > 1
+        self.param_states, self.order = zero.param_states, order
+        self.collectives, self.bases, self.host = zero.collectives, zero.bases, zero.host
+        self.settings, self.options = zero.settings, zero.options
+        self.shard_rank, self.sharded = zero.shard_rank, zero.is_sharded
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
-        # by place: sums of the verdict over overflow, for the norm
+        # by place: sums that the overflow decision took, for the norm
         self._measured: dict[int, Tensor] = {}
-        # what the verdict has let pass may be on an SSD, and does not count yet
+        # what the overflow decision has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
         self._when_committed: list[Callable[[], None]] = []
 

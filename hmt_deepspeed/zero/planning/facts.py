@@ -14,6 +14,7 @@ from torch import Tensor
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
@@ -30,6 +31,7 @@ from hmt_deepspeed.planner.run.offloaded import offloaded_states
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.zero.planning.memory import engine_memory
 from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = [
     "KEPT_FREE",
@@ -254,7 +256,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     )
 
 
-def refreshing_columns(optimizer: Any, layer_path: str) -> dict[int, int]:
+def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
     """Columns of ``X [Q | P]``, by layer, that no linear forms in this window, because their matrices refresh.
 
     Args:
@@ -262,7 +264,8 @@ def refreshing_columns(optimizer: Any, layer_path: str) -> dict[int, int]:
     """
     widths = {  # by owner, since matrices that share columns have one product
         p.matrix.columns.owner: (p.name, p.matrix.width)
-        for p in optimizer.low_rank
+        for p in zero.low_rank
+        if isinstance(p.matrix, LowRankMatrix)
         if p.gradient.refreshing and p.gradient.site is not None
         if not (p.matrix.transposed or p.matrix.takes_whole)
     }

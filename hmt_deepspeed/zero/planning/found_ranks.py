@@ -11,6 +11,7 @@ from hmt_deepspeed.planner.run.loads import static_bytes
 from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import Plan, regrouped
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["FoundRanks", "RankWatch", "reason_to_plan_again"]
 
@@ -53,11 +54,11 @@ class RankWatch:
     """Looks at an optimizer's ranks at first and after the steps that found bases; they are numbers on the host.
 
     Args:
-        optimizer: of an engine with ``"rank": "auto"``. layer: name of a layer, ``*`` for its number.
+        zero: states of an optimizer with ``"rank": "auto"``. layer: name of a layer, ``*`` for its number.
     """
 
-    def __init__(self, optimizer: Any, layer: str) -> None:
-        self._optimizer = optimizer
+    def __init__(self, zero: ZeroState, layer: str) -> None:
+        self._zero = zero
         before, _, after = layer.partition("*")
         self._layer = re.compile(f"^{re.escape(before)}[0-9]+{re.escape(after)}[.]")
         self._any_layer = f"{layer}."
@@ -65,13 +66,14 @@ class RankWatch:
 
     def news(self) -> FoundRanks | None:
         """The ranks, if bases were found since the last call."""
-        count = sum(self._optimizer.schedule.num_refreshes)
+        count = sum(self._zero.basis_groups.schedule.num_refreshes)
         if count == self._num_refreshes:
             return None
         self._num_refreshes = count
         now, to_expect, num_found = _Ranks(), _Ranks(), 0
-        for param_state in self._optimizer.low_rank:
+        for param_state in self._zero.low_rank:
             matrix = param_state.matrix
+            assert matrix is not None
             found = bool(
                 getattr(matrix, "measured", True)
             )  # APOLLO's rank is its own from the start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -14,13 +14,11 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
 from hmt_deepspeed.zero.activations.swap import staging_bytes
 from hmt_deepspeed.zero.bases import cache as basis_cache
+from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.offload import ssd
 from hmt_deepspeed.zero.offload import worker as host_worker
-from hmt_deepspeed.zero.settings import checks_overflow
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.saving.snapshot import Snapshots
-    from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
+from hmt_deepspeed.zero.settings import CacheSettings, HostSettings, checks_overflow
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["counted_bytes", "engine_memory"]
 
@@ -81,16 +79,20 @@ def _room(cache: CacheSettings, options: Mapping[str, Any]) -> CacheRoom:
 
 
 def counted_bytes(
-    optimizer: Any, snapshots: Snapshots | None = None
+    optimizer: Optimizer, snapshot_bytes: int | None = None
 ) -> dict[tuple[str, str], float]:
-    """Bytes on this rank by (memory, kind), as the planner names them."""
-    found = optimizer.metrics()
+    """Bytes on this rank by (memory, kind), as the planner names them.
+
+    Args:
+        snapshot_bytes: of host memory that snapshots take; None where there are none.
+    """
+    zero, found = optimizer.zero, optimizer.metrics()
     states = found["optimizer_state_bytes"] + found["master_weight_bytes"]
     away = found["offloaded_state_bytes"]
     counted = {
         ("gpu", "weights"): found["weight_bytes"],
         ("gpu", "gradients"): found["gradient_buffer_bytes"],
-        ("gpu", "optimizer states"): states - away - _cached_bytes(optimizer),
+        ("gpu", "optimizer states"): states - away - _cached_bytes(zero),
     }
     in_ram = 0
     if "ssd_state_bytes" in found:
@@ -100,24 +102,24 @@ def counted_bytes(
     gradients = found["offloaded_gradient_bytes"]
     if gradients:
         counted["host", "gradients"] = gradients
-    if optimizer.host is not None:
+    if zero.host is not None:
         early = found["optimizer_host_bytes"] - in_ram - gradients
         if early:
             counted["host", "early updates"] = early
-        counted["host", "pools"] = optimizer.host.pool_bytes
-        if optimizer.host.ssd is not None:
-            counted["host", "state buffers"] = optimizer.host.ssd.buffer_bytes
-    if optimizer.bases.cache is not None:
+        counted["host", "pools"] = zero.host.pool_bytes
+        if zero.host.ssd is not None:
+            counted["host", "state buffers"] = zero.host.ssd.buffer_bytes
+    if zero.bases.cache is not None:
         counted["gpu", "bases in passing"] = found["basis_peak_fetched_bytes"]
         counted["host", "bases"] = found["basis_pinned_bytes"]
-    if snapshots is not None:
-        counted["host", "snapshots"] = snapshots.host_bytes
+    if snapshot_bytes is not None:
+        counted["host", "snapshots"] = snapshot_bytes
     return counted
 
 
-def _cached_bytes(optimizer: Any) -> int:
+def _cached_bytes(zero: ZeroState) -> int:
     """Bytes of bases, probes not counted, that a cache holds in the device's place."""
-    matrices = [p.matrix for p in optimizer.low_rank if isinstance(p.matrix, LowRankMatrix)]
+    matrices = [p.matrix for p in zero.low_rank if isinstance(p.matrix, LowRankMatrix)]
     return sum(
         m.columns.parked[:, : m.rank].nbytes
         for m in matrices

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -20,6 +20,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from hmt_deepspeed.memory.errors import StoreError
+from hmt_deepspeed.zero.interfaces import Engine
 from hmt_deepspeed.zero.saving.client_objects import plain_numbers, storable
 from hmt_deepspeed.zero.saving.durable import (
     MANIFEST,
@@ -33,11 +34,9 @@ from hmt_deepspeed.zero.saving.ssd_files import save_files
 from hmt_deepspeed.zero.saving.universal import REFUSALS
 from hmt_deepspeed.zero.saving.verify import candidate_tags, damage
 from hmt_deepspeed.zero.sharding.shards import whole_shape
+from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.residency import resident
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.engine.engine import HMTEngine
 
 __all__ = [
     "check_folder",
@@ -62,7 +61,7 @@ def check_folder(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}: legal is the path of a folder. Give one.")
 
 
-def common_state(engine: HMTEngine, module: dict[str, Any], save_frozen: bool) -> dict[str, Any]:
+def common_state(engine: Engine, module: dict[str, Any], save_frozen: bool) -> dict[str, Any]:
     """What DeepSpeed saves beside the optimizer's states, in plain types; what is None left out.
 
     Args:
@@ -82,7 +81,7 @@ def saving_tag(tag: str) -> str:
     return f"{tag}.saving"
 
 
-def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
+def prepare(engine: Engine, save_dir: str, tag: str) -> None:
     """Remove what an earlier, killed save of the same tag left behind."""
     engine.checkpoint_engine.begin()
     if _is_writer(engine):
@@ -92,7 +91,7 @@ def prepare(engine: HMTEngine, save_dir: str, tag: str) -> None:
     dist.barrier()
 
 
-def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int:
+def commit(engine: Engine, save_dir: str, tag: str, save_latest: bool) -> int:
     """Link what is on an SSD, write the manifest, give the folder its name, point ``latest`` at it.
 
     Two phases: the folder gets its name after every rank has said that its part is on the disk.
@@ -107,7 +106,7 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int
     mine, problem = dict(engine.checkpoint_engine.checksums), engine.checkpoint_engine.failure
     try:
         if problem is None:
-            mine |= save_files(engine.optimizer, folder)
+            mine |= save_files(engine.optimizer.zero, folder)
     except (StoreError, OSError) as error:
         problem = str(error)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -134,7 +133,7 @@ def commit(engine: HMTEngine, save_dir: str, tag: str, save_latest: bool) -> int
 
 
 def _publish(
-    engine: HMTEngine, save_dir: str, tag: str, files: dict[str, Any], save_latest: bool
+    engine: Engine, save_dir: str, tag: str, files: dict[str, Any], save_latest: bool
 ) -> None:
     folder, final = os.path.join(save_dir, saving_tag(tag)), os.path.join(save_dir, tag)
     present = {
@@ -154,7 +153,7 @@ def _publish(
         replace_text(os.path.join(save_dir, "latest"), tag)
 
 
-def _is_writer(engine: HMTEngine) -> bool:
+def _is_writer(engine: Engine) -> bool:
     """One process per file system does the renaming."""
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
@@ -163,7 +162,7 @@ def _is_writer(engine: HMTEngine) -> bool:
 
 
 def load(
-    engine: HMTEngine,
+    engine: Engine,
     load_dir: str,
     tag: str | None,
     *,
@@ -206,7 +205,7 @@ def load(
 
 
 def _load_the_rest(
-    engine: HMTEngine,
+    engine: Engine,
     load_dir: str,
     tag: str,
     saved: SavedState,
@@ -232,18 +231,18 @@ def _load_the_rest(
     return {key: value for key, value in client_state.items() if key not in REFUSALS}
 
 
-def _choose(engine: HMTEngine, load_dir: str, tag: str | None) -> str | None:
+def _choose(engine: Engine, load_dir: str, tag: str | None) -> str | None:
     """The tag to load: verified by one process per file system, the same on all ranks."""
-    verdict: list[Any] = [None, None]
+    found: list[Any] = [None, None]  # the tag, and what is wrong
     if engine.global_rank == 0:
         try:
-            verdict[0] = _newest_whole(load_dir, tag)
+            found[0] = _newest_whole(load_dir, tag)
         except (ValueError, OSError) as error:
-            verdict[1] = str(error)
-    dist.broadcast_object_list(verdict, src=0)
-    if verdict[1] is not None:
-        raise ValueError(verdict[1])
-    chosen: str | None = verdict[0]
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    chosen: str | None = found[0]
     return chosen
 
 
@@ -265,16 +264,16 @@ def _newest_whole(load_dir: str, tag: str | None) -> str | None:
     return None
 
 
-def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None:
-    optimizer = engine.optimizer
-    saved.check_same_model({p.name: whole_shape(p.gradient.param) for p in optimizer.param_states})
-    for param_state in optimizer.param_states:
+def _restore_weights(engine: Engine, saved: SavedState, strict: bool) -> None:
+    zero: ZeroState = engine.optimizer.zero
+    saved.check_same_model({p.name: whole_shape(p.gradient.param) for p in zero.param_states})
+    for param_state in zero.param_states:
         codes = saved.int8_weight(param_state.name)
         if isinstance(param_state.weight, EncodedWeight) and codes is not None:
             param_state.weight.load_state_dict(codes)
         else:
             param_state.weight.set_whole(saved.master(param_state.name))
-    trained = {id(p.gradient.param) for p in optimizer.param_states}
+    trained = {id(p.gradient.param) for p in zero.param_states}
     with torch.no_grad():
         for param, name in engine.param_names.items():
             if id(param) in trained or not (strict or saved.holds_frozen(name)):
@@ -282,7 +281,7 @@ def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None
             flat = saved.frozen(name).reshape(-1)
             if hasattr(param, "ds_tensor"):
                 part = param.ds_tensor.ds_numel
-                begin = part * optimizer.collectives.rank
+                begin = part * zero.collectives.rank
                 piece = flat[begin : begin + part]
                 with resident(param, overwrite=True) as held:
                     held[: piece.numel()].copy_(piece)
@@ -294,16 +293,17 @@ def _restore_weights(engine: HMTEngine, saved: SavedState, strict: bool) -> None
 
 
 def _load_stock_weights(
-    engine: HMTEngine, load_dir: str, tag: str, strict: bool
+    engine: Engine, load_dir: str, tag: str, strict: bool
 ) -> tuple[str, dict[str, Any]]:
     """Weights of a checkpoint that stock DeepSpeed wrote, by DeepSpeed's own consolidation."""
     weights = get_fp32_state_dict_from_zero_checkpoint(load_dir, tag)
     optimizer = engine.optimizer
-    missing = [p.name for p in optimizer.param_states if p.name not in weights]
+    zero: ZeroState = optimizer.zero
+    missing = [p.name for p in zero.param_states if p.name not in weights]
     if strict and missing:
         raise ValueError(f"checkpoint {tag!r} under {load_dir} has no weights for {missing[:5]}")
     optimizer.checkpoint_event_prologue()
-    for param_state in optimizer.param_states:
+    for param_state in zero.param_states:
         if param_state.name in weights:
             optimizer.state_access.set_full_hp_param(
                 weights[param_state.name], param_state.gradient.param

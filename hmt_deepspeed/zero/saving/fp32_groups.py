@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.state import ZeroState, whole_flat
+from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 
 __all__ = ["stage3_groups", "stage12_groups"]
 
 
-def stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
+def stage3_groups(zero: ZeroState) -> list[Tensor]:
     """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
-    by_param = {p.gradient.param: p for p in optimizer.param_states}
+    by_param = {p.gradient.param: p for p in zero.param_states}
     groups = []
-    for params in optimizer.round_robin_bit16_groups:
+    for params in zero.trained:
         param_states = [by_param[p] for p in params]
-        flat, offset = _zeros(optimizer, sum(p.gradient.shards.partition for p in param_states)), 0
+        flat, offset = _zeros(zero, sum(p.gradient.shards.partition for p in param_states)), 0
         for param_state in param_states:
             flat[offset : offset + param_state.weight.num_elements].copy_(
                 param_state.weight.master_values()
@@ -29,24 +28,32 @@ def stage3_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
     return groups
 
 
-def _zeros(optimizer: HMTZeroOptimizer, numel: int) -> Tensor:
+def _zeros(zero: ZeroState, numel: int) -> Tensor:
     """For all masters of a rank; in a file where the masters are, so that host memory need not hold them."""
-    ssd = None if optimizer.host is None else optimizer.host.ssd
+    ssd = None if zero.host is None else zero.host.ssd
     return torch.zeros(numel) if ssd is None else ssd.scratch(numel)
 
 
-def stage12_groups(optimizer: HMTZeroOptimizer) -> list[Tensor]:
+def _whole_master(zero: ZeroState, param_state: ParamState) -> Tensor:
+    """fp32 values of a whole weight, flat, on the device. A collective."""
+    weight = param_state.weight
+    if isinstance(weight, EncodedWeight):
+        return weight.whole_values().view(-1)
+    return whole_flat(param_state, weight.master_values(), zero.collectives)
+
+
+def stage12_groups(zero: ZeroState) -> list[Tensor]:
     """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
-    by_param = {p.gradient.param: p for p in optimizer.param_states}
-    world, rank = optimizer.collectives.world, optimizer.collectives.rank
+    by_param = {p.gradient.param: p for p in zero.param_states}
+    world, rank = zero.collectives.world, zero.collectives.rank
     groups = []
-    for params in optimizer.round_robin_bit16_groups:
+    for params in zero.trained:
         param_states = [by_param[p] for p in params]
         total = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
         length = -(-total // (2 * world)) * 2
-        begin, own, offset = rank * length, _zeros(optimizer, length), 0
+        begin, own, offset = rank * length, _zeros(zero, length), 0
         for param_state in param_states:
-            whole = optimizer.state_access.get_full_hp_param(param_state.gradient.param).view(-1)
+            whole = _whole_master(zero, param_state)
             first, last = max(begin, offset), min(begin + length, offset + whole.numel())
             if first < last:
                 own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -33,6 +33,8 @@ from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.zero.interfaces import Engine, HostUpdates
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.saving.checkpoint import common_state
 from hmt_deepspeed.zero.saving.client_objects import storable
 from hmt_deepspeed.zero.saving.optimizer_state import hmt_state
@@ -40,12 +42,9 @@ from hmt_deepspeed.zero.saving.raw_tensors import map_tensors
 from hmt_deepspeed.zero.saving.snapshot_offloaded import OffloadedStates
 from hmt_deepspeed.zero.saving.snapshot_writer import Job, SnapshotWriter, Staged, prepare_folder
 from hmt_deepspeed.zero.saving.verify import newest_steps
+from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.residency import on_ssd, resident
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.engine.engine import HMTEngine
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["SnapshotSettings", "Snapshots"]
 
@@ -76,13 +75,13 @@ class Snapshots:
         ValueError: files cannot be made in the folder, or host memory has no room for a copy of the states.
     """
 
-    def __init__(self, engine: ref[HMTEngine], settings: SnapshotSettings) -> None:
+    def __init__(self, engine: ref[Engine], settings: SnapshotSettings) -> None:
         self._reference, self.settings = engine, settings
-        collectives = self._engine.optimizer.collectives
+        collectives = self._zero.collectives
         self._rank = collectives.rank
         limit = host_memory_share()
         self._transfers = TransferEngine(self._engine.device, 1, outgoing_bytes=limit)
-        self._offloaded = OffloadedStates(self._engine.optimizer)
+        self._offloaded = OffloadedStates(self._zero)
         self._staged: list[str] = []
         self._put: Callable[[str, Tensor], None]
         self._wait: Callable[[str], object] = lambda _: None  # until a tensor's copy is done
@@ -106,13 +105,23 @@ class Snapshots:
         if problem := collectives.broadcast_object(problem):
             raise ValueError(problem)
         self._store = self._new_store(limit)
-        self._engine.optimizer.overlap.settle_copies = self.settle
+        self._updates.synchronize_copies = self.synchronize
 
     @property
-    def _engine(self) -> HMTEngine:
+    def _engine(self) -> Engine:
         engine = self._reference()
         assert engine is not None
         return engine
+
+    @property
+    def _zero(self) -> ZeroState:
+        zero: ZeroState = self._engine.optimizer.zero
+        return zero
+
+    @property
+    def _updates(self) -> HostUpdates:
+        updates: HostUpdates = self._engine.optimizer.overlap
+        return updates
 
     # -- training thread ------------------------------------------------------------------------
 
@@ -137,7 +146,7 @@ class Snapshots:
             self.num_taken += 1
         self.seconds_taking += time.perf_counter() - begin
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for copies that are still under way; before weights or states change."""
         if self._is_busy and not self._copied.is_set():
             begin = time.perf_counter()
@@ -150,7 +159,7 @@ class Snapshots:
         chosen = self.settings.path
         if self._rank == 0 and newest_steps(checkpoints) >= newest_steps(chosen):
             chosen = checkpoints
-        folder: str = self._engine.optimizer.collectives.broadcast_object(chosen)
+        folder: str = self._zero.collectives.broadcast_object(chosen)
         return folder
 
     def finish(self) -> None:
@@ -160,7 +169,7 @@ class Snapshots:
             RuntimeError: it could not be, or an update beside it failed.
         """
         if self._is_busy:
-            self._engine.optimizer.overlap.finish()  # on an SSD a step counts only then
+            self._updates.finish()  # on an SSD a step counts only then
             assert self._writing is not None
             with suppress(Exception):
                 self._writing.result()
@@ -212,18 +221,17 @@ class Snapshots:
 
     def _is_anyone_writing(self) -> bool:
         """The same on all ranks: each takes a snapshot or none does."""
-        if self._engine.optimizer.collectives.world == 1:
+        if self._zero.collectives.world == 1:
             return self._is_busy
         busy = torch.tensor(float(self._is_busy), device=self._engine.device)
-        self._engine.optimizer.collectives.all_reduce(busy, op=dist.ReduceOp.MAX)
+        self._zero.collectives.all_reduce(busy, op=dist.ReduceOp.MAX)
         return bool(busy.item())
 
     def _take(self, step: int) -> None:
-        optimizer = self._engine.optimizer
-        if self._offloaded.must_settle:
-            optimizer.overlap.settle()
+        if self._offloaded.must_synchronize:
+            self._updates.synchronize()
         try:
-            states = self._states(*self._offloaded.take(optimizer))
+            states = self._states(*self._offloaded.take(self._zero))
         except BaseException:
             self._forget_staged()
             self._offloaded.forget()
@@ -232,7 +240,7 @@ class Snapshots:
         self._is_busy = True
         self._thread.submit(self._wait_for_copies)
         job = Job(f"step{step:08d}", step, states, self._offloaded.keep_files)
-        self._offloaded.when_ready(optimizer, partial(self._begin_writing, job))
+        self._offloaded.when_ready(self._zero, self._updates, partial(self._begin_writing, job))
 
     def _begin_writing(self, job: Job) -> None:
         self._writing = self._thread.submit(self._write, job)
@@ -245,7 +253,7 @@ class Snapshots:
         self._staged.clear()
         needed = sum(sizes) + self._offloaded.nbytes
         short = torch.tensor(float(needed > limit), device=self._engine.device)
-        self._engine.optimizer.collectives.all_reduce(short, op=dist.ReduceOp.MAX)
+        self._zero.collectives.all_reduce(short, op=dist.ReduceOp.MAX)
         if short.item():
             raise ValueError(
                 f"hmt.snapshot copies {needed} bytes of weights and states to host memory on rank {self._rank}, which "
@@ -263,7 +271,7 @@ class Snapshots:
         """What this rank writes, by kind of file; masters and moments away from the device are given."""
         self._living, self._temporary_bytes = _storages(self._engine), 0
         states = {"optim": self._optimizer_state(masters, moments)}
-        if self._rank == 0 or self._engine.optimizer.settings.stage == 3:
+        if self._rank == 0 or self._zero.settings.stage == 3:
             states["model"] = self._model_state()
         return states
 
@@ -293,7 +301,7 @@ class Snapshots:
     def _stage_weight(self, param_state: ParamState) -> Any:
         if param_state.weight.master is not None:
             return self._stage(param_state.weight.master, param_state.name)
-        dtype = self._engine.optimizer.settings.model_dtype  # as exact, and smaller
+        dtype = self._zero.settings.model_dtype  # as exact, and smaller
         with param_state.weight.shard() as shard:
             return self._stage(
                 _to_stay(param_state.gradient.param, shard.to(dtype)), param_state.name
@@ -302,16 +310,14 @@ class Snapshots:
     def _optimizer_state(
         self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        optimizer, masters = self._engine.optimizer, {}
-        for param_state in (
-            optimizer.param_states if optimizer.settings.stage > 0 or self._rank == 0 else ()
-        ):
-            flat = list(param_state.gradient.shards.flat(optimizer.shard_rank))
+        zero, masters = self._zero, {}
+        for param_state in zero.param_states if zero.saves_states else ():
+            flat = list(param_state.gradient.shards.flat(zero.shard_rank))
             held = offloaded.get(param_state.name)
             if held is None:
                 held = {"values": self._stage_weight(param_state)}
             masters[param_state.name] = {"flat": flat, **held}
-        ours = map_tensors(hmt_state(optimizer, self._stage, moments), self._stage)
+        ours = map_tensors(hmt_state(zero, self._stage, moments), self._stage)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
     def _model_state(self) -> dict[str, Any]:
@@ -374,11 +380,11 @@ def _to_stay(param: Any, part: Tensor) -> Tensor:
     return part.clone() if on_ssd(param) else part
 
 
-def _storages(engine: HMTEngine) -> set[int]:
+def _storages(engine: Engine) -> set[int]:
     """Addresses of what lives on after a snapshot: weights, masters and states as they are stored."""
     params = list(engine.module.parameters())
     tensors = [*params, *(param.ds_tensor for param in params if hasattr(param, "ds_tensor"))]
-    for param_state in engine.optimizer.param_states:
+    for param_state in engine.optimizer.zero.param_states:
         dense = (
             ()
             if param_state.dense_state is None or param_state.host is not None

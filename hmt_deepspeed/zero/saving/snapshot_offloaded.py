@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.memory.alternate import Held
+from hmt_deepspeed.zero.interfaces import HostUpdates
 from hmt_deepspeed.zero.offload.states import MASTER, RamStates, SsdStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.saving.snapshot_writer import Staged
 from hmt_deepspeed.zero.saving.ssd_files import describe_files, hold_files, keep_files
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.memory.alternate import Held
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["OffloadedStates"]
 
@@ -34,22 +33,22 @@ class OffloadedStates:
     :meth:`take` and :meth:`when_ready` are for the training thread, the others for the one that writes.
 
     Args:
-        optimizer: whose states they are.
+        zero: the states of the optimizer.
 
     Attributes:
         nbytes: of host memory that copies need.
     """
 
-    def __init__(self, optimizer: HMTZeroOptimizer) -> None:
-        self._worker = optimizer.host
-        weights = [p.weight for p in optimizer.param_states if isinstance(p.weight, HostWeight)]
+    def __init__(self, zero: ZeroState) -> None:
+        self._worker = zero.host
+        weights = [p.weight for p in zero.param_states if isinstance(p.weight, HostWeight)]
         self._weights = weights
         self._in_ram = [w for w in weights if isinstance(w.states, RamStates)]
         self._on_ssd = any(isinstance(w.states, SsdStates) for w in weights)
         columns = [(w.num_elements, c) for w in self._in_ram for c in w.states.columns]
         self.nbytes = sum(numel * torch.float32.itemsize for numel, _ in columns)
         # Weights without masters are the device's, where the updates of this step arrive.
-        self.must_settle = not all(w.has_master for w in weights)
+        self.must_synchronize = not all(w.has_master for w in weights)
         self._copies: dict[str, Tensor] = {}
         self._jobs: list[Future[None]] = []
         self._held: dict[str, Held] = {}
@@ -67,7 +66,7 @@ class OffloadedStates:
         masters: dict[str, Any] = {w.name: {} for w in self._weights if MASTER in w.states.columns}
         return masters, {w.name: {} for w in self._weights}
 
-    def take(self, optimizer: HMTZeroOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    def take(self, zero: ZeroState) -> tuple[dict[str, Any], dict[str, Any]]:
         """Begin to take them, between two steps.
 
         Returns:
@@ -78,7 +77,7 @@ class OffloadedStates:
             RuntimeError: an update has failed.
         """
         masters: dict[str, Any] = {}
-        moments: dict[str, Any] = {**describe_files(optimizer, masters=True)}
+        moments: dict[str, Any] = {**describe_files(zero, masters=True)}
         for name, files in moments.items():
             if MASTER in files["columns"]:
                 masters[name] = files
@@ -95,15 +94,15 @@ class OffloadedStates:
             moments[weight.name] = staged
         return masters, moments
 
-    def when_ready(self, optimizer: HMTZeroOptimizer, write: Callable[[], None]) -> None:
+    def when_ready(self, zero: ZeroState, updates: HostUpdates, write: Callable[[], None]) -> None:
         """Call ``write`` once what is taken can be written: now, or when the step's files count."""
 
         def counted() -> None:
-            self._held = hold_files(optimizer, masters=True)
+            self._held = hold_files(zero, masters=True)
             write()
 
         if self._on_ssd:
-            optimizer.overlap.when_committed(counted)
+            updates.when_committed(counted)
         else:
             write()
 

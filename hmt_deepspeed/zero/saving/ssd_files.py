@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,43 +13,41 @@ from torch import Tensor
 from hmt_deepspeed.memory.alternate import Held, Piece, Record, read_kept
 from hmt_deepspeed.zero.offload.states import SsdStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.saving.durable import sync_folder
-
-if TYPE_CHECKING:
-    from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-    from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.state import ZeroState
 
 __all__ = ["FOLDER", "describe_files", "hold_files", "keep_files", "read_columns", "save_files"]
 
 FOLDER = "ssd_states"  # within the checkpoint
 
 
-def _on_ssd(optimizer: HMTZeroOptimizer, masters: bool) -> list[tuple[ParamState, SsdStates]]:
+def _on_ssd(zero: ZeroState, masters: bool) -> list[tuple[ParamState, SsdStates]]:
     """Entries with states on an SSD; without ``masters`` only those that have moments there."""
     return [
         (param_state, param_state.weight.states)
-        for param_state in optimizer.param_states
+        for param_state in zero.param_states
         if isinstance(param_state.weight, HostWeight)
         and isinstance(param_state.weight.states, SsdStates)
         and (masters or param_state.dense_state is not None)
     ]
 
 
-def _names(optimizer: HMTZeroOptimizer, masters: bool) -> dict[Piece, str]:
+def _names(zero: ZeroState, masters: bool) -> dict[Piece, str]:
     """The files' names, within the checkpoint."""
-    pieces = [piece for _, states in _on_ssd(optimizer, masters) for piece in states.pieces]
-    rank = optimizer.shard_rank
+    pieces = [piece for _, states in _on_ssd(zero, masters) for piece in states.pieces]
+    rank = zero.shard_rank
     return {p: f"{FOLDER}/rank_{rank}_{number:06d}.bin" for number, p in enumerate(pieces)}
 
 
-def describe_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[str, dict[str, Any]]:
+def describe_files(zero: ZeroState, masters: bool = False) -> dict[str, dict[str, Any]]:
     """By parameter its columns and ``[file, begin, end]`` of each piece, for the rank's own file.
 
     Args:
         masters: also of parameters of which nothing else is on the SSD; a checkpoint has masters in the ranks'
             own files.
     """
-    names = _names(optimizer, masters)
+    names = _names(zero, masters)
     return {
         param_state.name: {
             "columns": list(states.columns),
@@ -58,13 +56,13 @@ def describe_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[s
                 for piece, chunk in zip(states.pieces, states.chunks, strict=True)
             ],
         }
-        for param_state, states in _on_ssd(optimizer, masters)
+        for param_state, states in _on_ssd(zero, masters)
     }
 
 
-def save_files(optimizer: HMTZeroOptimizer, folder: str) -> dict[str, dict[str, Any]]:
+def save_files(zero: ZeroState, folder: str) -> dict[str, dict[str, Any]]:
     """:func:`hold_files`, :func:`keep_files` and the release; for a checkpoint."""
-    held = hold_files(optimizer)
+    held = hold_files(zero)
     try:
         return keep_files(held, folder)
     finally:
@@ -72,12 +70,12 @@ def save_files(optimizer: HMTZeroOptimizer, folder: str) -> dict[str, dict[str, 
             file.release()
 
 
-def hold_files(optimizer: HMTZeroOptimizer, masters: bool = False) -> dict[str, Held]:
+def hold_files(zero: ZeroState, masters: bool = False) -> dict[str, Held]:
     """The files that :func:`describe_files` names, as they were committed last; each is to be released."""
-    if optimizer.host is None or optimizer.host.ssd is None:
+    if zero.host is None or zero.host.ssd is None:
         return {}
-    slots = optimizer.host.ssd.slots
-    return {name: slots.hold(piece) for piece, name in _names(optimizer, masters).items()}
+    slots = zero.host.ssd.slots
+    return {name: slots.hold(piece) for piece, name in _names(zero, masters).items()}
 
 
 def keep_files(held: Mapping[str, Held], folder: str) -> dict[str, dict[str, Any]]:

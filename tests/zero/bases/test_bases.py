@@ -17,9 +17,9 @@ def held_after_training(stage: int, projected: bool) -> dict[str, Any]:
     optimizer = engine.optimizer
     return {
         "losses": losses,
-        "rows": [e.matrix.projection.shape[0] for e in optimizer.low_rank],
-        "parked": [_parked_rows(e) for e in optimizer.low_rank],
-        "columns": [e.matrix.shape[1] for e in optimizer.low_rank],
+        "rows": [e.matrix.projection.shape[0] for e in optimizer.zero.low_rank],
+        "parked": [_parked_rows(e) for e in optimizer.zero.low_rank],
+        "columns": [e.matrix.shape[1] for e in optimizer.zero.low_rank],
         "bytes": optimizer.metrics()["low_rank_state_bytes"],
     }
 

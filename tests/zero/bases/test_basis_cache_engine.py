@@ -113,7 +113,7 @@ def measured() -> dict[str, Any]:
         engine = cached_engine(2, mode, None if name == "none" else CACHE, layers=2)
         train(engine, 2)
         if name == "cache":
-            alive = AliveBytes(engine.optimizer.bases.cache._store, "get")
+            alive = AliveBytes(engine.optimizer.zero.bases.cache._store, "get")
         before = engine.optimizer.metrics()
         train(engine, 3, first=2)
         found[name] = engine.optimizer.metrics(), before
@@ -180,10 +180,15 @@ RANKS = (16, 16, 4, 16, 8, 16)  # of a matrix's refreshes, in turn
 
 def follow_ranks(engine: Any) -> None:
     """The rank falls and rises at successive refreshes, whatever the energies say."""
-    policy, schedule = engine.optimizer.policy, engine.optimizer.schedule
+    policy, schedule = (
+        engine.optimizer.zero.basis_groups.policy,
+        engine.optimizer.zero.basis_groups.schedule,
+    )
 
     def rank(index: int, *_: object) -> int:
-        return RANKS[schedule.num_refreshes[engine.optimizer.groups[index][0]] % len(RANKS)]
+        return RANKS[
+            schedule.num_refreshes[engine.optimizer.zero.basis_groups.groups[index][0]] % len(RANKS)
+        ]
 
     policy.first_width = policy.choose = rank
 
@@ -202,7 +207,7 @@ def old_run(stage: int, folder: str, resume: bool) -> dict[str, Any]:
     else:
         train(engine, first)
         engine.save_checkpoint(folder)
-    cache = engine.optimizer.bases.cache
+    cache = engine.optimizer.zero.bases.cache
     hits, kept = cache.old_hits, cache.kept_keys()
     losses = train(engine, 6, first=first)
     found = {**outcome(engine, losses), "hits": cache.old_hits - hits, "kept": kept}

@@ -87,10 +87,10 @@ def experts(stage: int, gas: int, options: dict[str, Any], **changes: Any) -> di
     engine = engine_of(stage, gas, options, **changes)
     train(engine, range(5))  # refreshes in the first and the fourth
     optimizer = engine.optimizer
-    whole = [e.gradient.leaf is not None for e in optimizer.low_rank]
-    rows = [e.matrix.projection.shape[0] for e in optimizer.low_rank]
+    whole = [e.gradient.leaf is not None for e in optimizer.zero.low_rank]
+    rows = [e.matrix.projection.shape[0] for e in optimizer.zero.low_rank]
     found = result(engine, [0.0]) | {"leaf": whole, "rows": rows}
-    found["shared"] = optimizer.shared.groups()
+    found["shared"] = optimizer.zero.basis_groups.shared.groups()
     engine.destroy()
     return found
 

@@ -26,11 +26,11 @@ CACHE: dict[str, Any] = {"history": 2}
 
 
 def evidence(engine: Any) -> dict[str, torch.Tensor]:
-    return {e.name: e.matrix.moments.evidence.clone() for e in engine.optimizer.low_rank}
+    return {e.name: e.matrix.moments.evidence.clone() for e in engine.optimizer.zero.low_rank}
 
 
 def numbers(engine: Any) -> dict[str, Any]:
-    cache, history = engine.optimizer.bases.cache, engine.optimizer.bases.history
+    cache, history = engine.optimizer.zero.bases.cache, engine.optimizer.zero.bases.history
     return {
         "hits": history.hits,
         "misses": history.misses,
@@ -117,8 +117,8 @@ def bounded() -> dict[str, Any]:
     engine_settings.host_memory_share = lambda: PAGES * 4096
     engine = cached_engine(2, MODE, CACHE)
     losses = train(engine, STEPS)
-    cache = engine.optimizer.bases.cache
-    waiting = sum(e.name in cache for e in engine.optimizer.low_rank)
+    cache = engine.optimizer.zero.bases.cache
+    waiting = sum(e.name in cache for e in engine.optimizer.zero.low_rank)
     found = {"losses": losses, "waiting": waiting, **numbers(engine)}
     found["pages"] = cache._store.pinned_bytes // 4096
     engine.destroy()
@@ -138,7 +138,7 @@ def test_the_cache_keeps_its_bounds_and_current_bases_come_first(ranks: Ranks) -
 def lost_on_one_rank() -> dict[str, Any]:
     engine = cached_engine(3, MODE, CACHE)
     train(engine, 3)
-    cache = engine.optimizer.bases.cache
+    cache = engine.optimizer.zero.bases.cache
     if torch.distributed.get_rank() == 1:
         for key in cache.kept_keys()[:3]:
             cache.discard(key)
@@ -218,7 +218,7 @@ def messages() -> dict[str, str]:
     engine = cached_engine(2, {**MODE, "module_rules": rules}, CACHE)
     train(engine, 5)
     found["mixed"] = engine.optimizer.describe().splitlines()[-1]
-    found["kept names"] = str(engine.optimizer.bases.cache.kept_keys())
+    found["kept names"] = str(engine.optimizer.zero.bases.cache.kept_keys())
     return found
 
 

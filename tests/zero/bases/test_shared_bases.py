@@ -17,11 +17,11 @@ CACHE = {"hmt": {"optimizer": SHARING, "basis_cache": {}}}
 
 def first_moments(engine: Any) -> dict[str, Tensor]:
     """Of the rows held here."""
-    return {e.name: e.matrix.moments.exp_avg.read().clone() for e in engine.optimizer.low_rank}
+    return {e.name: e.matrix.moments.exp_avg.read().clone() for e in engine.optimizer.zero.low_rank}
 
 
 def held(engine: Any) -> dict[str, Any]:
-    owners = {e.name: e.matrix.columns.owner for e in engine.optimizer.low_rank}
+    owners = {e.name: e.matrix.columns.owner for e in engine.optimizer.zero.low_rank}
     return {"bases": bases(engine), "moments": first_moments(engine), "owners": owners}
 
 
@@ -54,9 +54,13 @@ def trained_with_little_room(stage: int) -> Any:
     """For the gradients of q, k and v together, 12800 bytes, but not for those of gate and up, 24640."""
     engine = mode_engine({**SHARING, "max_full_gradient_bytes": 13_000}, stage)
     said: list[str] = []
-    engine.optimizer._warn = said.append
+    engine.optimizer.zero.basis_groups._warn = said.append
     train(engine, 8)
-    found = held(engine)["owners"], list(engine.optimizer.schedule.num_refreshes), said
+    found = (
+        held(engine)["owners"],
+        list(engine.optimizer.zero.basis_groups.schedule.num_refreshes),
+        said,
+    )
     engine.destroy()
     return found
 

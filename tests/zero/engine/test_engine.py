@@ -98,7 +98,7 @@ def safe_tools(stage: int) -> dict[str, Any]:
     train(engine, 3)
     named = dict(engine.module.named_parameters())
     low, dense = "model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"
-    matrix = next(e.matrix for e in engine.optimizer.low_rank if e.name == low)
+    matrix = next(e.matrix for e in engine.optimizer.zero.low_rank if e.name == low)
     found: dict[str, Any] = {"rank": matrix.rank, "model": model_weights(engine)}
     for name in (low, dense):
         param = named[name]

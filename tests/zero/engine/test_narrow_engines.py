@@ -58,7 +58,7 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
     """Eight steps; the last three of them again from a checkpoint."""
     config = ds_config(stage, {**OPTIONS, **SIDES})
     engine = make_engine(config, Narrow())
-    rows = start_rows(engine.optimizer)
+    rows = start_rows(engine.optimizer.zero)
     losses = train(engine, 0, 5)
     engine.save_checkpoint(str(folder))
     losses += train(engine, 5, 3)

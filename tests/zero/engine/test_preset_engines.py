@@ -26,7 +26,7 @@ def preset_runs() -> dict[str, dict[str, Any]]:
         with contextlib.redirect_stdout(said):
             engine = make_engine(config, tiny_llama(seed=7))
         losses = train(engine, STEPS)
-        entries = engine.optimizer.param_states
+        entries = engine.optimizer.zero.param_states
         found[preset] = {
             "losses": losses,
             "said": said.getvalue(),

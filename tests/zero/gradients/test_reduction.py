@@ -136,8 +136,12 @@ def sent_over_one_interval(interval: int) -> dict[str, int]:
         engine.step()
         sent += engine.optimizer.communication_bytes
     optimizer = engine.optimizer
-    stock = interval * stock_communication_bytes(optimizer, low_rank_only=True)
-    return {"sent": sent, "stock": stock, "refreshes": min(optimizer.schedule.num_refreshes)}
+    stock = interval * stock_communication_bytes(optimizer.zero, low_rank_only=True)
+    return {
+        "sent": sent,
+        "stock": stock,
+        "refreshes": min(optimizer.zero.basis_groups.schedule.num_refreshes),
+    }
 
 
 def one_gather(stage: int) -> dict[str, int]:
@@ -152,11 +156,11 @@ def one_gather(stage: int) -> dict[str, int]:
             "width": entry.gradient.width,
             "low_rank": entry.matrix is not None,
         }
-        for entry in optimizer.param_states
+        for entry in optimizer.zero.param_states
     ]
     return {
         "sent": optimizer.communication_bytes,
-        "stock": stock_communication_bytes(optimizer),
+        "stock": stock_communication_bytes(optimizer.zero),
         "entries": entries,
     }
 
@@ -171,23 +175,23 @@ def memory(stage: int, dtype: str) -> dict[str, Any]:
     engine = make_engine(ds_config(stage, options, zero_optimization=zero, **changes), model)
     train(engine, 2)
     optimizer = engine.optimizer
-    assert not any(entry.gradient.refreshing for entry in optimizer.low_rank)
+    assert not any(entry.gradient.refreshing for entry in optimizer.zero.low_rank)
     optimizer.reducer.peak_bytes = 0
     engine.backward(loss_of(engine, micro_batches(engine, 2)[0]))
     kept = [
         (e.gradient.reduced.shape, e.gradient.reduced.dtype, e.gradient.param.grad, e.gradient.full)
-        for e in optimizer.low_rank
+        for e in optimizer.zero.low_rank
     ]
     engine.step()
     return {
         "metrics": optimizer.metrics(),
         "kept": kept,
         "matrices": [
-            (e.gradient.shards, e.matrix.rank, e.matrix.width) for e in optimizer.low_rank
+            (e.gradient.shards, e.matrix.rank, e.matrix.width) for e in optimizer.zero.low_rank
         ],
         "held": [
             sum(t.nbytes for t in (m.exp_avg, m.exp_avg_sq, m.evidence))
-            for m in (e.matrix.moments for e in optimizer.low_rank)
+            for m in (e.matrix.moments for e in optimizer.zero.low_rank)
         ],
     }
 

@@ -36,7 +36,7 @@ def detour_run(stage: int, options: dict[str, Any], used: int, unused: int) -> d
     """Steps that use all linears, then steps that leave one out."""
     torch.manual_seed(0)
     engine = make_engine(ds_config(stage, {**OPTIONS, **options}), Detour())
-    matrices = {entry.name: entry.matrix for entry in engine.optimizer.low_rank}
+    matrices = {entry.name: entry.matrix for entry in engine.optimizer.zero.low_rank}
     energies = []
     for step in range(used + unused):
         loss = engine(torch.randn(12, WIDTH), step < used)
@@ -45,8 +45,8 @@ def detour_run(stage: int, options: dict[str, Any], used: int, unused: int) -> d
         energies.append(float(matrices["detour.weight"].smoothed_energy()))
     return {
         "measured": {name: matrix.measured for name, matrix in matrices.items()},
-        "refreshes": engine.optimizer.schedule.num_refreshes,
-        "early": engine.optimizer.schedule.next_refresh,
+        "refreshes": engine.optimizer.zero.basis_groups.schedule.num_refreshes,
+        "early": engine.optimizer.zero.basis_groups.schedule.next_refresh,
         "finite": all(bool(torch.isfinite(p).all()) for p in engine.module.parameters()),
         "energies": energies,
     }
@@ -114,7 +114,7 @@ def pair_run(stage: int) -> tuple[list[int], Tensor, Tensor]:
     for step in range(PAIR_STEPS):
         engine.backward(engine(pair_batch(step).chunk(world)[rank], step == 0))
         engine.step()
-    return engine.optimizer.schedule.num_refreshes, *(
+    return engine.optimizer.zero.basis_groups.schedule.num_refreshes, *(
         f(engine)["a.weight"] for f in (bases, weights)
     )
 

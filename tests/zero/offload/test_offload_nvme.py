@@ -86,7 +86,7 @@ def run(
             norms.append(float(engine.get_global_grad_norm()))
         entry = {"losses": losses, "norms": norms, "weights": weights(engine)}
         entry["model"] = model_weights(engine)
-        ssd = engine.optimizer.host.ssd
+        ssd = engine.optimizer.zero.host.ssd
         if ssd is not None:
             entry["buffers"] = (ssd._pool.peak_bytes, ssd._pool.nbytes)
         entry["table"] = engine.optimizer.describe()
@@ -245,12 +245,14 @@ def moved(folder: str) -> dict[str, Any]:
         optimizer, times, metrics = engine.optimizer, [], [engine.optimizer.metrics()]
         for step in range(5):
             train_step(engine, step)
-            optimizer.overlap.settle()  # the last writes
+            optimizer.overlap.synchronize()  # the last writes
             clipped = float(engine.get_global_grad_norm()) > 0.7
             times.append(2 if clipped else 1)  # redone
             metrics.append(optimizer.metrics())
         if home:
-            pages = sum(4096 * -(-e.weight.num_elements // 256) for e in optimizer.param_states)
+            pages = sum(
+                4096 * -(-e.weight.num_elements // 256) for e in optimizer.zero.param_states
+            )
             read = metrics[0]["ssd_bytes_read"] + sum(times) * pages
             metrics[-1] = metrics_after_reading(optimizer, read + AHEAD)
         found[home and "ssd"] = {
@@ -260,7 +262,7 @@ def moved(folder: str) -> dict[str, Any]:
             "times": times,
             "metrics": metrics,
         }
-        found["numel"] = [e.weight.num_elements for e in optimizer.param_states]
+        found["numel"] = [e.weight.num_elements for e in optimizer.zero.param_states]
         engine.destroy()
         del engine, optimizer
     return found
@@ -324,10 +326,10 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     overlap, pipeline = SCHEDULES[schedule]
     config = offloaded(folder, 1, ADAMW, {"overlap": overlap}, pipeline, gradient_clipping=0.0)
     engine = make_engine(config, tiny_llama(layers=1))
-    ssd, adam = engine.optimizer.host.ssd, engine.optimizer.host.adam
+    ssd, adam = engine.optimizer.zero.host.ssd, engine.optimizer.zero.host.adam
     losses = train(engine, 2)
     if schedule == "optimised":  # the first reads for the step to come are over
-        num = sum(len(entry.weight.states.pieces) for entry in engine.optimizer.param_states)
+        num = sum(len(entry.weight.states.pieces) for entry in engine.optimizer.zero.param_states)
         wait_for(lambda: ssd.counters.num_in >= 2 * num + 2)
     slow_down(ssd.slots, "read", 3e-3)
     slow_down(ssd.slots, "write", 3e-3)
@@ -342,7 +344,7 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     ended = time.perf_counter()
     engine.step()
     losses.append(loss.item())
-    engine.optimizer.overlap.settle()  # the last writes
+    engine.optimizer.overlap.synchronize()  # the last writes
     found = {"losses": losses, "events": ssd.events, "backward": ended}
     found["table"] = engine.optimizer.describe()
     ssd.events = None

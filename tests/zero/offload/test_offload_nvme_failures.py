@@ -40,12 +40,12 @@ def broken(home: str, fault: str) -> list[str]:
         for file in files:
             os.truncate(file, 100)
     else:
-        engine.optimizer.host.ssd.slots.folder._io = Broken(fault)
+        engine.optimizer.zero.host.ssd.slots.folder._io = Broken(fault)
     said = []
     for step in (2, 3):
         try:
             train_step(engine, step)
-            engine.optimizer.overlap.settle()
+            engine.optimizer.overlap.synchronize()
             said.append("went on")
         except RuntimeError as error:
             said.append(str(error))
@@ -122,10 +122,10 @@ def until_killed(folder: str, home: str, overlap: str, steps: int, instant: Any 
 
 def arm(engine: Any, instant: Any) -> None:
     """Set the charge."""
-    slots = engine.optimizer.host.ssd.slots
+    slots = engine.optimizer.zero.host.ssd.slots
     places = {
         "read": (slots, "read"),
-        "update": (engine.optimizer.host.adam, "step_"),
+        "update": (engine.optimizer.zero.host.adam, "step_"),
         "write": (slots.folder._io, "write"),
         "commit": (slots, "_retire"),
         "link": (os, "link"),

@@ -94,11 +94,13 @@ def compared(
     model.model.norm.scalar = torch.nn.Parameter(torch.ones(1))
     engine = make_engine(offloaded(config) if offload else config, model)
     found = result(engine, train(engine, 5))
-    assert all(engine.optimizer.schedule.num_refreshes)  # five steps are enough for each matrix
-    worker = engine.optimizer.host
+    assert all(
+        engine.optimizer.zero.basis_groups.schedule.num_refreshes
+    )  # five steps are enough for each matrix
+    worker = engine.optimizer.zero.host
     found["kinds"] = {
         (type(e.weight).__name__, e.matrix is None, e.weight.master is None)
-        for e in engine.optimizer.param_states
+        for e in engine.optimizer.zero.param_states
     }
     pools = [] if worker is None else [worker.engine.pool, worker._outbound]
     found["pools"] = [(pool.nbytes, pool.peak_bytes) for pool in pools]
@@ -200,7 +202,7 @@ def device_bytes(options: dict[str, Any], offload: bool) -> dict[str, int]:
     train(engine, 3)
     loss = loss_of(engine, micro_batches(engine, 3)[0])
     engine.backward(loss)
-    worker = engine.optimizer.host
+    worker = engine.optimizer.zero.host
     if worker is not None:
         worker.drain()  # gradients on their way
     pools = [] if worker is None else [pool._memory for pool in worker.engine._pools]
@@ -212,7 +214,7 @@ def device_bytes(options: dict[str, Any], offload: bool) -> dict[str, int]:
         if pointer not in host:
             storages[pointer] = tensor.untyped_storage().nbytes()
     found = {"device": sum(storages.values())}
-    entries = engine.optimizer.param_states
+    entries = engine.optimizer.zero.param_states
     found["dense"] = sum(e.weight.num_elements for e in entries if e.matrix is None)
     found["matrices"] = sum(e.weight.num_elements for e in entries if e.matrix is not None)
     found["host"] = engine.optimizer.metrics()["optimizer_host_bytes"]
@@ -311,7 +313,7 @@ def failing_worker() -> list[str]:
     engine = make_engine(offloaded(ds_config(2, ADAMW), pin_memory=False))
     assert "not page-locked (pin_memory is false)" in engine.optimizer.describe()
     train(engine, 1)
-    adam = engine.optimizer.host.adam
+    adam = engine.optimizer.zero.host.adam
     step, calls = adam.step_, []
 
     def fail(*arguments: Any, **keyword: Any) -> None:

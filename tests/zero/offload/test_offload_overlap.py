@@ -43,7 +43,7 @@ UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 
 def slowed(engine: Any) -> list[int]:
     """A worker that is always late; the steps of Adam that it takes, by number."""
-    adam, taken = engine.optimizer.host.adam, []
+    adam, taken = engine.optimizer.zero.host.adam, []
     step = adam.step_
 
     def late(*arguments: Any, **keyword: Any) -> None:
@@ -141,7 +141,7 @@ def during_forward(stage: int) -> dict[str, Any]:
     engine = overlapped(stage, "forward", zero_optimization=prefetch)
     train(engine, 2)
     optimizer, began, waited = engine.optimizer, threading.Event(), []
-    late = next(e for e in optimizer.param_states if "layers.1.self_attn.q_proj" in e.name)
+    late = next(e for e in optimizer.zero.param_states if "layers.1.self_attn.q_proj" in e.name)
     step = late.host._next_step
 
     def blocked(*arguments: Any) -> Any:
@@ -165,7 +165,7 @@ def during_forward(stage: int) -> dict[str, Any]:
 
     train_step(engine, 2)
     second.self_attn.q_proj.register_forward_hook(look)
-    pending = sum(e.weight.pending for e in optimizer.param_states)
+    pending = sum(e.weight.pending for e in optimizer.zero.param_states)
     began.clear()  # set by the forward before the step
     return {"pending": pending, "loss": train_step(engine, 3), "waited": waited, **seen}
 
@@ -184,8 +184,8 @@ def test_forward_runs_over_the_updates_of_later_layers(ranks: Ranks, stage: int)
 def during_backward() -> dict[str, Any]:
     engine = overlapped(2, "auto", gas=2, gradient_clipping=0.0, **UNCHECKED)
     train(engine, 2)
-    host, optimizer = engine.optimizer.host, engine.optimizer
-    masters = [e.weight.master for e in optimizer.param_states]
+    host, optimizer = engine.optimizer.zero.host, engine.optimizer
+    masters = [e.weight.master for e in optimizer.zero.param_states]
     found = {"table": optimizer.describe()}
     for tokens in micro_batches(engine, 2):
         before = [m.clone() for m in masters]
@@ -342,7 +342,7 @@ def diverging(stage: int, overlap: str) -> dict[str, Any]:
         x = torch.randn(6, 16, generator=torch.Generator().manual_seed(2 * step + rank))
         engine.backward(engine(x, step == 0 or step % 2 == rank))
         engine.step()
-    engine.optimizer.overlap.settle()
+    engine.optimizer.overlap.synchronize()
     return result(engine, [])
 
 

@@ -149,7 +149,7 @@ def low_rank_moments(stage: int, options: dict[str, Any]) -> dict[str, tuple[Any
 
     def expected(grads: list[Tensor]) -> list[Tensor]:
         matrices, whole = grads[::2], []
-        for entry, grad in zip(engine.optimizer.low_rank, matrices, strict=True):
+        for entry, grad in zip(engine.optimizer.zero.low_rank, matrices, strict=True):
             basis = projections[entry.name] @ projections[entry.name].t()
             projected = basis @ grad if options.get("projection") == "left" else grad @ basis
             whole.append(grad if entry.gradient.refreshing else projected)
@@ -157,7 +157,7 @@ def low_rank_moments(stage: int, options: dict[str, Any]) -> dict[str, tuple[Any
 
     for step in range(3):
         weights, projections = model_weights(engine), bases(engine)
-        due = [entry.gradient.refreshing for entry in engine.optimizer.low_rank]
+        due = [entry.gradient.refreshing for entry in engine.optimizer.zero.low_rank]
         own, mean = ([gradients(weights, number, of) for number in range(2)] for of in (rank, None))
         backward(engine, 0)
         first = own[0] if stage < 2 else mean[0]

@@ -38,7 +38,7 @@ def tensors_of(engine: Any, name: str) -> list[Tensor]:
     """What a name of DeepSpeed's takes, found without the code that moves it; each storage once."""
     optimizer = engine.optimizer
     found: list[Tensor] = []
-    for entry in optimizer.param_states:
+    for entry in optimizer.zero.param_states:
         if name == "optim_states":
             moments = (
                 entry.dense_state[:2] if entry.matrix is None else entry.matrix.states().values()
@@ -162,7 +162,7 @@ def edges(folder: str) -> dict[str, Any]:
     accelerator.synchronize = lambda *_: fences.append("waits")
     engine.offload_states(include=["optim_states", "hp_params"], non_blocking=True)
     fences.append("offloaded")
-    param = engine.optimizer.param_states[0].gradient.param
+    param = engine.optimizer.zero.param_states[0].gradient.param
     safe_get_local = engine.optimizer.state_access.get_local_fp32_param(param)
     fences.append("read")
     del accelerator.synchronize
@@ -196,10 +196,12 @@ def edges(folder: str) -> dict[str, Any]:
     engine.destroy()
     hosted = make_engine(offloaded(ds_config(2, LOW_RANK, **BF16)), tiny_llama(layers=1))
     train(hosted, 1)
-    before = {e.name: e.weight.master for e in hosted.optimizer.param_states}
+    before = {e.name: e.weight.master for e in hosted.optimizer.zero.param_states}
     moments = tensors_of(hosted, "optim_states")
     hosted.offload_states(include=["optim_states", "hp_params"])
-    found["hosted"] = all(e.weight.master is before[e.name] for e in hosted.optimizer.param_states)
+    found["hosted"] = all(
+        e.weight.master is before[e.name] for e in hosted.optimizer.zero.param_states
+    )
     left = {s.data_ptr() for s in tensors_of(hosted, "optim_states")}
     found["low-rank moments moved"] = sum(s.data_ptr() not in left for s in moments)
     hosted.reload_states()

@@ -46,7 +46,7 @@ TOOLS = """
 """
 
 NOT_APPLICABLE = {
-    "stock's flat groups and partitions: ours are one Entry per parameter": """
+    "stock's flat groups and partitions: ours are one ParamState per parameter": """
         bit16_groups bit16_groups_flat bf16_groups device dtype first_offset first_param_index_in_partition flatten
         flatten_and_print flatten_dense_tensors_aligned fp16_groups fp16_partitioned_groups
         fp16_partitioned_groups_flat fp16_partitioned_groups_flat_id fp16_partitioned_groups_flat_numel

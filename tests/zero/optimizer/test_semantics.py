@@ -41,7 +41,7 @@ def accumulation_dtypes(gas: int) -> dict[Any, dict[str, Any]]:
             losses = train(engine, 4)
             for tokens in micro_batches(engine, 0):
                 engine.backward(loss_of(engine, tokens))
-                gradients = [entry.gradient for entry in engine.optimizer.param_states]
+                gradients = [entry.gradient for entry in engine.optimizer.zero.param_states]
                 held = {t.dtype for g in gradients for t in (g.reduced, g.local) if t is not None}
                 if not engine.is_gradient_accumulation_boundary():
                     engine.step()
@@ -118,7 +118,7 @@ def frozen_and_tied(stage: int) -> dict[str, Any]:
     engine = make_engine(ds_config(stage, gas=2), model)
     found = result(engine, train(engine, STEPS))
     found["frozen"] = max(float((found["weights"][n] - w).abs().max()) for n, w in frozen.items())
-    found["names"] = [e.name for e in engine.optimizer.param_states]
+    found["names"] = [e.name for e in engine.optimizer.zero.param_states]
     return found
 
 
@@ -161,7 +161,7 @@ def branches(stage: int, gas: int, usage: str) -> dict[str, Any]:
             engine.step()
         losses.append(0.0)
     found = result(engine, losses)
-    found["held"] = [e.gradient.arrived is None for e in engine.optimizer.param_states]
+    found["held"] = [e.gradient.arrived is None for e in engine.optimizer.zero.param_states]
     return found
 
 
@@ -323,7 +323,7 @@ def conv1d(stage: int) -> dict[str, Any]:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     engine = make_engine(ds_config(stage, LOW_RANK, gas=2), GPT2LMHeadModel(config))
     found = result(engine, train(engine, STEPS))
-    low_rank = engine.optimizer.low_rank
+    low_rank = engine.optimizer.zero.low_rank
     found["matrices"] = {e.name: e.gradient.site is None for e in low_rank}
     found["ranks"] = matrix_ranks(engine)
     return found

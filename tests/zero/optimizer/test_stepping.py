@@ -230,12 +230,12 @@ def nobody_shares(steps: int) -> dict[str, Any]:
     for _ in range(steps):
         engine.backward(engine(torch.randn(12, 40)).square().mean())
         engine.step()
-        policies.append(id(engine.optimizer.policy))
-    histories = engine.optimizer.policy.histories.values()
+        policies.append(id(engine.optimizer.zero.basis_groups.policy))
+    histories = engine.optimizer.zero.basis_groups.policy.histories.values()
     return {
         "policies": len(set(policies[1:])),
         "records": sum(len(history.records) for history in histories),
-        "refreshes": sum(engine.optimizer.schedule.num_refreshes),
+        "refreshes": sum(engine.optimizer.zero.basis_groups.schedule.num_refreshes),
     }
 
 
@@ -264,7 +264,7 @@ def most_updates_alive(stage: int, bucket: int) -> dict[str, Any]:
     options = {"method": "apollo", "update_interval": 3}
     engine = make_engine(ds_config(stage, options, zero_optimization=zero))
     found = result(engine, train(engine, 4))
-    reduced = [entry.matrix for entry in engine.optimizer.low_rank]
+    reduced = [entry.matrix for entry in engine.optimizer.zero.low_rank]
     found["largest"] = max(matrix.num_rows * matrix.shape[1] for matrix in reduced)
     found["all"] = sum(matrix.num_rows * matrix.shape[1] for matrix in reduced)
     return found | {"alive": most}

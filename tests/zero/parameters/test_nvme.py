@@ -112,7 +112,7 @@ def trained(folder: str, device: str, variant: str = "bf16", **offload: Any) -> 
     found = {"losses": losses, "weights": model_weights(engine), "masters": weights(engine)}
     found["files"], found["shards"] = stored(engine, folder), shards(found["weights"])
     found["in memory"] = in_memory(engine)
-    found["refreshes"] = min(engine.optimizer.schedule.num_refreshes)
+    found["refreshes"] = min(engine.optimizer.zero.basis_groups.schedule.num_refreshes)
     found["master bytes"] = engine.optimizer.metrics()["master_weight_bytes"]
     return found
 

@@ -171,10 +171,13 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
             train_step(engine, step)
         facts = engine.run_facts(HMTConfig.from_block(config["hmt"]))
         problem = facts.problem(facts.workload(2, 16), named_machine("rtx4090", num_ssds=1))
+        snapshots = engine.hmt_snapshots
         found[name] = {
             "predicted": static_bytes(problem),
-            "counted": plan_memory.counted_bytes(engine.optimizer, engine.hmt_snapshots),
-            "snapshot pages": 0 if engine.hmt_snapshots is None else _pages(engine),
+            "counted": plan_memory.counted_bytes(
+                engine.optimizer, None if snapshots is None else snapshots.host_bytes
+            ),
+            "snapshot pages": 0 if snapshots is None else _pages(engine),
         }
         engine.destroy()
     return found

@@ -38,11 +38,11 @@ def run() -> dict[str, Any]:
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     engine = make_engine(config, tiny_llama(layers=LAYERS))
     facts = engine.run_facts(HMTConfig.from_block({}))
-    watch = RankWatch(engine.optimizer, facts.shape.names.layer)
+    watch = RankWatch(engine.optimizer.zero, facts.shape.names.layer)
     before = facts.at_ranks(watch.news().to_expect)  # type: ignore[union-attr]
     train_step(engine, 0)  # bases are found
     train_step(engine, 1)
-    host = engine.optimizer.host.engine.counters
+    host = engine.optimizer.zero.host.engine.counters
     sent = host.bytes_out
     train_step(engine, 2)
     found = watch.news()
@@ -60,10 +60,10 @@ def run() -> dict[str, Any]:
     total = sum(p.weight * p.base for p in phases(now))
     total = total + sum(p.weight * p.update for p in phases(now) if p.update is not None)
     size = engine.optimizer.settings.accumulate_dtype.itemsize
-    matrices = [entry.matrix for entry in engine.optimizer.low_rank]
+    matrices = [entry.matrix for entry in engine.optimizer.zero.low_rank]
     result = {
         "accumulated": sum(size * m.num_rows * m.width for m in matrices),
-        "ranks": {e.name: e.matrix.rank for e in engine.optimizer.low_rank},
+        "ranks": {e.name: e.matrix.rank for e in engine.optimizer.zero.low_rank},
         "named": dict(found.now),
         "predicted": static_bytes(now),
         "counted": counted_bytes(engine.optimizer),

@@ -69,7 +69,7 @@ def look_at(name: str, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
     engine = make_engine(config, tiny_llama())
     for step in range(2):
         train_step(engine, step)
-    host = engine.optimizer.host
+    host = engine.optimizer.zero.host
     before = (host.engine.counters.bytes_out, host.engine.counters.bytes_in)
     arithmetic.adam = arithmetic.added = 0
     train_step(engine, 2)
@@ -83,7 +83,7 @@ def look_at(name: str, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
         "predicted": static_bytes(problem),
         "counted": counted_bytes(engine.optimizer),
         "allocated": host.nbytes + host.pool_bytes,
-        "moments": sum(e.matrix.moments.nbytes for e in engine.optimizer.low_rank),
+        "moments": sum(e.matrix.moments.nbytes for e in engine.optimizer.zero.low_rank),
         "amounts": total,
         "moved": tuple(b - a for a, b in zip(before, after, strict=True)),
         "arithmetic": (arithmetic.adam, arithmetic.added),

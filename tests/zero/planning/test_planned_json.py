@@ -53,7 +53,7 @@ def train(path: str, config: dict[str, Any] | None, seed: int = 0) -> dict[str, 
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    host = getattr(engine.optimizer, "host", None)
+    host = engine.optimizer.zero.host if engine.hmt_enabled else None
     swapper = getattr(next(model.parameters()), "nvme_swapper", None)
     found = {
         "losses": losses,

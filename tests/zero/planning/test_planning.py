@@ -355,7 +355,8 @@ def test_ranks_are_looked_at_after_refreshes_only() -> None:
     layers = [entry(f"m.layers.{n}.q.weight", rank, True) for n, rank in enumerate((4, 9, 10))]
     matrices = Matrices([*layers, entry("m.layers.0.k.weight", 4, False), entry("m.7.w", 8, True)])
     schedule = SimpleNamespace(num_refreshes=[0] * len(matrices))
-    watch = RankWatch(SimpleNamespace(low_rank=matrices, schedule=schedule), "m.layers.*")
+    groups = SimpleNamespace(schedule=schedule)
+    watch = RankWatch(SimpleNamespace(low_rank=matrices, basis_groups=groups), "m.layers.*")
     assert watch.news() is not None
     assert watch.news() is None
     assert matrices.looked == 1
@@ -434,7 +435,7 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     planner = engine.hmt_planner
     found = {"plain losses": losses, "losses": steps(engine, FIRST_PLANNED + 3)}
     update = estimate(planner._problem, planner.plan).phases[-1]
-    pieces = [p for entry in engine.optimizer.param_states for p in entry.weight.states.pieces]
+    pieces = [p for entry in engine.optimizer.zero.param_states for p in entry.weight.states.pieces]
     found |= {
         "allowed": {choice for given in allowed[0].values() for choice in given},
         "machine": planner.machine,
@@ -454,10 +455,10 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     cached(f"{folder}/profile.json")
     engine = on_ssd(folder, {"policy": "plan"}, low_rank)
     steps(engine, 3)
-    entries = engine.optimizer.param_states
+    entries = engine.optimizer.zero.param_states
     found["low rank"] = {
         "comparison": engine.hmt_planner.comparison.as_json(),
-        "masters": sum(4 * e.weight.num_elements for e in engine.optimizer.low_rank),
+        "masters": sum(4 * e.weight.num_elements for e in engine.optimizer.zero.low_rank),
         "dense": sum(12 * e.weight.num_elements for e in entries if e.matrix is None),
         "pieces": sum(len(entry.weight.states.pieces) for entry in entries),
     }

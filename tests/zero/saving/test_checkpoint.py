@@ -61,7 +61,7 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
         "bases": bases(engine),
         "ranks": matrix_ranks(engine),
         "lr": lr_of(engine),
-        "step": engine.optimizer.step_count,
+        "step": engine.optimizer.zero.step_count,
         "random": torch.rand(3),
     }
 
@@ -122,7 +122,7 @@ def partial_loads(stage: int, folder: str) -> dict[str, Any]:
             "model": model_weights(engine),
             "moments": moments,
             "steps": engine.global_steps,
-            "own steps": engine.optimizer.step_count,
+            "own steps": engine.optimizer.zero.step_count,
             "scheduler": engine.lr_scheduler.last_batch_iteration,
         }
         engine.destroy()

@@ -178,7 +178,7 @@ def consolidates(stage: int, folder: str) -> dict[str, Any]:
     engine.save_16bit_model(folder)
     torch.distributed.barrier()
     half = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
-    trained = {e.name for e in engine.optimizer.param_states}
+    trained = {e.name for e in engine.optimizer.zero.param_states}
     own = {**model_weights(engine), **weights(engine)}
     return {
         "own": own,

@@ -154,7 +154,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     """No update of the step that a snapshot is of begins before the step has returned, and the disk takes no byte
     before the run has gone on by four steps."""
     engine = snapshot_engine(folder, home, overlap="forward")
-    adam, append = engine.optimizer.host.adam, ByteFile.append
+    adam, append = engine.optimizer.zero.host.adam, ByteFile.append
     may_update, opened, waited_in_vain = threading.Event(), threading.Event(), list[bool]()
     update = adam.step_
 
@@ -175,7 +175,7 @@ def beside_training(folder: str, home: str) -> dict[str, Any]:
     may_update.clear()
     engine.step()
     taken = engine.hmt_snapshots.metrics()["snapshots"]
-    pending = all(e.weight.pending for e in engine.optimizer.param_states)
+    pending = all(e.weight.pending for e in engine.optimizer.zero.param_states)
     may_update.set()
     losses += [mean_over_ranks(loss.item()), *train(engine, 4, first=2)]
     wait_for(lambda: bool(tags(folder)))

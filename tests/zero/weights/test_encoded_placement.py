@@ -122,7 +122,7 @@ def encoded_for(given: str) -> list[str]:
         del config["hmt"], config["optimizer"]
     made = make_engine(config, model, **keyword)
     names = list(held(model))
-    assert names == [entry.name for entry in made.optimizer.low_rank]
+    assert names == [entry.name for entry in made.optimizer.zero.low_rank]
     assert sum(len(group["params"]) for group in made.optimizer.param_groups) in (
         len(kept),
         len(list(model.parameters())),

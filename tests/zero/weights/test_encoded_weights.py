@@ -38,14 +38,14 @@ def config_of(stage: int, **changes: Any) -> dict[str, Any]:
 def codes(engine: Any) -> dict[str, Tensor]:
     """Codes and scales of every INT8 weight."""
     found = {}
-    for entry in engine.optimizer.low_rank:
+    for entry in engine.optimizer.zero.low_rank:
         for key, value in entry.weight.state_dict().items():
             found[f"{entry.name} {key}"] = value.clone()
     return found
 
 
 def decoded(engine: Any) -> dict[str, Tensor]:
-    return {e.name: e.weight.encoded.decode() for e in engine.optimizer.low_rank}
+    return {e.name: e.weight.encoded.decode() for e in engine.optimizer.zero.low_rank}
 
 
 # -- cases --------------------------------------------------------------------------------------------
@@ -56,14 +56,14 @@ def run(stage: int, options: dict[str, Any], bf16: bool) -> dict[str, Any]:
     losses = train(engine, STEPS // 2)
     early = codes(engine)
     losses += train(engine, STEPS - STEPS // 2, first=STEPS // 2)
-    matrices = [e.matrix for e in engine.optimizer.low_rank]
+    matrices = [e.matrix for e in engine.optimizer.zero.low_rank]
     return {
         "losses": losses,
         "early codes": early,
         "codes": codes(engine),
         "norm": float(engine.get_global_grad_norm()),
         "full rank": sum(m.projection is None for m in matrices),
-        "refreshed": all(engine.optimizer.schedule.num_refreshes),
+        "refreshed": all(engine.optimizer.zero.basis_groups.schedule.num_refreshes),
     }
 
 
@@ -71,12 +71,12 @@ def what_is_kept() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, options in {"int8": INT8, "auto": LOW_RANK}.items():
         engine = make_engine(ds_config(2, options, **BF16))
-        held = {e.name: e.gradient.param for e in engine.optimizer.low_rank}
+        held = {e.name: e.gradient.param for e in engine.optimizer.zero.low_rank}
         found[kind] = {
             "metrics": engine.optimizer.metrics(),
             "storage": sum(p.untyped_storage().nbytes() for p in held.values()),
-            "low rank": sum(e.weight.weight_bytes() for e in engine.optimizer.low_rank),
-            "masters": sum(e.weight.master_bytes() for e in engine.optimizer.low_rank),
+            "low rank": sum(e.weight.weight_bytes() for e in engine.optimizer.zero.low_rank),
+            "masters": sum(e.weight.master_bytes() for e in engine.optimizer.zero.low_rank),
             "shapes": [tuple(p.shape) for p in held.values()],
             "nan": all(bool(p.isnan().all()) for p in held.values()),
             "table": engine.optimizer.describe(),
@@ -133,7 +133,7 @@ def other_readers(folder: str) -> dict[str, Any]:
     merged = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/checkpoint")
     plain = AutoModelForCausalLM.from_pretrained(f"{folder}/hf", dtype=torch.bfloat16)
     plain.eval()
-    entry = engine.optimizer.low_rank[0]
+    entry = engine.optimizer.zero.low_rank[0]
     one = safe_get_full_fp32_param(entry.gradient.param)
     safe_set_full_fp32_param(entry.gradient.param, torch.full_like(one, 0.5))
     found = {

@@ -1,0 +1,137 @@
+"""Groups of matrices that take one basis together: when they refresh, at which rank, and what they project on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hmt_deepspeed.optim.backward.linear import SharedInputs
+from hmt_deepspeed.optim.decisions.policy import build_policy
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.zero.bases.moment_history import SavedHistory
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.refresh import BasisRefresh
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.sharding.collectives import Collectives
+
+__all__ = ["BasisGroups"]
+
+
+class BasisGroups:
+    """The groups of one optimizer; a matrix is a group of its own unless bases are shared.
+
+    Args:
+        low_rank: parameters with a matrix. schedule: when each of them refreshes, in their order.
+        bases: where projections wait between their uses. shared: which linears read the same input.
+        refresh: finds bases and carries moments over to them. collectives: of the data-parallel group.
+        options: fields of ``hmt.optimizer``. warn: tells the user something.
+
+    Attributes:
+        groups: places in ``low_rank`` of the matrices of each group, the one that gives the basis its name first.
+        schedule: when each matrix refreshes. policy: the rank of each group's next basis.
+    """
+
+    def __init__(
+        self,
+        low_rank: Sequence[ParamState],
+        schedule: RefreshSchedule,
+        bases: ParkedBases,
+        shared: SharedInputs,
+        refresh: BasisRefresh,
+        collectives: Collectives,
+        options: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.low_rank, self.schedule, self.bases, self.shared = low_rank, schedule, bases, shared
+        self._refresh, self._collectives = refresh, collectives
+        self._options, self._warn = options, warn
+        self.form()
+
+    def form(self) -> None:
+        """Group the matrices whose linears read the same input, as far as is known by now."""
+        matrices = [p.matrix for p in self.low_rank if p.matrix is not None]
+        readers = self.shared.groups() if self._options["share_basis"] else []
+        fixed = self._options["max_full_gradient_bytes"] != "auto"
+        self.schedule = regroup(self.schedule, matrices, readers, fixed, self._warn)
+        self.groups = self.schedule.groups
+        for index in {i for group in self.groups if len(group) > 1 for i in group}:
+            self.bases.restore(self.low_rank[index])
+        members = [[matrices[i] for i in group] for group in self.groups]
+        share_bases(members)
+        self.bases.keep_only(self.low_rank)
+        self.policy = build_policy(members, self._options)
+
+    # -- an accumulation window: draw probes, choose who refreshes, lay out the projections --------
+
+    def begin_window(self, step: int) -> None:
+        """Prepare the matrices for the gradients of one optimizer step.
+
+        Args:
+            step: number of optimizer steps taken.
+        """
+        due = self._due(step)
+        for number, group in enumerate(self.groups):
+            for index in group:
+                self.low_rank[index].gradient.owner = self._owner(number)
+        self.bases.will_use(self.low_rank)
+        for index, param_state in enumerate(self.low_rank):
+            matrix, gradient = param_state.matrix, param_state.gradient
+            assert matrix is not None
+            with self.bases.whole(param_state):
+                if index in due and matrix.redraws:
+                    due.discard(index)
+                    self._redraw(index, step)
+                matrix.prepare(step)
+            gradient.refreshing = index in due
+            if gradient.site is not None:
+                projection = None if gradient.refreshing else self.bases.projection(param_state)
+                gradient.site.projection = projection
+        self.shared.lay_out()
+        self.bases.will_use(None)
+
+    def _due(self, step: int) -> set[int]:
+        """Matrices that refresh in the coming step."""
+        if self._options["share_basis"] and not self.shared.settled:
+            self.shared.settle()  # the first window only observes who reads the same input
+            if not self.shared.settled:
+                return set()
+            groups = self._collectives.broadcast_object(self.shared.groups())
+            self.shared.restore(groups, settled=True)
+            self.form()
+        return set(self.schedule.due(step))
+
+    def _redraw(self, index: int, step: int) -> None:
+        """The next basis of a rule that draws it from a seed: no gradient is needed."""
+        matrix = self.low_rank[index].matrix
+        assert matrix is not None
+        number = self.schedule.num_refreshes[index]
+        if isinstance(matrix, LowRankMatrix):
+            basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)
+            self._refresh.adopt([index], basis)
+        matrix.draw = number  # only now: the old number gives the basis that moments come from
+        self.schedule.refreshed(index, step)
+
+    def refresh(self, step: int) -> None:
+        """New bases from the mean full gradients of the window, at its end."""
+        self._refresh.run(self.groups, self.policy, self.schedule, step)
+
+    def _owner(self, group: int) -> int:
+        """The rank that finds the basis of a group."""
+        return group % self._collectives.world
+
+    # -- restoring a checkpoint ---------------------------------------------------------------------
+
+    def load_old_bases(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over old bases, n x r by name of the matrix, of the groups whose bases this rank finds."""
+        own = [g[0] for n, g in enumerate(self.groups) if self._owner(n) == self._collectives.rank]
+        self.bases.load_old_bases([self.low_rank[index] for index in own], saved)
+
+    def load_history(self, saved: SavedHistory) -> None:
+        """Take over moments of previous bases."""
+        members = [[self.low_rank[index] for index in group] for group in self.groups]
+        finds = (self._owner(number) == self._collectives.rank for number in range(len(members)))
+        self.bases.history.load(list(zip(members, finds, strict=True)), saved)

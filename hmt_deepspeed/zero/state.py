@@ -1,0 +1,95 @@
+"""The states of one optimizer: what a step changes, statistics count and checkpoints save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.zero.bases.groups import BasisGroups
+from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.offload.worker import HostWorker
+from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.settings import ZeroSettings
+from hmt_deepspeed.zero.sharding.collectives import Collectives
+from hmt_deepspeed.zero.sharding.shards import padded
+
+__all__ = ["ZeroState", "whole_flat"]
+
+
+@dataclass(eq=False)
+class ZeroState:
+    """Everything of one optimizer on this rank that outlives a step.
+
+    Attributes:
+        carrier: torch's optimizer, which carries the parameter groups.
+        trained: parameters of each group that are trained.
+        param_names: of all parameters of the model.
+        param_states: one for each trained parameter, in the order of the groups.
+        options: fields of ``hmt.optimizer``. settings: what the JSON says.
+        collectives: of the data-parallel group. shard_rank: this process's place in the shards, 0 at stage 0.
+        host: updates what lives in host memory or on an SSD; None where nothing does.
+        bases: where they are between their uses. basis_groups: matrices that take one together.
+        loss_scaler: DeepSpeed's.
+        step_count: optimizer steps taken; a skipped one does not count.
+    """
+
+    carrier: HMT
+    trained: Sequence[Sequence[nn.Parameter]]
+    param_names: Mapping[nn.Parameter, str]
+    param_states: Sequence[ParamState]
+    options: Mapping[str, Any]
+    settings: ZeroSettings
+    collectives: Collectives
+    shard_rank: int
+    host: HostWorker | None
+    bases: ParkedBases
+    basis_groups: BasisGroups
+    loss_scaler: Any
+    step_count: int = 0
+
+    @cached_property
+    def low_rank(self) -> list[ParamState]:
+        """Those with a matrix rule."""
+        return [p for p in self.param_states if p.matrix is not None]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of torch's optimizer: lr, betas, eps, weight_decay, params."""
+        return self.carrier.param_groups
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds some rows of weights and states only."""
+        return self.settings.stage > 0 and self.collectives.world > 1
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether this rank saves states: at stage 0 all ranks have the same, and the first one does."""
+        return self.settings.stage > 0 or self.collectives.rank == 0
+
+
+def whole_flat(param_state: ParamState, shard: Tensor, collectives: Collectives) -> Tensor:
+    """A parameter's whole flat tensor from the ranks' parts of it. A collective.
+
+    Args:
+        shard: this rank's flat elements, of any dtype, on the device or on the host.
+
+    Returns:
+        Flat tensor of m n elements on the device, in the dtype of the shard; nobody else's memory.
+    """
+    shards, device = param_state.gradient.shards, param_state.weight.device
+    if shards.world == 1:
+        return shard.to(device, copy=True)
+    shard = shard.to(device)  # from the host, if it lives there
+    part = padded(shard.contiguous(), shards.partition)
+    packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=device)
+    collectives.all_gather(packed, part).wait()
+    whole = torch.empty(shards.m * shards.n, dtype=shard.dtype, device=device)
+    shards.unpack_flat(packed, whole)
+    return whole
