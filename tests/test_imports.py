@@ -1,6 +1,7 @@
-"""Imports point one way (DESIGN section 2), and importing the package has no side effects.
+"""Imports point one way, files import one another in no circle, and importing the package has no side effects.
 
-A room is a top-level file or folder of the package; `__init__` is the package itself.
+A room is a top-level file or folder of the package; `__init__` is the package itself. Rooms that are large have
+inner rooms, which lie on floors. An import for type checkers only is an import.
 """
 
 import ast
@@ -48,6 +49,30 @@ ALLOWED["zero"] = set(ALLOWED) - {"train", "doctor", "__init__", "__main__"}
 READS_MODELS, OF_READING = "structure.py", {"optim", "attribution"}
 MAY_IMPORT_DEEPSPEED = {"zero", "train", "doctor"}
 FORBIDDEN_LIBRARIES = {"optim": ("torch.distributed",), "config": ("torch",)}
+
+
+# Of a room with inner rooms: these by floors, the lowest first. An inner room imports those on lower floors only.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "zero": (
+        "settings compat operator_locks",
+        "sharding",
+        "weights",
+        "offload",
+        "gradients",
+        "parameters",
+        "bases",
+        "state",
+        "interfaces",
+        "saving",
+        "optimizer",
+        "activations",
+        "planning",
+        "engine",
+        "registration",
+        "dry_run",
+    ),
+    "planner": ("hardware model", "run", "solve", "timeline", "advise", "command"),
+}
 
 
 def room_of(module: str) -> str:
@@ -103,6 +128,36 @@ def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, absolute(tail, len(name) - len(tail), package)
 
 
+def inner_room_of(module: str) -> str:
+    """`hmt_deepspeed.zero.engine.metrics` is in inner room `engine`; empty for what is no inner room."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 else ""
+
+
+def floor_violation(importing: str, imported: str) -> str:
+    """Why an import between inner rooms of one room is against the order of floors; empty if it is not.
+
+    Args:
+        importing: dotted name of the module. imported: of what it imports.
+    """
+    room = room_of(importing)
+    own, other = inner_room_of(importing), inner_room_of(imported)
+    if room not in FLOORS or room_of(imported) != room or not own or own == other:
+        return ""
+    floors = {name: n for n, names in enumerate(FLOORS[room]) for name in names.split()}
+    if own not in floors:
+        return f"inner room {own!r} of {room} is on no floor: add it to FLOORS here"
+    if not other or other not in floors:  # a name defined in the room's __init__
+        return f"{room}/{own} imports from {room} itself ({imported})"
+    if floors[other] < floors[own]:
+        return ""
+    order = "\n".join(f"  {n}. {names}" for n, names in reversed(list(enumerate(FLOORS[room]))))
+    return (
+        f"{room}/{own} on floor {floors[own]} may not import {room}/{other} on floor {floors[other]} ({imported}); "
+        f"the floors of {room}, highest first:\n{order}"
+    )
+
+
 def is_within(name: str, library: str) -> bool:
     return name == library or name.startswith(f"{library}.")
 
@@ -126,6 +181,8 @@ def violations(source: str, module: str, path: Path) -> list[str]:
                 target not in ALLOWED[room] or (room == "planner" and elsewhere)
             ):
                 found.append(f"{path}:{line}: {room} may not import {target} ({name})")
+            if reason := floor_violation(module, name):
+                found.append(f"{path}:{line}: {reason}")
         elif any(is_within(name, library) for library in forbidden):
             found.append(f"{path}:{line}: {room} may not import {name}")
     return found
@@ -149,6 +206,48 @@ def test_the_walk_finds_the_package():
 def test_imports_point_one_way(path):
     found = violations(path.read_text(encoding="utf-8"), module_name(path), path.relative_to(REPO))
     assert not found, "\n".join(found)
+
+
+def module_imports(files: dict[str, Path], sources: dict[str, str]) -> dict[str, list[str]]:
+    """By module the modules of the package that it imports anywhere in it."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        names = (name for _, name in imported_names(source, package_of(module, files[module])))
+        known = (
+            next((n for n in (name, name.rpartition(".")[0]) if n in sources), "") for name in names
+        )
+        found[module] = sorted({name for name in known if name and name != module})
+    return found
+
+
+def circles(imports: dict[str, list[str]]) -> list[list[str]]:
+    """Shortest circle through each module that is in one, each circle once, from its first module by name."""
+    found: dict[frozenset[str], list[str]] = {}
+    for start in sorted(imports):
+        paths, seen = [[start]], {start}
+        while paths:
+            path = paths.pop(0)
+            if start in imports[path[-1]]:
+                found.setdefault(frozenset(path), path)
+                break
+            further = [name for name in imports[path[-1]] if name not in seen]
+            seen.update(further)
+            paths += [[*path, name] for name in further]
+    return list(found.values())
+
+
+def test_no_files_import_one_another_in_a_circle():
+    files = {module_name(path): path for path in package_files()}
+    sources = {module: path.read_text(encoding="utf-8") for module, path in files.items()}
+    found = circles(module_imports(files, sources))
+    text = "\n".join(" -> ".join([*circle, circle[0]]) for circle in found)
+    assert not found, f"these import one another in a circle:\n{text}"
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_every_inner_room_is_on_one_floor(room):
+    there = {inner_room_of(module_name(path)) for path in (REPO / PACKAGE / room).rglob("*.py")}
+    assert sorted(" ".join(FLOORS[room]).split()) == sorted(there - {""})
 
 
 # --- the checker itself -----------------------------------------------------------------------
@@ -201,6 +300,15 @@ def check(file: str, source: str) -> list[str]:
         ("__init__.py", "from .train import loop"),
         (MAIN, "def main():\n    import deepspeed"),
         ("unheard_of/room.py", "import math"),
+        ("zero/weights/weight.py", "from hmt_deepspeed.zero.offload import states"),
+        ("zero/weights/weight.py", "from ..offload.states import RamStates"),
+        (
+            "zero/saving/checkpoint.py",
+            "if TYPE_CHECKING:\n    from ..engine.engine import HMTEngine",
+        ),
+        ("zero/compat.py", "from .settings import ZeroSettings"),
+        ("zero/cellar/box.py", "from ..settings import ZeroSettings"),
+        ("planner/solve/cost.py", "def f():\n    from ..advise import setups"),
     ],
 )
 def test_checker_refuses(file, source):
@@ -226,10 +334,39 @@ def test_checker_refuses(file, source):
         ("train/loop.py", "from ..config import read_json_config\nfrom ..report import page"),
         ("__init__.py", "from .version import __version__\ndef f():\n    from .zero import engine"),
         (MAIN, "from .zero.registration import register"),
+        ("zero/offload/weight.py", "from ..weights.weight import Weight\nfrom .states import Loan"),
+        ("planner/solve/cost.py", "from ..run import problem\nfrom ..model.flops import flops"),
     ],
 )
 def test_checker_accepts(file, source):
     assert check(file, source) == []
+
+
+def test_checker_says_the_floors_and_the_edge():
+    (message,) = check("zero/weights/weight.py", "import torch\nfrom ..offload import states")
+    assert "zero/weights/weight.py:2: zero/weights on floor 2" in message
+    assert "may not import zero/offload on floor 3 (hmt_deepspeed.zero.offload.states)" in message
+    assert message.endswith("2. weights\n  1. sharding\n  0. settings compat operator_locks")
+
+
+def test_checker_finds_circles():
+    imports = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": [], "e": ["f"], "f": ["e"], "g": ["a"]}
+    assert circles(imports) == [["a", "b", "c"], ["e", "f"]]
+    assert circles({"a": ["b"], "b": ["c"], "c": []}) == []
+
+
+def test_checker_resolves_imports_of_files():
+    files = {f"{PACKAGE}.{name}": Path(f"{name}.py") for name in ("one", "two", "three")}
+    sources = {
+        f"{PACKAGE}.one": "if TYPE_CHECKING:\n    from .two import Thing",
+        f"{PACKAGE}.two": "from . import three",
+        f"{PACKAGE}.three": "import torch",
+    }
+    assert module_imports(files, sources) == {
+        f"{PACKAGE}.one": [f"{PACKAGE}.two"],
+        f"{PACKAGE}.two": [f"{PACKAGE}.three"],
+        f"{PACKAGE}.three": [],
+    }
 
 
 # --- side effects -----------------------------------------------------------------------------
