@@ -1,0 +1,153 @@
+"""An engine's training loop: DeepSpeed's calls, with what HMT does before and after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from torch import Tensor
+
+from hmt_deepspeed.zero.engine.checkpoints import CheckpointingEngine
+from hmt_deepspeed.zero.planning.planner import RunPlanner
+from hmt_deepspeed.zero.saving.snapshot import Snapshots
+
+__all__ = ["TrainingEngine"]
+
+
+class TrainingEngine(CheckpointingEngine):
+    """Forward, backward and step: measured, planned, and refused once another owner has the parameters."""
+
+    hmt_planner: RunPlanner | None
+    hmt_snapshots: Snapshots | None
+    _num_open_modules: int  # of forwards that had begun when the engine was built
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As in DeepSpeed; a run that plans its activations looks at its batches here.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over, and this would be for training.
+        """
+        trains = self.module.training and torch.is_grad_enabled()
+        if trains:
+            self._tenure.check("a forward for training")
+        if self.hmt_enabled:
+            self.optimizer.offloaded.require("forward()", ["lp_params"])
+        if self.hmt_planner is None or not trains:
+            return super().forward(*inputs, **kwargs)
+        self.hmt_planner.begin_forward(inputs, kwargs)
+        output = super().forward(*inputs, **kwargs)
+        self.hmt_planner.end_forward()
+        return output
+
+    def _refine_include_states(self, include: Any) -> Any:
+        """All that is asked for: ``offload_optimizer``, by which DeepSpeed takes some away, keeps low-rank states
+        on the device."""
+        return include if self.hmt_enabled else super()._refine_include_states(include)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DeepSpeed.
+
+        Raises:
+            RuntimeError: another owner has taken the parameters over.
+        """
+        self._tenure.check("backward()")
+        return super().backward(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Drop everything accumulated since the last step, reduced or not."""
+        super().zero_grad()
+        self._tenure.has_gradients = False
+        if self.hmt_enabled:
+            self.optimizer.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing; stages 0 and 1, as in DeepSpeed."""
+        with super().no_sync():
+            if not self.hmt_enabled:
+                yield
+                return
+            self.optimizer._coalesce_grad_reduction = True
+            try:
+                yield
+            finally:
+                self.optimizer._coalesce_grad_reduction = False
+
+    # The end of DeepSpeed's coalesce_grad_reduction, which reads the buckets of its own stages.
+
+    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
+        if self.hmt_enabled:
+            self._reduce_own()
+        else:
+            super()._flush_coalesced_reduction_zero12(optimizer)
+
+    def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
+        if self.hmt_enabled:
+            self._reduce_own()
+        else:
+            super()._flush_coalesced_reduction_zero3(optimizer)
+
+    def _reduce_own(self) -> None:
+        self.hmt_metrics.phases.start("reduce")
+        self.optimizer.reducer.flush_own()
+        self.hmt_metrics.phases.stop("reduce")
+
+    # -- what a step does, measured -----------------------------------------------------------------
+
+    def _is_for_inputs(self) -> bool:
+        """Whether the backward that runs now is an ``autograd.grad`` that accumulates nothing."""
+        return self.hmt_enabled and not self.optimizer.is_asked_for_gradients()
+
+    def _backward_prologue_per_tensor(self, grad: Tensor | None) -> Tensor | None:
+        if self._is_for_inputs():
+            return grad  # DeepSpeed would take it for one of several micro-batches
+        scaled: Tensor | None = super()._backward_prologue_per_tensor(grad)
+        return scaled
+
+    def _backward_prologue(self) -> None:
+        if self._is_for_inputs():
+            return  # no end of a micro-batch follows
+        if self.hmt_enabled:
+            self.optimizer.offloaded.require("backward()", ["lp_params", "lp_grads"])
+        self.hmt_metrics.phases.start("backward")
+        super()._backward_prologue()
+        self._tenure.has_gradients = True
+
+    def _backward_epilogue(self) -> None:
+        self._tenure.has_gradients = True  # of losses computed past the engine's forward, too
+        super()._backward_epilogue()
+        self.hmt_metrics.end_phase("backward")
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """As in DeepSpeed; the part of the reduction that backward did not hide."""
+        self.hmt_metrics.phases.start("reduce")
+        super().allreduce_gradients(*args, **kwargs)
+        self.hmt_metrics.phases.stop("reduce")
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """As in DeepSpeed; after an optimizer step a snapshot may begin, and the monitors get the metrics.
+
+        Raises:
+            RuntimeError: an earlier snapshot could not be written, or another owner has taken the parameters over.
+        """
+        self._tenure.check("step()")
+        before = self.global_steps
+        if self.hmt_planner is not None:
+            self.hmt_planner.begin_step()
+        self.hmt_metrics.phases.start("optimizer")
+        super().step(lr_kwargs)
+        # Stage 3 notes here which forwards have begun. One that computes again until backward has what it needs
+        # is broken off there, and would stay.
+        del FWD_MODULE_STACK[self._num_open_modules :]
+        self.hmt_metrics.end_phase("optimizer")
+        has_stepped = self.global_steps > before
+        self._tenure.has_gradients &= not has_stepped
+        if self.hmt_planner is not None:
+            self.hmt_planner.end_step(has_stepped)
+        if self.hmt_snapshots is not None:
+            self.hmt_snapshots.after_step()
+        if has_stepped:
+            self.hmt_metrics.end_step()
