@@ -7,16 +7,11 @@ DeepSpeed's CPU Adam. A measurement repeats its call within its share of a time 
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import psutil
@@ -26,10 +21,11 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.memory.file_io import FileIO
-from hmt_deepspeed.memory.own_folder import OwnFolder
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import DTYPES, MACHINES, Machine, MatmulRates, Overheads
 from hmt_deepspeed.zero.compat import symbol
+from hmt_deepspeed.zero.planning.disk_rates import disk_fields
+from hmt_deepspeed.zero.planning.timing import rate, rate_of_call
 
 __all__ = ["Probe", "measure_interconnect", "measure_machine"]
 
@@ -37,7 +33,6 @@ Product = tuple[int, int, int]  # tokens, inputs, outputs
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ASSUMED_ADAM_NS = 1.0  # of a desktop's memory, where nothing is updated on the CPU
-_LEAST_CALLS, _MOST_CALLS = 3, 1000
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ def measure_machine(
         link = _link_rates(engine, probe.buffer_bytes, seconds, synchronize)
         disk: dict[str, Any] = {}
         if probe.file_io is not None and probe.folder is not None:
-            disk = _disk(engine, probe.file_io, probe.folder, probe.buffer_bytes, seconds)
+            disk = disk_fields(engine, probe.file_io, probe.folder, probe.buffer_bytes, seconds)
     name = _device_name(device)
     return Machine(
         name=name,
@@ -166,41 +161,9 @@ def measure_interconnect(
         return own.numel() * (world - 1)
 
     gather()
-    rate = torch.tensor(
-        [median(_rate_of_call(gather, _nothing) for _ in range(num_calls))], device=device
-    )
-    comm.all_reduce(rate, op=comm.ReduceOp.MIN)
-    return float(rate)
-
-
-# -- timing -------------------------------------------------------------------------------------------
-
-Work = Callable[[], float]  # does something and says how many units of it
-
-
-def _nothing() -> None:
-    """For work that waits for itself."""
-
-
-def _rate(work: Work, seconds: float, synchronize: Callable[[], Any] = _nothing) -> float:
-    """Units per second in the median call, after one call for what happens at the first only.
-
-    The median, because a machine at work on other things too has calls that take many times as long.
-    """
-    work()
-    rates: list[float] = []
-    end = perf_counter() + seconds
-    while len(rates) < _LEAST_CALLS or (perf_counter() < end and len(rates) < _MOST_CALLS):
-        rates.append(_rate_of_call(work, synchronize))
-    return median(rates)
-
-
-def _rate_of_call(work: Work, synchronize: Callable[[], Any]) -> float:
-    synchronize()
-    begin = perf_counter()
-    units = work()
-    synchronize()
-    return units / (perf_counter() - begin)
+    slowest = torch.tensor([median(rate_of_call(gather) for _ in range(num_calls))], device=device)
+    comm.all_reduce(slowest, op=comm.ReduceOp.MIN)
+    return float(slowest)
 
 
 # -- device -------------------------------------------------------------------------------------------
@@ -251,7 +214,7 @@ def _matmul_rate(
             torch.mm(x, weight.t())
         return flops
 
-    return _rate(work, seconds, synchronize)
+    return rate(work, seconds, synchronize)
 
 
 def _memory_rate(
@@ -265,7 +228,7 @@ def _memory_rate(
         target.copy_(source)
         return 2 * nbytes
 
-    return _rate(work, seconds, synchronize)
+    return rate(work, seconds, synchronize)
 
 
 # -- codecs -------------------------------------------------------------------------------------------
@@ -295,7 +258,7 @@ def _codec_overheads(
         held.decode()
         return moved
 
-    factors = [memory_rate / _rate(work, seconds, synchronize) for work in (encode, decode)]
+    factors = [memory_rate / rate(work, seconds, synchronize) for work in (encode, decode)]
     return Overheads(encode=factors[0], decode=factors[1])
 
 
@@ -337,80 +300,7 @@ def _link_rates(
         engine.drop(transfer)
         return 2 * nbytes
 
-    return _LinkRates(*(_rate(way, seconds) for way in (down, up, both)))
-
-
-# -- SSD ----------------------------------------------------------------------------------------------
-
-
-def _disk(
-    engine: TransferEngine, file_io: FileIO, folder: str, nbytes: int, seconds: float
-) -> dict[str, Any]:
-    """The fields of a machine whose one SSD (or array) the folder is on."""
-    own = OwnFolder(folder)
-    try:
-        free = shutil.disk_usage(own.path).free
-        if free < 2 * nbytes:
-            raise ValueError(
-                f"{folder} has {free} bytes free; legal: at least {2 * nbytes}, for two files to measure "
-                "with. Free some, or name another folder."
-            )
-        buffers = [engine.pool.take(nbytes, "profile, file") for _ in range(2)]
-        paths = [os.path.join(own.path, name) for name in ("read", "written")]
-        for path, buffer in zip(paths, buffers, strict=True):
-            buffer.memory.zero_()
-            Path(path).touch()
-            os.truncate(path, buffer.memory.numel())
-            _write(file_io, path, buffer.memory)
-        read, write, mixed = _disk_rates(file_io, paths, [b.memory for b in buffers], seconds)
-        for buffer in buffers:
-            engine.pool.release(buffer)
-    finally:
-        own.close()
-    rates = {"ssd_read": read, "ssd_write": write, "ssd_mixed": min(mixed, read + write)}
-    return {"num_ssds": 1, "ssd_capacity": free, **rates}
-
-
-def _write(file_io: FileIO, path: str, memory: Tensor) -> int:
-    """All the way to the device, whatever caches the file I/O goes through."""
-    file_io.write(path, memory)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(
-            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
-        )  # so that a read finds none of it
-    finally:
-        os.close(descriptor)
-    return memory.numel()
-
-
-def _read(file_io: FileIO, path: str, memory: Tensor) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    file_io.read(path, memory)
-    return memory.numel()
-
-
-def _disk_rates(
-    file_io: FileIO, paths: Sequence[str], memories: Sequence[Tensor], seconds: float
-) -> tuple[float, float, float]:
-    """Bytes/s of reads alone, of writes alone and of both together."""
-    (source, target), (incoming, outgoing) = paths, memories
-    with ThreadPoolExecutor(1, "hmt profile") as other:
-
-        def mixed() -> int:
-            written = other.submit(_write, file_io, target, outgoing)
-            return _read(file_io, source, incoming) + written.result()
-
-        return (
-            _rate(lambda: _read(file_io, source, incoming), seconds),
-            _rate(lambda: _write(file_io, target, outgoing), seconds),
-            _rate(mixed, seconds),
-        )
+    return _LinkRates(*(rate(way, seconds) for way in (down, up, both)))
 
 
 # -- CPU Adam -----------------------------------------------------------------------------------------
@@ -427,4 +317,4 @@ def _adam_ns(probe: Probe, seconds: float) -> float:
         optimizer.step()
         return probe.adam_parameters
 
-    return 1e9 / _rate(step, seconds)
+    return 1e9 / rate(step, seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -38,7 +39,13 @@ from hmt_deepspeed.zero.planning.facts import (
 )
 from hmt_deepspeed.zero.planning.found_ranks import FoundRanks, reason_to_plan_again
 from hmt_deepspeed.zero.planning.measure import measure_interconnect
-from hmt_deepspeed.zero.planning.profile_files import cache_file, read_profile, write_profile
+from hmt_deepspeed.zero.planning.plan_files import (
+    find_profile,
+    profile_key,
+    read_plan,
+    write_plan,
+)
+from hmt_deepspeed.zero.planning.profile_files import cache_file, write_profile
 from hmt_deepspeed.zero.planning.run_profile import PROFILED, RunProfile, reference_plan
 from hmt_deepspeed.zero.planning.step_timer import StepTimer
 
@@ -218,58 +225,20 @@ class RunPlanner:
 
     def _use_files(self) -> None:
         """A plan or a profile that there is already."""
-        text = self._on_rank_zero(self._read_plan)
+        read = partial(read_plan, self._hmt, self.facts, self._shapes)
+        text = self._on_rank_zero(read)
         if text is not None:
             self._is_from_file = True
             self._execute(plan_from_json(text), None)
             return
-        found = self._on_rank_zero(self._find_profile)
+        found = self._on_rank_zero(partial(find_profile, self._hmt, self.facts))
         if found is not None:
             self.machine = machine_from_json(found)
-
-    def _read_plan(self) -> str | None:
-        """What the file of ``hmt.planner.plan`` holds; None where none is named or there is none yet."""
-        path = self._hmt.planner.plan
-        if path is None:
-            return None
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ValueError(
-                f"hmt.planner.plan {path!r} cannot be read ({error}); legal: null, or a file that a run or "
-                "hmt-plan --save_plan wrote or that is not there yet. Correct the path, or remove the key."
-            ) from error
-        try:
-            plan = plan_from_json(text)
-            plan.check_fits(self.facts.workload(*self._shapes))
-            uses_files = any("swap_ssd" in counts for counts in plan.counts().values())
-            if uses_files and self._hmt.activations.nvme_path is None:
-                raise ValueError(
-                    "the plan swaps to an SSD, for which hmt.activations.nvme_path names no folder. Set it."
-                )
-        except ValueError as error:
-            raise ValueError(
-                f"hmt.planner.plan {path!r}: {error} Or name a file that is not there, so that the run plans for "
-                "itself."
-            ) from error
-        return text
-
-    def _find_profile(self) -> str | None:
-        path = cache_file(self._profile_key())
-        return read_profile(path).to_json() if path.exists() else None
-
-    def _profile_key(self) -> str:
-        """All that a profile depends on but the machine; host memory beside the plan is no part of that."""
-        setup = replace(self.facts.setup, engine=None)
-        facts = replace(self.facts, setup=setup)
-        return repr((facts, tuple(self._hmt.planner.lossy.values())))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``, and ``profile.json`` where there is a machine."""
         if self.plan is not None:
-            _write(folder / "plan.json", self.plan)
+            write_plan(self.plan, folder / "plan.json")
         if self.machine is not None:
             write_profile(self.machine, folder / "profile.json")
 
@@ -284,7 +253,7 @@ class RunPlanner:
 
         def measure() -> str:
             machine = self._profile.measure(interconnect)
-            write_profile(machine, cache_file(self._profile_key()))
+            write_profile(machine, cache_file(profile_key(self._hmt, self.facts)))
             return machine.to_json()
 
         machine = machine_from_json(self._on_rank_zero(measure))
@@ -351,7 +320,7 @@ class RunPlanner:
             print(self.describe(), flush=True)
             path = self._hmt.planner.plan
             if path is not None and self.machine is not None:  # it was made here
-                _write(Path(path), plan)
+                write_plan(plan, Path(path))
                 write_profile(self.machine, f"{path}.profile.json")
 
     def describe(self) -> str:
@@ -423,8 +392,3 @@ class RunPlanner:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _write(path: Path, plan: Plan) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(plan.to_json() + "\n", encoding="utf-8")

@@ -13,8 +13,8 @@ import torch
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.planner.hardware import named_machine
+from hmt_deepspeed.zero.planning import disk_rates, profile_files, timing
 from hmt_deepspeed.zero.planning import measure as profile
-from hmt_deepspeed.zero.planning import profile_files
 from hmt_deepspeed.zero.planning.measure import Probe, measure_interconnect, measure_machine
 from hmt_deepspeed.zero.planning.profile_files import cache_file, read_profile, write_profile
 
@@ -88,10 +88,10 @@ def test_files_are_timed_all_the_way(measured):
 
 def test_bytes_of_a_call_are_all_that_it_moves(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(profile, "_rate", lambda work, seconds: work())
-    monkeypatch.setattr(profile.os, "fsync", synced.append)
+    monkeypatch.setattr(disk_rates, "rate", lambda work, seconds: work())
+    monkeypatch.setattr(disk_rates.os, "fsync", synced.append)
     with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
-        disk = profile._disk(engine, PositionalIO(), str(tmp_path), BUFFER, 0.0)
+        disk = disk_rates.disk_fields(engine, PositionalIO(), str(tmp_path), BUFFER, 0.0)
     rates = [disk[key] for key in ("ssd_read", "ssd_write", "ssd_mixed")]
     assert rates == [BUFFER, BUFFER, 2 * BUFFER]
     assert len(synced) == 2 + 2  # both files as they are made; the write alone, and beside the read
@@ -140,7 +140,7 @@ def test_matmul_rate_is_flops_over_time(monkeypatch):
 def clock(monkeypatch):
     """The profile's clock: only what is added to ``now`` passes."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(profile, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -153,7 +153,7 @@ def test_the_median_call_withstands_a_stall(clock):
         clock.now += next(calls, 0.01)
         return 1
 
-    assert profile._rate(work, 0.3) == pytest.approx(100)
+    assert timing.rate(work, 0.3) == pytest.approx(100)
     assert clock.now == pytest.approx(5.0 + 0.3, abs=0.02)  # and ends when its time is up
 
 
@@ -165,7 +165,7 @@ def test_a_slow_call_is_made_three_times_and_no_more(clock):
         clock.now += 10.0
         return 1
 
-    assert profile._rate(work, 0.3) == pytest.approx(0.1)
+    assert timing.rate(work, 0.3) == pytest.approx(0.1)
     assert len(calls) == 1 + 3
 
 
@@ -178,7 +178,7 @@ def test_both_ways_move_both(monkeypatch):
         moved.append((engine.counters.bytes_out - before[0], engine.counters.bytes_in - before[1]))
         return units
 
-    monkeypatch.setattr(profile, "_rate", once)
+    monkeypatch.setattr(profile, "rate", once)
     with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
         rates = profile._link_rates(engine, BUFFER, 0.0, lambda: None)
     assert rates == (BUFFER, BUFFER, 2 * BUFFER)
@@ -254,7 +254,7 @@ def test_probe_refuses(changes, message):
 
 
 def test_a_full_disk_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile.shutil, "disk_usage", lambda _: SimpleNamespace(free=BUFFER))
+    monkeypatch.setattr(disk_rates.shutil, "disk_usage", lambda _: SimpleNamespace(free=BUFFER))
     probe = Probe(
         products=((1, 1, 1),),
         seconds=0.01,
