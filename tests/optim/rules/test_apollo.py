@@ -1,11 +1,13 @@
-"""APOLLO and APOLLO-Mini: against the authors' optimizer, against the formula, and what they keep."""
+"""APOLLO and APOLLO-Mini: against the authors' optimizer, against the float64 twin, and what they keep."""
 
-from itertools import pairwise
+from math import inf
 
 import pytest
 import torch
+import twins
 from hmt_runs import batches, network, train
 from torch import nn
+from twins import assert_same_steps
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules import formulas as rules
@@ -87,32 +89,20 @@ def test_steps_are_the_authors(monkeypatch, shape, method, scale_type, rank, sca
         torch.testing.assert_close(ours, weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [TALL, WIDE])
-@pytest.mark.parametrize("method", ["apollo", "apollo_mini"])
-def test_step_is_the_papers_formula(monkeypatch, shape, method):
-    """Without the limiter, for lr 1: the change is sqrt(scale) s o G."""
-    monkeypatch.setattr(rules, "GROWTH_LIMIT", float("inf"))
-    rank = 4 if method == "apollo" else 1
-    series = gradients(shape, 5)
-    path, optimizer = run(shape, series, method=method, rank=rank)
-    tall = shape[0] >= shape[1]
-    projection = optimizer.matrices["param_0"].seeded_basis(rank, 0)
-    assert projection.shape == (min(shape), rank)
-    auxiliary = nn.Parameter(torch.zeros(max(shape), rank))
-    adam = torch.optim.Adam([auxiliary], lr=1.0, betas=BETAS, eps=1e-12)
-    for i, gradient in enumerate(series):
-        rows = gradient if tall else gradient.t()
-        auxiliary.grad, before = rows @ projection, auxiliary.detach().clone()
-        adam.step()
-        moved = before - auxiliary.detach()
-        if method == "apollo":
-            factor = moved.norm(dim=1, keepdim=True) / auxiliary.grad.norm(dim=1, keepdim=True)
-        else:
-            factor = 128**0.5 * moved.norm() / auxiliary.grad.norm()
-        change = factor * rows if tall else (factor * rows).t()
-        start = path[i - 1] if i else run(shape, [], method=method, rank=rank)[1]
-        start = start if i else start.param_groups[0]["params"][0].detach()
-        torch.testing.assert_close(start - path[i], 1e-2 * change, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("max_norm", [inf, 1.0])
+@pytest.mark.parametrize("options", [{"rank": 4, "scale": 2.0}, {"rank": 3}])
+@pytest.mark.parametrize("shape", [twins.TALL, twins.WIDE])
+def test_steps_of_channels_are_the_twins(shape, options, max_norm):
+    twin = assert_same_steps(shape, max_norm, method="apollo", update_interval=5, **options)
+    assert sum(growth > 1.01 for growth in twin.growths) >= 4
+
+
+@pytest.mark.parametrize("max_norm", [inf, 1.0])
+@pytest.mark.parametrize("shape", [twins.TALL, twins.WIDE])
+def test_steps_of_tensors_are_the_twins(shape, max_norm):
+    options = {"method": "apollo_mini", "scale": 128.0, "update_interval": 5}
+    twin = assert_same_steps(shape, max_norm, **options)
+    assert sum(growth > 1.01 for growth in twin.growths) >= 4
 
 
 def test_projection_is_gaussian_of_variance_one_over_r():
@@ -167,38 +157,6 @@ def test_nothing_of_the_projection_is_stored(method, rank, shape):
     assert all(shape in ((rows, rank), (rank,), ()) for shape in tensors.values())
     held = vars(optimizer.matrices["param_0"]).values()
     assert all(v.numel() <= 1 for v in held if isinstance(v, torch.Tensor))
-
-
-@pytest.mark.parametrize("method", ["apollo", "apollo_mini"])
-def test_weight_decay_is_decoupled(method):
-    (plain,), _ = run(TALL, gradients(TALL, 1), method=method)
-    torch.manual_seed(0)
-    start = torch.randn(TALL)
-    weight = nn.Parameter(start.clone())
-    optimizer = HMT([weight], lr=1e-2, betas=BETAS, eps=1e-12, weight_decay=0.5, method=method)
-    weight.grad = gradients(TALL, 1)[0]
-    optimizer.step()
-    expected = plain - 1e-2 * 0.5 * start
-    torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
-    weight.grad = torch.zeros(TALL)
-    for state in optimizer.matrices["param_0"].moments.states().values():
-        state.data.zero_()
-    before = weight.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), before * (1 - 1e-2 * 0.5))
-
-
-def test_limiter_bounds_the_growth_of_the_uncorrected_norm():
-    _, optimizer = run(TALL, gradients(TALL, 1), method="apollo", rank=4)
-    weight, matrix = optimizer.param_groups[0]["params"][0], optimizer.matrices["param_0"]
-    norms = [matrix.limited_norm.item()]
-    for gradient in gradients(TALL, 10, growing=1.0):
-        weight.grad = gradient
-        optimizer.step()
-        norms.append(matrix.limited_norm.item())
-    ratios = [b / a for a, b in pairwise(norms)]
-    assert max(ratios) <= 1.01 + 1e-5
-    assert sum(ratio > 1.0099 for ratio in ratios) >= 5
 
 
 @pytest.mark.parametrize("method", ["apollo", "apollo_mini"])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from hmt_runs import settings_of
+from twins import LOW_RANK, TALL, assert_same_steps
 
 from hmt_deepspeed.optim.rules.build import build_matrix
-from hmt_deepspeed.optim.rules.factored import FactoredMatrix
 
 M, N, RANK = 48, 32, 8
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -39,23 +39,13 @@ def gradients(count, seed=0):
     return [torch.randn(M, N, generator=generator) * size for _ in range(count)]
 
 
-@pytest.mark.parametrize("residual", ["none", "full"])
-def test_steps_are_adafactors_product(residual):
-    """Algorithm 4 of 1804.04235 with a constant beta_2 and Adam's bias correction, in float64."""
-    q = basis(torch.Generator().manual_seed(1))
-    matrix = new_matrix(q, residual=residual)
-    assert isinstance(matrix, FactoredMatrix)
-    mean, rows, columns = 0.0, 0.0, 0.0
-    for t, gradient in enumerate(gradients(20), start=1):
-        update = step(matrix, gradient)
-        a = gradient.double() @ q.double()
-        mean = BETAS[0] * mean + (1 - BETAS[0]) * a
-        rows = BETAS[1] * rows + (1 - BETAS[1]) * a.square().mean(1)
-        columns = BETAS[1] * columns + (1 - BETAS[1]) * a.square().mean(0)
-        second = torch.outer(rows, columns) / rows.mean() / (1 - BETAS[1] ** t)
-        expected = mean / (1 - BETAS[0] ** t) / (second.sqrt() + EPS)
-        found = update @ q if residual == "full" else update  # the residual is outside the basis
-        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+@pytest.mark.parametrize("residual", ["none", "probe", "full"])
+@pytest.mark.parametrize("projection", ["right", "left"])
+def test_steps_are_the_twins(projection, residual):
+    options = {**LOW_RANK, "projection": projection, "residual": residual}
+    if residual != "full":
+        options["probes"] = 4
+    assert_same_steps(TALL, 1.0, second_moment="factored", **options)
 
 
 @pytest.mark.parametrize("full_rank", [False, True])

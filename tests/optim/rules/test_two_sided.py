@@ -1,11 +1,13 @@
 """The r x r core: what is in it, what its update spans, what becomes of the rest."""
 
 import copy
+from math import inf
 
 import pytest
 import torch
 from hmt_runs import PAPERS_RULE, settings_of
 from torch import nn
+from twins import LOW_RANK, TALL, WIDE, assert_same_steps
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.two_sided import TwoSidedMatrix
@@ -61,48 +63,14 @@ def test_update_lies_in_the_span_of_both_bases_and_the_core_is_projected_twice()
     assert state["exp_avg"].shape == state["evidence"].shape == (RANK, RANK)
 
 
-def test_steps_are_adams_on_the_core():
-    matrix = new_matrix()
-    left, right = matrix.left_basis, matrix.basis
-    core = nn.Parameter(torch.zeros(RANK, RANK))
-    adam = torch.optim.Adam([core], lr=1.0, betas=BETAS, eps=EPS)
-    for i in range(8):
-        gradient, before = randn(M, N, seed=i), core.detach().clone()
-        core.grad = left.t() @ gradient @ right
-        adam.step()
-        moved = step(matrix, gradient)
-        expected = left @ (before - core.detach()) @ right.t()
-        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(matrix.moments.evidence, torch.full((RANK, RANK), 1 - 0.99**8))
-
-
-def test_left_basis_spans_the_image_of_the_right_one():
-    gradient = randn(M, N)
-    _, left, right, _ = one_step(gradient)
-    image = gradient @ right
-    torch.testing.assert_close(left @ (left.t() @ image), image, atol=1e-4, rtol=0)
-
-
-def test_residual_inside_the_right_span_is_exact():
-    """What the core misses of ``A = G Q``, times ``||U|| / ||P^T A||``; probes add what is outside."""
-    for residual in ("probe", "none"):
-        matrix = new_matrix(residual, probes=4)
-        matrix.measured = True
-        matrix.prepare(0)
-        left, right = matrix.left_basis, matrix.basis
-        probes = matrix.projection[:, RANK:]
-        gradient = 5 * left @ randn(RANK, RANK, seed=2) @ right.t() + randn(M, N, seed=1)
-        core, image = left.t() @ gradient @ right, gradient @ right
-        moved = step(matrix, gradient)
-        missed = moved @ right - left @ (left.t() @ moved @ right)
-        phi = RANK / core.norm()  # |U| = 1 in each of r x r entries
-        expected = phi * (image - left @ core) if residual == "probe" else torch.zeros(M, RANK)
-        torch.testing.assert_close(missed, expected, rtol=1e-3, atol=1e-4)
-        inside = left.t() @ moved @ right  # Adam's alone, a first step: the signs
-        torch.testing.assert_close(inside, core.sign(), rtol=0, atol=1e-3)
-        outside = phi * matrix.residual_scale * (gradient @ probes)
-        expected = outside if residual == "probe" else torch.zeros(M, 4)
-        torch.testing.assert_close(moved @ probes, expected, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("max_norm", [inf, 1.0])
+@pytest.mark.parametrize("residual", ["none", "probe"])
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+def test_steps_are_the_twins(shape, residual, max_norm):
+    options = {**LOW_RANK, "residual": residual, "probes": 4}
+    twin = assert_same_steps(shape, max_norm, projection="two_sided", **options)
+    limited = sum(growth > 1.01 for growth in twin.growths)
+    assert limited >= 4 if residual == "probe" else not twin.growths
 
 
 def test_residual_of_a_gradient_the_core_misses_is_bounded():
