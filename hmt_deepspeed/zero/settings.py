@@ -92,25 +92,25 @@ class ZeroSettings:
     cache: CacheSettings | None = None
 
     @property
-    def has_verdict(self) -> bool:
+    def may_clip_or_skip(self) -> bool:
         """Whether an update may turn out other than it looks before all gradients are known."""
         return self.clip > 0 or self.check_overflow
 
     @property
     def steps_early(self) -> bool:
-        """Whether updates in host memory begin before the verdict."""
+        """Whether updates in host memory begin before clipping and overflow are decided."""
         return self.host is not None and self.host.overlap == "backward"
 
     @property
     def undoes(self) -> bool:
-        """Whether updates begun before the verdict may have to be taken back."""
-        return self.steps_early and self.has_verdict
+        """Whether updates begun before that may have to be undone."""
+        return self.steps_early and self.may_clip_or_skip
 
 
 def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
     """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
 
-    "auto" never doubles the states' memory, as "backward" does where an update may have to be taken back, and
+    "auto" never doubles the states' memory, as "backward" does where an update may have to be undone, and
     never lets weights be read that a gate does not see, as "forward" does below stage 3.
     """
     wanted = offload.get("overlap", "auto")

@@ -101,7 +101,7 @@ def _block(engine: Any, step: EngineStep) -> Sample:
     samples = [step() for _ in range(BLOCK)]
     overlap = getattr(engine.optimizer, "overlap", None)
     if overlap is not None:
-        overlap.settle()
+        overlap.synchronize()
     seconds = (now() - begin) / BLOCK
     return {"seconds": seconds, "backward": sum(column(samples, "backward")) / BLOCK}
 

@@ -134,7 +134,7 @@ def host_modes(request: Request) -> Iterator[OptimizerMode]:
 
 
 def host_setups(request: Request) -> Iterator[RunSetup]:
-    """States in host memory or on SSD under HMT's engine, which clips: the update waits for the verdict.
+    """States in host memory or on SSD under HMT's engine, which clips: the update waits for the overflow decision.
 
     It then runs beside the next forward at stage 3, and by itself below (``hmt.offload.overlap: auto``). Weights
     on SSD beside it the engine refuses.

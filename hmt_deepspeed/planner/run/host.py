@@ -1,7 +1,7 @@
 """Host memory that HMT's engine takes beside gradients, states and swapped activations.
 
 What is of constant size is the engine's own; a run hands it in, and without a run it is :func:`usual_memory`.
-The rest follows from model and optimizer: what updates that begin during backward keep until the verdict of
+The rest follows from model and optimizer: what updates that begin during backward keep until the decision on
 clipping and overflow, the bases of ``hmt.basis_cache``, the copies that ``hmt.snapshot`` stages.
 """
 
@@ -71,7 +71,7 @@ class EngineMemory:
         state_buffers: for pieces of states on an SSD. weight_buffers: for weights on one.
         staging: for swapped activations on their way, taken where there are some. ssd_staging: in its place
             where some are swapped to an SSD.
-        takes_back: whether an update that begins during backward may have to be taken back.
+        undoes: whether an update that begins during backward may have to be undone.
         cache: None without a basis cache. has_snapshots: ``hmt.snapshot`` has a path.
     """
 
@@ -80,7 +80,7 @@ class EngineMemory:
     weight_buffers: int = 0
     staging: int = 0
     ssd_staging: int = 0
-    takes_back: bool = False
+    undoes: bool = False
     cache: CacheRoom | None = None
     has_snapshots: bool = False
 
@@ -116,18 +116,18 @@ def largest_part(shape: ModelShape, ranks: int) -> int:
     return max(-(-p.numel // ranks) for p in parameters(shape))
 
 
-def early_bytes(offloaded: Offloaded, on_ssd: bool, takes_back: bool, itemsize: int) -> float:
-    """What AdamW's updates that begin before the verdict keep until it.
+def early_bytes(offloaded: Offloaded, on_ssd: bool, undoes: bool, itemsize: int) -> float:
+    """What AdamW's updates that begin before the overflow decision keep until it.
 
-    In host memory what they overwrite, where they may be taken back. On an SSD the old states are in other
+    In host memory what they overwrite, where they may be undone. On an SSD the old states are in other
     files; the new weights wait in host memory, since masters are out of reach then.
     """
     share = offloaded.whole("adamw")
-    if share.sent:  # weights that are their own masters are updated after the verdict
+    if share.sent:  # weights that are their own masters are updated after it
         return 0.0
     if on_ssd:
         return share.adam * itemsize
-    return share.states if takes_back else 0.0
+    return share.states if undoes else 0.0
 
 
 # -- bases --------------------------------------------------------------------------------------------
@@ -203,18 +203,18 @@ def _left_bytes(
     room: CacheRoom,
     borrows: bool,
 ) -> float:
-    """Bytes of the bases that one matrix has left, dealt over the ranks that find them, and of its moments."""
+    """Bytes of the bases that one matrix has left, sharded over the ranks that find them, and of its moments."""
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
-    dealt = 0.0 if borrows else _pages(basis) / sharding.world_size
+    sharded = 0.0 if borrows else _pages(basis) / sharding.world_size
     found, rank = 0.0, mode.rank_of(parameter)
     if mode.projection != "two_sided":  # which carries no older moments over
         sizes = moment_bytes(parameter, mode, sharding)
         if mode.is_factored:  # evidence and column means alone are carried over
             sizes = sizes[0], sizes[2]
-        found += room.old_moments * (dealt + sum(map(_pages, sizes)))
+        found += room.old_moments * (sharded + sum(map(_pages, sizes)))
     widest = rank_at(mode.rank, *parameter.shape)
     if room.old_bases and rank < widest:  # which it may have left
-        found += dealt * widest / rank
+        found += sharded * widest / rank
     return found
 
 

@@ -305,7 +305,7 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     leave through two (one is made, one leaves) unless they are summed on the device first. What passes through
     host memory has buffers there of the size that HMT's engine has; of another's weights on SSD those of two
     layers, of its states there those of three (one is read, one updated, one written). States on SSD take two
-    slots each, so that a step can be taken back.
+    slots each, so that a step can be undone.
     """
     setup, workload = problem.setup, problem.workload
     total, of_rank, offloaded = problem.total, problem.of_rank, problem.offloaded

@@ -24,7 +24,7 @@ from hmt_deepspeed.planner.run.states import (
 
 __all__ = ["RULES", "HostShare", "Offloaded", "Rule", "offloaded_states"]
 
-# adamw: CPU Adam, which may begin as a gradient arrives. low_rank: an addition to the master, after the verdict.
+# adamw: CPU Adam, which may begin as a gradient arrives. low_rank: an addition to the master, after the overflow decision.
 Rule = Literal["adamw", "low_rank"]
 RULES: tuple[Rule, ...] = ("adamw", "low_rank")
 

@@ -47,8 +47,8 @@ class RunSetup:
         accumulation: micro-steps in an iteration.
         overlap, schedule: of the optimizer's pass when it runs on the CPU.
         redo_fraction: share of the steps whose overlapped pass is done again because the gradient was clipped
-            or overflowed (``overlap: backward`` only; the other two wait for the verdict).
-        holds_gradients: gradients stay in host memory until the verdict of clipping and overflow.
+            or overflowed (``overlap: backward`` only; the other two wait for the overflow decision).
+        holds_gradients: gradients stay in host memory until clipping and overflow are decided.
         model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
             of them (ZeRO-R's P_a).
         gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
@@ -221,5 +221,5 @@ def _beside(
     }
     if setup.offload_optimizer != "none" and setup.overlap == "backward":
         on_ssd = setup.offload_optimizer == "nvme"
-        found["early updates"] = early_bytes(offloaded, on_ssd, engine.takes_back, itemsize)
+        found["early updates"] = early_bytes(offloaded, on_ssd, engine.undoes, itemsize)
     return {kind: float(size) for kind, size in found.items() if size}

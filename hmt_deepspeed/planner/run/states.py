@@ -243,7 +243,7 @@ def projection_bytes(
 ) -> tuple[int, int]:
     """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
 
-    Stage 3 deals the rows of both over ranks where backward is projected, but for those that backward itself
+    Stage 3 shards the rows of both over ranks where backward is projected, but for those that backward itself
     needs. None where nothing is stored: APOLLO, full rank, bases redrawn from a seed.
     """
     if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:

@@ -33,7 +33,7 @@ def shared_inputs(low_rank: Iterable[ParamState], bases: ParkedBases) -> SharedI
     """Of the linears with a projected backward, once leaves are marked."""
     gradients = [p.gradient for p in low_rank if p.gradient.site is not None]
     sites = [g.site for g in gradients if g.site is not None]
-    if not bases.deals:
+    if not bases.is_sharded:
         return SharedInputs(sites)
     leaves = {g.site: g.leaf for g in gradients if g.site is not None and g.leaf is not None}
     return LeafInputs(sites, bases, leaves)

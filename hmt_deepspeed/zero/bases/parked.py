@@ -1,4 +1,4 @@
-"""Where bases wait between their uses: dealt over ranks by rows (stage 3), in host memory, or both.
+"""Where bases wait between their uses: sharded over ranks by rows (stage 3), in host memory, or both.
 
 Replicated in fp32 the bases of a 7B model at r = 1024 would weigh 4.7 GB on every rank. A linear's
 forward takes the columns of its group and drops them after the product; backward needs only ``X B``.
@@ -29,12 +29,12 @@ class ParkedBases:
     """Parks the projections of matrices; a no-op below stage 3 without a cache.
 
     Every method that gathers is a collective: all ranks call it for the same parameters in the same order.
-    Dealt over ranks are those of matrices with a projected backward, but for those projected from the left,
+    Sharded over ranks are those of matrices with a projected backward, but for those projected from the left,
     whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
-    ZeRO-3's leaf modules dealt, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
+    ZeRO-3's leaf modules sharded, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
 
     Attributes:
-        deals: whether rows are dealt over ranks. cache: of host memory, or None. history: moments of
+        is_sharded: whether rows are sharded over ranks. cache: of host memory, or None. history: moments of
             bases that were left, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
             kept in the cache.
     """
@@ -48,7 +48,7 @@ class ParkedBases:
     ) -> None:
         self.collectives, self.cache = collectives, cache
         self.history = MomentHistory(collectives, cache, num_left)
-        self.deals = stage == 3 and collectives.world > 1
+        self.is_sharded = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
         self._fetched: dict[str, tuple[Tensor, int]] = {}  # whole, and its version when it came
         self._latest: tuple[Columns, ref[Tensor]] | None = None
@@ -94,32 +94,32 @@ class ParkedBases:
             or matrix.columns.parked is None
         ):
             return held_projection(matrix)
-        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._deals(param_state))
+        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._shards(param_state))
 
-    def _made_whole(self, columns: Columns, n: int, dealt: bool) -> Tensor:
+    def _made_whole(self, columns: Columns, n: int, sharded: bool) -> Tensor:
         """The same tensor for consecutive users of the same columns, as long as one of them holds it."""
-        if not dealt:
-            return self._once(columns, lambda: self._bring(columns, n, dealt))
+        if not sharded:
+            return self._once(columns, lambda: self._bring(columns, n, sharded))
         latest = self._latest[1]() if self._latest and self._latest[0] is columns else None
         if latest is None:
-            latest = self._once(columns, lambda: self._bring(columns, n, dealt))
+            latest = self._once(columns, lambda: self._bring(columns, n, sharded))
             self._latest = columns, ref(latest)
         return latest
 
-    def _bring(self, columns: Columns, n: int, dealt: bool) -> Tensor:
+    def _bring(self, columns: Columns, n: int, sharded: bool) -> Tensor:
         local = columns.parked
         assert local is not None
         if local.is_meta:
             assert self.cache is not None
             local = self.cache.get(columns.owner)
-        return self._gather(local)[:n] if dealt else local
+        return self._gather(local)[:n] if sharded else local
 
-    def _deals(self, param_state: ParamState) -> bool:
+    def _shards(self, param_state: ParamState) -> bool:
         matrix = param_state.matrix
         assert matrix is not None
         gradient = param_state.gradient
-        dealt = gradient.site is not None and gradient.leaf is None and not matrix.transposed
-        return self.deals and dealt
+        sharded = gradient.site is not None and gradient.leaf is None and not matrix.transposed
+        return self.is_sharded and sharded
 
     def park(self, param_state: ParamState) -> None:
         """Let the matrix's projection wait in its place; one that has not changed is there already."""
@@ -130,15 +130,15 @@ class ParkedBases:
         if whole is None:  # redrawn, or full rank, perhaps of late
             self._drop(columns)
             return
-        dealt = self._deals(param_state)
+        sharded = self._shards(param_state)
         self._latest = None
-        own = self._own_rows(whole) if dealt else whole
+        own = self._own_rows(whole) if sharded else whole
         if self.cache is not None and (
             self._is_unchanged(columns) or self.cache.put(columns.owner, own)
         ):
             columns.parked = torch.empty_like(own, device="meta")
-            columns.fetch = None if dealt else partial(self.cache.get, columns.owner)
-        elif dealt:
+            columns.fetch = None if sharded else partial(self.cache.get, columns.owner)
+        elif sharded:
             columns.parked = own
         else:
             return
@@ -165,7 +165,7 @@ class ParkedBases:
             return
         columns = matrix.columns
         was_cached = matrix.columns.parked.is_meta
-        columns.whole = self._bring(columns, matrix.shape[1], self._deals(param_state))
+        columns.whole = self._bring(columns, matrix.shape[1], self._shards(param_state))
         columns.basis = columns.whole[:, : matrix.rank]
         columns.parked = columns.fetch = None
         if was_cached:

@@ -167,7 +167,7 @@ def check_whole(model: Any, stage: int) -> None:
 def check_same_gpus(device: torch.device) -> None:
     """Refuse ranks on GPUs of several kinds, for each draws its own bases and probes from the same seeds.
 
-    How CUDA deals the numbers of one seed over a tensor depends on how many threads the device runs at
+    How CUDA distributes the numbers of one seed over a tensor depends on how many threads the device runs at
     once, so that other devices would draw other columns, and gradients of different columns be added.
 
     Raises:

@@ -1,4 +1,4 @@
-"""AdamW of one parameter on the host: after the verdict over a step, or before it and taken back."""
+"""AdamW of one parameter on the host: after clipping and overflow are decided, or before that, and undone where the decision is another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostAdamW:
         count: number of steps, 0-dim on the host.
 
     Attributes:
-        early: factor and hyperparameters of a step taken before the verdict, else None.
+        early: factor and hyperparameters of a step taken before the decision, else None.
     """
 
     def __init__(self, weight: HostWeight, gradient: HostGradient, count: Tensor) -> None:
@@ -34,12 +34,12 @@ class HostAdamW:
         self._worker, self._jobs = weight.worker, list[Future[None]]()
 
     def step_early(self, factor: float, hyper: dict[str, Any]) -> None:
-        """Begin a step before the verdict, on the master alone; the device's weights stay as they are.
+        """Begin a step before clipping and overflow are decided, on the master alone; the device's weights stay as they are.
 
         Raises:
-            RuntimeError: a second gradient came and nothing can be taken back.
+            RuntimeError: a second gradient came and nothing can be undone.
         """
-        self.take_back("got a second gradient in the last micro-batch")
+        self.undo("got a second gradient in the last micro-batch")
         self.early = (factor, hyper)
         step = self._next_step(factor, hyper)
         for begin, end in chunks(self.weight.num_elements):
@@ -48,7 +48,7 @@ class HostAdamW:
             self._jobs.append(self._worker.submit(self.weight.name, job, loan=loan))
 
     def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
-        """Begin the step that the verdict decided on, and what sends the weights; ends with ``weight.finish``.
+        """Begin the step that was decided on, and what sends the weights; ends with ``weight.finish``.
 
         Args:
             factor: what the gradient's sum is multiplied by. key: seed of stochastic rounding.
@@ -58,18 +58,18 @@ class HostAdamW:
             self._jobs.clear()
             self.weight.send_master()
             return
-        self.take_back("had its learning rate changed between backward and step")
+        self.undo("had its learning rate changed between backward and step")
         self.weight.step_with(self._next_step(factor, hyper), key)
 
-    def take_back(self, reason: str) -> None:
+    def undo(self, reason: str) -> None:
         """Undo an early step, if there is one.
 
         Raises:
-            RuntimeError: nothing was kept of before it; ``reason`` says why it would have to be taken back.
+            RuntimeError: nothing was kept of before it; ``reason`` says why it would have to be undone.
         """
         if self.early is None:
             return
-        if not self.weight.states.can_take_back:
+        if not self.weight.states.can_undo:
             raise RuntimeError(
                 f"{self.weight.name} {reason}, but its update has begun during backward. Set "
                 '"hmt": {"offload": {"overlap": "none"}}, or leave that out of the training loop.'
@@ -78,7 +78,7 @@ class HostAdamW:
         self.count -= 1
         self._worker.wait(self._jobs)
         self._jobs.clear()
-        self.weight.states.take_back()
+        self.weight.states.undo()
 
     def _next_step(self, factor: float, hyper: dict[str, Any]) -> Step:
         self.count += 1

@@ -57,7 +57,7 @@ class HostStates(ABC):
 
     @property
     @abstractmethod
-    def can_take_back(self) -> bool:
+    def can_undo(self) -> bool:
         """Whether early changes can be undone."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class HostStates(ABC):
         """A chunk, for the job submitted next.
 
         Args:
-            begin, end: one of :func:`chunks`. early: what the job changes may be taken back.
+            begin, end: one of :func:`chunks`. early: what the job changes may be undone.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class HostStates(ABC):
         """All chunks will be lent next, in order, if all goes as usual."""
 
     @abstractmethod
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """Undo the early changes; no job runs or is to come."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class RamStates(HostStates):
             self._log = [worker.zeros(num_elements, owner) for _ in columns]
 
     @property
-    def can_take_back(self) -> bool:
+    def can_undo(self) -> bool:
         return self._log is not None
 
     def lend(self, begin: int, end: int, early: bool = False) -> Loan:
@@ -116,7 +116,7 @@ class RamStates(HostStates):
     def expect(self) -> None:
         """They are there."""
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         assert self._log is not None
         for values, kept in zip(self._values.values(), self._log, strict=True):
             values.copy_(kept)
@@ -149,7 +149,7 @@ class _Slices(Loan):
 class SsdStates(HostStates):
     """In files, a piece for each chunk, with its columns one after another; to be written first.
 
-    What jobs write counts once the worker commits it. Early changes can always be taken back: what they
+    What jobs write counts once the worker commits it. Early changes can always be undone: what they
     overwrite is in other files.
     """
 
@@ -164,7 +164,7 @@ class SsdStates(HostStates):
         self._by_begin = {b: p for (b, _), p in zip(self.chunks, self.pieces, strict=True)}
 
     @property
-    def can_take_back(self) -> bool:
+    def can_undo(self) -> bool:
         return True
 
     def lend(self, begin: int, end: int, early: bool = False) -> Loan:
@@ -175,7 +175,7 @@ class SsdStates(HostStates):
         assert self._worker.ssd is not None
         self._worker.ssd.expect(self.pieces)
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         assert self._worker.ssd is not None
         self._worker.ssd.roll_back(self.pieces)
 

@@ -311,7 +311,7 @@ class HMTZeroOptimizer(OptimizerInterface):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, reduced or not."""
-        self.overlap.take_back("had its gradients dropped between backward and step")
+        self.overlap.undo("had its gradients dropped between backward and step")
         self.reducer.reset()
 
     def refresh_fp32_params(self) -> None:

@@ -1,4 +1,4 @@
-"""When updates in host memory run: before the verdict, after the step, or within it; and who waits for them."""
+"""When updates in host memory run: before the overflow decision, after the step, or within it; and who waits for them."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Overlap:
         """Make weights and states those of the last step; for whatever reads or replaces them.
 
         Raises:
-            RuntimeError: an update has begun during backward and cannot be taken back.
+            RuntimeError: an update has begun during backward and cannot be undone.
         """
         self.synchronize_copies()
         self.finish()
-        self.take_back("was read or saved between backward and step")
+        self.undo("was read or saved between backward and step")
 
     def finish(self) -> None:
         """Finish what a step has begun, on all ranks alike; it counts from now on."""
@@ -98,7 +98,7 @@ class Overlap:
         """See :meth:`ZeroStep.when_committed`."""
         self._step.when_committed(action)
 
-    def take_back(self, reason: str) -> None:
+    def undo(self, reason: str) -> None:
         """Undo updates begun during backward; ``reason`` says why, should that not be possible.
 
         Raises:
@@ -106,7 +106,7 @@ class Overlap:
         """
         for param_state in self._on_host.values():
             if param_state.host is not None:
-                param_state.host.take_back(reason)
+                param_state.host.undo(reason)
         self._begun.clear()
 
     @property
@@ -129,7 +129,7 @@ class Overlap:
         """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
         assert param_state.host is not None
         self._step.commit()
-        factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the verdict's
+        factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the step's own
         param_state.host.step_early(factor, param_state.hyper())
         self._begun.append(param_state)
 

@@ -61,7 +61,7 @@ def engine_memory(
         weight_buffers=weight_buffers,
         staging=staging,
         ssd_staging=staging,
-        takes_back=engine.gradient_clipping() > 0 or checks_overflow(engine._config),
+        undoes=engine.gradient_clipping() > 0 or checks_overflow(engine._config),
         cache=None if cache is None or options is None else _room(cache, options),
         has_snapshots=options is not None and hmt.snapshot.path is not None,
     )

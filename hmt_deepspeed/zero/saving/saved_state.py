@@ -217,7 +217,7 @@ class SavedState:
         """State of a matrix rule with what it keeps by rows for the given rows.
 
         A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
-        rank of the same layout takes back its own.
+        rank of the same layout gets its own again.
         """
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")

@@ -1,6 +1,6 @@
 """Who holds which rows of what.
 
-ZeRO deals the flat elements of a parameter to ranks in equal parts of ``ceil(numel / world)``. Such a
+ZeRO shards the flat elements of a parameter over ranks in equal parts of ``ceil(numel / world)``. Such a
 part may start and end inside a row of the m x n matrix; a rank then holds the optimizer states of every
 row it touches. A row that two ranks touch is held by both and counted by the one with its first element.
 

@@ -1,6 +1,6 @@
 """From columns of a matrix to rows: an update that was computed by columns meets weights held by rows.
 
-A rule on the transpose deals the columns of a weight to ranks; the weight's own shard is a range of its
+A rule on the transpose shards the columns of a weight over ranks; the weight's own shard is a range of its
 rows. Low-rank updates are gathered whole (they are small); a whole update travels once, each element to
 the rank that holds its weight.
 """
@@ -19,7 +19,7 @@ __all__ = ["rows_from_columns"]
 def rows_from_columns(
     update: Tensor, columns: RowShards, rows: RowShards, collectives: Collectives
 ) -> Tensor:
-    """The rows this rank touches, rows x n, of an m x n update dealt by columns.
+    """The rows this rank touches, rows x n, of an m x n update sharded by columns.
 
     Args:
         update: columns this rank holds of the update, as rows: columns x m.

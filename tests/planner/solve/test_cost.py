@@ -209,7 +209,7 @@ def test_error_10_redone_passes_cost_what_they_cost() -> None:
     assert [p.name for p in after.phases] == ["first forward", "last backward"]
     kept = small_problem(setup=replace(ON_SSD, holds_gradients=True))
     assert static_bytes(kept)["host"]["gradients"] == 2 * kept.workload.parameters
-    ours = RunSetup(offload_optimizer="cpu", engine=EngineMemory(takes_back=True))
+    ours = RunSetup(offload_optimizer="cpu", engine=EngineMemory(undoes=True))
     early, late = (small_problem(setup=replace(ours, overlap=x)) for x in ("backward", "forward"))
     log = static_bytes(early)["host"]["early updates"]
     assert log == static_bytes(early)["host"]["optimizer states"] == 12 * kept.workload.parameters
