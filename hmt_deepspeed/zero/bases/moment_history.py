@@ -1,4 +1,4 @@
-"""Moments of bases that matrices have left, in each rank's basis cache, for when a basis turns back.
+"""Moments of matrices' previous bases, in each rank's basis cache, for when a basis turns back.
 
 A basis change carries over what the basis in force has seen, and a direction that it has not starts as new
 (:meth:`hmt_deepspeed.optim.rules.moments.Moments.rotate`). Where gradients come back to a subspace that an earlier
@@ -27,13 +27,13 @@ __all__ = ["MomentHistory", "SavedHistory"]
 class SavedHistory(Protocol):
     """What a checkpoint holds of it, see :class:`~hmt_deepspeed.zero.saving.saved_state.SavedState`."""
 
-    def left_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]: ...
+    def previous_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]: ...
     def order_of_use(self, rank: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
-class _Left:
-    """A basis that was left: after how many Adam steps, its columns, and by matrix its moments, whose tensors are
+class _Previous:
+    """A previous basis: after how many Adam steps it was replaced, its columns, and by matrix its moments, whose tensors are
     in the cache and here only described (meta). has_basis: whether this rank keeps the basis too."""
 
     key: str
@@ -54,23 +54,23 @@ class _Left:
 
 
 class MomentHistory:
-    """Moments of the bases that each matrix has left last, as far as the cache has room for them.
+    """Moments of the previous bases of each matrix, as far as the cache has room for them.
 
     All ranks remember at the same time, each the rows of the moments that it holds; the basis is kept by the rank
-    that finds the matrix's bases. An entry counts only where every rank still has its part. Matrices that share a
-    basis are one entry, under the name of the basis's owner.
+    that finds the matrix's bases. A previous basis counts only where every rank still has its part. Matrices that
+    share a basis have one, under the name of the basis's owner.
 
     Args:
         collectives: of the data-parallel group. cache: of host memory, or None. most: bases of a matrix, 0 for none.
 
     Attributes:
-        hits, misses: entries that a refresh asked for and found, or that had made room on some rank.
+        hits, misses: previous bases that a refresh asked for and found, or that had made room on some rank.
     """
 
     def __init__(self, collectives: Collectives, cache: BasisCache | None, most: int) -> None:
         self.collectives, self.most = collectives, 0 if cache is None else most
         self._cache = cache
-        self._left: dict[str, list[_Left]] = defaultdict(
+        self._previous: dict[str, list[_Previous]] = defaultdict(
             list
         )  # newest first, the same on all ranks
         self.hits = self.misses = 0
@@ -83,35 +83,35 @@ class MomentHistory:
     @property
     def nbytes(self) -> int:
         """Kept on this rank."""
-        return sum(self.cache.kept_bytes(left.key) for _, left in self._kept())
+        return sum(self.cache.kept_bytes(previous.key) for _, previous in self._kept())
 
     def forget(self) -> None:
         """Everything: the bases belong to other groups now."""
-        for lefts in self._left.values():
-            for left in lefts:
-                self.cache.discard(left.key)
-        self._left.clear()
+        for kept in self._previous.values():
+            for previous in kept:
+                self.cache.discard(previous.key)
+        self._previous.clear()
 
     # -- at a refresh ---------------------------------------------------------------------------
 
     def missing(self, matrix: LowRankMatrix) -> list[float]:
-        """1 for each entry of the matrix that has made room on this rank, newest first; ``most`` numbers.
+        """1 for each previous basis of the matrix that has made room on this rank, newest first; ``most`` numbers.
 
         To be summed over ranks. What is there stays until :meth:`release`.
         """
         found = [0.0] * self.most
-        for place, left in enumerate(self._left[matrix.columns.owner] if self.most else ()):
-            if self.cache.has_kept(left.key):
-                self.cache.held.add(left.key)
+        for place, previous in enumerate(self._previous[matrix.columns.owner] if self.most else ()):
+            if self.cache.has_kept(previous.key):
+                self.cache.held.add(previous.key)
             else:
                 found[place] = 1.0
         return found
 
     def expect(self, matrix: LowRankMatrix) -> None:
         """Start the copies of what :meth:`recall` will ask for, as far as this rank knows, if not yet begun."""
-        for left in self._left[matrix.columns.owner] if self.most else ():
-            if self.cache.has_kept(left.key):
-                self.cache.expect(left.key)
+        for previous in self._previous[matrix.columns.owner] if self.most else ():
+            if self.cache.has_kept(previous.key):
+                self.cache.expect(previous.key)
 
     def recall(
         self, group: Sequence[ParamState], basis: Tensor | None, missing: Sequence[float]
@@ -124,33 +124,33 @@ class MomentHistory:
         leader, recalled = _matrix(group[0]), [list[Recalled]() for _ in group]
         if not self.most:
             return recalled
-        lefts = self._left[leader.columns.owner]
-        for left, num_ranks in list(zip(lefts, missing, strict=False)):
+        kept = self._previous[leader.columns.owner]
+        for previous, num_ranks in list(zip(kept, missing, strict=False)):
             if num_ranks:
-                self._drop(lefts, left)
+                self._drop(kept, previous)
                 self.misses += 1
-        if not lefts:
+        if not kept:
             return recalled
-        self.hits += len(lefts)
-        parts = [left.split(self.cache.kept(left.key)) for left in lefts]
-        overlaps = self._overlaps(lefts, [old for old, _ in parts], leader, basis, group[0])
-        for left, (_, members), overlap in zip(lefts, parts, overlaps, strict=True):
-            self.cache.touch(left.key)
+        self.hits += len(kept)
+        parts = [previous.split(self.cache.kept(previous.key)) for previous in kept]
+        overlaps = self._overlaps(kept, [old for old, _ in parts], leader, basis, group[0])
+        for previous, (_, members), overlap in zip(kept, parts, overlaps, strict=True):
+            self.cache.touch(previous.key)
             for param_state, found in zip(group, recalled, strict=True):
-                decay = param_state.group["betas"][1] ** (leader.steps - left.steps)
+                decay = param_state.group["betas"][1] ** (leader.steps - previous.steps)
                 found.append(Recalled(members[param_state.name], overlap, decay))
         return recalled
 
     def _overlaps(
         self,
-        lefts: Sequence[_Left],
+        kept: Sequence[_Previous],
         old: Sequence[Tensor | None],
         leader: LowRankMatrix,
         basis: Tensor | None,
         param_state: ParamState,
     ) -> Sequence[Tensor]:
-        """``Q_old^T Q_new`` of each entry, computed where the old bases are."""
-        columns = [left.columns for left in lefts]
+        """``Q_old^T Q_new`` of each previous basis, computed where the old bases are."""
+        columns = [previous.columns for previous in kept]
         width = leader.shape[1] if basis is None else basis.shape[1]
         stacked = torch.empty(sum(columns), width, device=leader.device)
         known = [one for one in old if one is not None]
@@ -181,22 +181,22 @@ class MomentHistory:
         members: Mapping[str, LeftMoments],
         basis: Tensor | None,
     ) -> None:
-        lefts = self._left[owner]
-        for oldest in lefts[self.most - 1 :]:
-            self._drop(lefts, oldest)
+        kept = self._previous[owner]
+        for oldest in kept[self.most - 1 :]:
+            self._drop(kept, oldest)
         described = {
-            name: left.holding([torch.empty_like(t, device="meta") for t in left.tensors()])
-            for name, left in members.items()
+            name: previous.holding([torch.empty_like(t, device="meta") for t in previous.tensors()])
+            for name, previous in members.items()
         }
         key = f"moments of {owner} after {steps} steps"
-        lefts.insert(0, _Left(key, steps, columns, described, basis is not None))
-        tensors = [tensor for left in members.values() for tensor in left.tensors()]
+        kept.insert(0, _Previous(key, steps, columns, described, basis is not None))
+        tensors = [tensor for previous in members.values() for tensor in previous.tensors()]
         self.cache.keep(key, tensors if basis is None else [basis, *tensors])
 
-    def _drop(self, lefts: list[_Left], left: _Left) -> None:
-        lefts.remove(left)
-        self.cache.held.discard(left.key)
-        self.cache.discard(left.key)
+    def _drop(self, kept: list[_Previous], previous: _Previous) -> None:
+        kept.remove(previous)
+        self.cache.held.discard(previous.key)
+        self.cache.discard(previous.key)
 
     def release(self) -> None:
         """End of the refreshes of a step."""
@@ -216,13 +216,13 @@ class MomentHistory:
         if not self.most:
             return {}
         matrices, saved = {p.name: _matrix(p) for p in param_states}, []
-        for owner, left in self._kept():
-            basis, members = left.split(self.cache.kept(left.key))
+        for owner, previous in self._kept():
+            basis, members = previous.split(self.cache.kept(previous.key))
             saved.append(
                 {
                     "owner": owner,
-                    "steps": left.steps,
-                    "columns": left.columns,
+                    "steps": previous.steps,
+                    "columns": previous.columns,
                     "basis": None if basis is None else take(basis),
                     "members": {
                         name: {
@@ -240,7 +240,7 @@ class MomentHistory:
     def load(
         self, groups: Iterable[tuple[Sequence[ParamState], bool]], saved: SavedHistory
     ) -> None:
-        """Take over what any number of ranks saved; an entry that one of them lacked is gone.
+        """Take over what any number of ranks saved; what one of them lacked is gone.
 
         Args:
             groups: of matrices, and whether this rank finds their bases.
@@ -250,7 +250,7 @@ class MomentHistory:
         self.forget()
         by_owner = {_matrix(group[0]).columns.owner: (group, finds) for group, finds in groups}
         rows = {p.name: _matrix(p).rows for group, _ in by_owner.values() for p in group}
-        for entry in saved.left_moments(rows):
+        for entry in saved.previous_moments(rows):
             group, finds = by_owner.get(entry["owner"], ((), False))
             if [p.name for p in group] != list(entry["members"]):
                 continue  # other matrices share a basis now
@@ -268,12 +268,12 @@ class MomentHistory:
             if self.cache.has_kept(key):
                 self.cache.touch(key)
 
-    def _kept(self) -> Iterator[tuple[str, _Left]]:
+    def _kept(self) -> Iterator[tuple[str, _Previous]]:
         """By owner what this rank has, oldest first."""
-        for owner, lefts in self._left.items():
-            for left in reversed(lefts):
-                if self.cache.has_kept(left.key):
-                    yield owner, left
+        for owner, kept in self._previous.items():
+            for previous in reversed(kept):
+                if self.cache.has_kept(previous.key):
+                    yield owner, previous
 
 
 def _matrix(param_state: ParamState) -> LowRankMatrix:

@@ -234,8 +234,8 @@ class SavedState:
             found |= state["hmt"].get("old_bases", {})
         return found
 
-    def left_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-        """Bases that were left, oldest first, with their moments, of the rows given by matrix name; those that
+    def previous_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+        """Moments of previous bases with those bases, oldest first, of the rows given by matrix name; those that
         every rank had kept."""
         saved = [
             state["hmt"].get("left_moments", {}).get("entries", []) for state in self._optimizer
@@ -249,7 +249,7 @@ class SavedState:
             if len(known) < len(parts) or basis is None:
                 continue
             members = {
-                name: self._left_rows(name, [p["members"] for p in known], rows[name])
+                name: self._previous_rows(name, [p["members"] for p in known], rows[name])
                 for name in entry["members"]
                 if name in rows
             }
@@ -257,7 +257,7 @@ class SavedState:
         return found
 
     @staticmethod
-    def _left_rows(
+    def _previous_rows(
         name: str, by_rank: Sequence[Mapping[str, Any]], rows: tuple[int, int]
     ) -> dict[str, Any]:
         parts = _own_last([part[name] for part in by_rank if name in part], rows)
