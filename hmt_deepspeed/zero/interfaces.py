@@ -12,7 +12,7 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.gradients.reducer import GradientReducer
 from hmt_deepspeed.zero.state import ZeroState
 
-__all__ = ["Engine", "HostUpdates", "Optimizer"]
+__all__ = ["Engine", "GatherOrder", "HostUpdates", "Optimizer"]
 
 
 class HostUpdates(Protocol):
@@ -29,6 +29,12 @@ class HostUpdates(Protocol):
     def when_committed(self, action: Callable[[], None]) -> None: ...
 
 
+class GatherOrder(Protocol):
+    """Partitions of parameters that were written to, and gathers of them to come."""
+
+    def order_gathers(self) -> None: ...
+
+
 class Optimizer(Protocol):
     """HMT's ZeRO optimizer, as the tools that DeepSpeed finds at parameters need it.
 
@@ -40,8 +46,8 @@ class Optimizer(Protocol):
     module: nn.Module
     reducer: GradientReducer
     parameter_offload: Any
+    partitions: GatherOrder
     state_access: Any
-    order_gathers: Callable[..., None]
 
     def synchronize(self) -> None: ...
     def empty_partition_cache(self) -> None: ...

@@ -37,6 +37,7 @@ from hmt_deepspeed.zero.optimizer import start_table, state_access, statistics
 from hmt_deepspeed.zero.optimizer.interface import OptimizerInterface
 from hmt_deepspeed.zero.optimizer.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer.overlap import Overlap, order_of_use
+from hmt_deepspeed.zero.optimizer.partitions import Partitions
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
 from hmt_deepspeed.zero.parameters.build import build_param_states, build_schedule
 from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
@@ -45,7 +46,7 @@ from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.state import ZeroState
-from hmt_deepspeed.zero.weights.residency import let_go, refuse_transforms, release_buffers
+from hmt_deepspeed.zero.weights.residency import let_go, refuse_transforms
 
 __all__ = ["HMTZeroOptimizer"]
 
@@ -85,7 +86,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.dp_process_group = group
         self.collectives = Collectives(group, settings.overlap)
         self.parameter_offload = parameter_offload
-        self.order_gathers = partial(_order_gathers, parameter_offload, self.collectives.world)
+        self.partitions = Partitions(parameter_offload, model, self.collectives.world)
         self.communication_bytes = 0
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
@@ -106,16 +107,9 @@ class HMTZeroOptimizer(OptimizerInterface):
         if self.parameter_offload is not None:
             self._undo.callback(let_go, self.parameter_offload)
         host = self._host_worker()
-        whole = settings.stage == 0
-        shard_rank = 0 if whole else collectives.rank
+        shards, shard_rank = (collectives.world, collectives.rank) if settings.stage else (1, 0)
         param_states = build_param_states(
-            self._placed(),
-            options,
-            settings,
-            self.module,
-            1 if whole else collectives.world,
-            shard_rank,
-            host,
+            self._placed(), options, settings, self.module, shards, shard_rank, host
         )
         low_rank = [p for p in param_states if p.matrix is not None]
         schedule = build_schedule(low_rank, options, settings.accumulate_dtype)
@@ -125,8 +119,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._undo.callback(bases.close)
         shared = shared_inputs(low_rank, bases)
         self._patch(low_rank, shared)
-        sharded = not whole and collectives.world > 1
-        refresh = BasisRefresh(low_rank, bases, collectives, sharded, shard_rank)
+        refresh = BasisRefresh(low_rank, bases, collectives, shards > 1, shard_rank)
         self.zero = ZeroState(
             self.optimizer,
             self.round_robin_bit16_groups,
@@ -187,12 +180,14 @@ class HMTZeroOptimizer(OptimizerInterface):
             scale=settings.scale,
         )
         self._step = ZeroStep(zero, order_of_use(zero.param_states, self.param_names))
-        self._step.written = self.order_gathers
+        self._step.written = self.partitions.order_gathers
         for hook in register_gradient_hooks(self, self.reducer, leaves, partitioned):
             self._undo.callback(hook.remove)
         if partitioned:
             # for writes that are not ours: GatheredParameters
-            before = self.module.register_forward_pre_hook(self.order_gathers, prepend=True)
+            before = self.module.register_forward_pre_hook(
+                self.partitions.order_gathers, prepend=True
+            )
             check = self.module.register_forward_pre_hook(refuse_transforms, prepend=True)
             self._undo.callback(before.remove)
             self._undo.callback(check.remove)
@@ -253,7 +248,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.overlap.synchronize_copies()
         self._step.finish()  # what forward did not ask for
         self._step.commit()
-        self._partition_parameters()
+        self.partitions.partition()
         self.overflow = self.settings.check_overflow and self._step.found_overflow()
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
@@ -270,7 +265,7 @@ class HMTZeroOptimizer(OptimizerInterface):
             self.overlap.end_step()
             self.zero.step_count += 1
             self._begin_window()
-        self._gather_persistent_parameters()
+        self.partitions.gather_persistent()
         self.communication_bytes = self.collectives.reset_counter()
 
     def _check_used(self) -> None:
@@ -289,17 +284,6 @@ class HMTZeroOptimizer(OptimizerInterface):
     def _say_skipped(self, scale: float) -> None:
         scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""
         self._warn(f"a gradient is not finite: this step is skipped{scales}")
-
-    def _partition_parameters(self) -> None:
-        """At stage 3 only the partitions are left, and no buffer waits for a use that will not come."""
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
-            release_buffers(self.module)
-
-    def _gather_persistent_parameters(self) -> None:
-        if self.parameter_offload is not None and self.parameter_offload.persistent_parameters:
-            persistent = self.parameter_offload.persistent_parameters
-            persistent[0].all_gather(persistent)
 
     # -- what else the engine asks for --------------------------------------------------------------
 
@@ -326,12 +310,12 @@ class HMTZeroOptimizer(OptimizerInterface):
         """Before saving or loading: updates finished, parameters of stage 3 partitioned."""
         self.offloaded.require("a checkpoint", ["lp_params"])
         self.synchronize()
-        self._partition_parameters()
+        self.partitions.partition()
 
     def checkpoint_event_epilogue(self) -> None:
         """After saving or loading: persistent parameters of stage 3 whole again."""
-        self.order_gathers()
-        self._gather_persistent_parameters()
+        self.partitions.order_gathers()
+        self.partitions.gather_persistent()
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters of stage 3."""
@@ -407,16 +391,3 @@ def _warn(rank: int, text: str) -> None:
     """Once for the whole job."""
     if rank == 0:
         logger.warning(f"hmt: {text}")
-
-
-def _order_gathers(parameter_offload: Any, world: int, *_: object) -> None:
-    """Gathers to come wait for what was written to the partitions of stage 3 until now.
-
-    ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing. A rank alone has nothing to
-    gather, but DeepSpeed makes its host wait for that stream.
-    """
-    if parameter_offload is None or world == 1:
-        return
-    stream = parameter_offload._DeepSpeedZeRoOffload__allgather_stream
-    if stream is not None:
-        stream.wait_stream(get_accelerator().current_stream())

@@ -68,7 +68,7 @@ class StateAccess(GradientAccess):
             return
         if optim_state_key is None:
             param_state.weight.set_whole(value.reshape(-1).float())
-            self.optimizer.order_gathers()
+            self.optimizer.partitions.order_gathers()
         elif param_state.matrix is None:
             shard = param_state.gradient.shards.shard_of(value.reshape(-1), rank)
             self._set_state(param_state, optim_state_key, shard)
@@ -105,7 +105,7 @@ class StateAccess(GradientAccess):
             return
         if optim_state_key is None:
             param_state.weight.set_values(unpadded(param_state, value).float())
-            self.optimizer.order_gathers()
+            self.optimizer.partitions.order_gathers()
         elif param_state.matrix is None and value.dim() > 0:
             self._set_state(param_state, optim_state_key, unpadded(param_state, value))
         else:
