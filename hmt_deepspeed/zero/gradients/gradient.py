@@ -13,7 +13,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
 from hmt_deepspeed.zero.sharding.shards import RowShards
 
-__all__ = ["Gradient", "Held"]
+__all__ = ["Accumulated", "Gradient"]
 
 
 @dataclass(eq=False)
@@ -90,8 +90,8 @@ class Gradient:
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Take what ``place`` gives for what has accumulated on the device."""
         for name in ("arrived", "local", "reduced", "full"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, place(held))
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, place(tensor))
 
     def clear(self) -> None:
         """Forget everything accumulated."""
@@ -102,8 +102,8 @@ class Gradient:
             self.site.take()
 
 
-class Held(Enum):
-    """What of the accumulation window is held now; the same on every rank whose backwards were the same."""
+class Accumulated(Enum):
+    """What of the accumulation window there is now; the same on every rank whose backwards were the same."""
 
     NOTHING = "no backward has run since the last step"
     PART = "a backward is under way, or was broken off"

@@ -4,51 +4,25 @@ Every trainable parameter has one :class:`Gradient`. Backward leaves a contribut
 (m x (r + k)) for a low-rank matrix, the flat gradient for a dense parameter, the full gradient for a
 matrix that refreshes its basis. Contributions travel in buckets of constant size whose contents are
 fixed before backward starts, so all ranks reduce the same things in the same order whatever a rank's
-own graph touched; a bucket leaves as soon as its last member has arrived, while backward goes on. With one rank
+own graph touched; a bucket is launched as soon as its last member has arrived, while backward goes on. With one rank
 a bucket is one gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
 from deepspeed.comm import ReduceOp
 from torch import Tensor, nn
 
-from hmt_deepspeed.zero.gradients.gradient import Gradient, Held
+from hmt_deepspeed.zero.gradients.buckets import Bucket, InFlight, build_buckets
+from hmt_deepspeed.zero.gradients.gradient import Accumulated, Gradient
 from hmt_deepspeed.zero.settings import ReductionScale
-from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["GradientReducer"]
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Members reduced by one collective; ``offsets`` count elements of one rank's chunk.
-
-    waiting: members that have not arrived in this round, and leaves in place of theirs. left: it has been
-    reduced in this round.
-    """
-
-    index: int
-    members: list[Gradient]
-    offsets: list[int] = field(default_factory=list)
-    chunk: int = 0
-    waiting: set[Gradient | nn.Module] = field(default_factory=set)
-    left: bool = False
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """A collective on its way; ``result`` is fresh memory, ``buffer`` goes back to the pool."""
-
-    bucket: _Bucket
-    work: Work
-    result: Tensor
-    buffer: Tensor | None = None
 
 
 class GradientReducer:
@@ -95,7 +69,7 @@ class GradientReducer:
         self.reached: set[int] = set()
         self._pool: list[Tensor] = []
         self._pooled = 0  # elements of each buffer in it
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[InFlight] = []
         self._repeats: bool | None = None  # see _any_late; None before the first backward's end
         self._repeated = False
         self.plan()
@@ -107,35 +81,15 @@ class GradientReducer:
         signature = [(g.width, g.refreshing) for g in self.gradients]
         if getattr(self, "_signature", None) != signature:
             self._signature = signature
-            self._buckets = self._build()
+            parts = self.collectives.world if self.sharded else 1
+            self._buckets = build_buckets(
+                self.gradients, parts, self.bucket_elements, self.collectives.world == 1
+            )
             self._home = {g.index: b for b in self._buckets for g in b.members}
             self._size_pool()
         self._is_open = self._has_own = self._has_means = False
         self.reached.clear()
         self._begin_round()
-
-    def _build(self) -> list[_Bucket]:
-        buckets: list[_Bucket] = []
-        open_bucket: _Bucket | None = None
-        parts = self.collectives.world if self.sharded else 1
-        for gradient in reversed(self.gradients):
-            if gradient.refreshing:
-                buckets.append(_Bucket(len(buckets), [gradient]))
-                continue
-            rows = gradient.shards.max_rows if self.sharded else gradient.shards.m
-            size = rows * gradient.width
-            # one rank sends nothing: every gradient goes on to its shard, or its update, by itself
-            full = self.collectives.world == 1 or (
-                open_bucket is not None
-                and (open_bucket.chunk + size) * parts > self.bucket_elements
-            )
-            if open_bucket is None or full:
-                open_bucket = _Bucket(len(buckets), [])
-                buckets.append(open_bucket)
-            open_bucket.offsets.append(open_bucket.chunk)
-            open_bucket.chunk += size
-            open_bucket.members.append(gradient)
-        return buckets
 
     def _size_pool(self) -> None:
         """Buffers of the pool are as large as the largest bucket within ``bucket_elements``.
@@ -153,17 +107,17 @@ class GradientReducer:
         """A round reduces every bucket once."""
         for bucket in self._buckets:
             bucket.waiting = {g if g.leaf is None else g.leaf for g in bucket.members}
-            bucket.left = False
+            bucket.launched = False
         self._count(self.gradients)  # the step between two rounds has taken some
 
     @property
-    def held(self) -> Held:
+    def accumulated(self) -> Accumulated:
         """What the window has accumulated until now."""
         if self._is_open:
-            return Held.PART
+            return Accumulated.PART
         if self._has_own:
-            return Held.BOTH if self._has_means else Held.OWN
-        return Held.MEAN if self._has_means else Held.NOTHING
+            return Accumulated.BOTH if self._has_means else Accumulated.OWN
+        return Accumulated.MEAN if self._has_means else Accumulated.NOTHING
 
     # -- during backward ------------------------------------------------------------------------
 
@@ -180,9 +134,9 @@ class GradientReducer:
             self._is_open = True
         else:
             self._has_own = True
-        self._repeated |= reduce_now and (bucket.left or gradient.arrived is not None)
-        if not reduce_now or bucket.left:
-            # A parameter that fires again after its bucket left waits for the end of the backward.
+        self._repeated |= reduce_now and (bucket.launched or gradient.arrived is not None)
+        if not reduce_now or bucket.launched:
+            # A parameter that fires again after its bucket was launched waits for the end of the backward.
             if reduce_now and self._repeats is False:
                 raise RuntimeError(_late_message(gradient.name))
             gradient.local = self._accumulated(gradient.local, contribution)
@@ -211,13 +165,13 @@ class GradientReducer:
             bucket.waiting.discard(leaf)
         self._launch_ready(self._buckets)
 
-    def _launch_ready(self, buckets: Sequence[_Bucket]) -> None:
-        remaining = (bucket for bucket in buckets if not bucket.left)
+    def _launch_ready(self, buckets: Sequence[Bucket]) -> None:
+        remaining = (bucket for bucket in buckets if not bucket.launched)
         for ready in takewhile(lambda bucket: not bucket.waiting, remaining):
             self._launch(ready)
 
     def flush(self) -> None:
-        """End of a backward: reduce what has not left yet, then wait for everything.
+        """End of a backward: reduce what has not been launched yet, then wait for everything.
 
         Members that no backward reached count as zero. A second round carries what arrived late, on any rank.
         """
@@ -226,9 +180,9 @@ class GradientReducer:
             self.flush_own()
 
     def flush_own(self) -> None:
-        """Reduce what every backward until now has left on this rank: one round, in which nothing comes late."""
+        """Reduce what every backward until now has given on this rank: one round, in which nothing comes late."""
         for bucket in self._buckets:
-            if not bucket.left:
+            if not bucket.launched:
                 self._launch(bucket)
         while self._in_flight:
             self._land()
@@ -237,7 +191,7 @@ class GradientReducer:
         self._has_means = True
 
     def _any_late(self) -> bool:
-        """Whether some rank holds what came after its bucket had left.
+        """Whether some rank holds what came after its bucket was launched.
 
         Ranks ask each other at the end of the first backward whether any gradient came more than once, and go on
         asking if one says yes. Other programs' backwards end without another collective, whose answer would have
@@ -270,10 +224,10 @@ class GradientReducer:
         self.reached.clear()
         self._begin_round()
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if self.events is not None:
             self.events.append(("launch", bucket.index))
-        bucket.left = True
+        bucket.launched = True
         self._watch()
         for gradient in bucket.members:
             if gradient.local is not None:
@@ -291,7 +245,7 @@ class GradientReducer:
             self._launch_rows(bucket)
         self._count(bucket.members)
 
-    def _launch_full(self, bucket: _Bucket) -> None:
+    def _launch_full(self, bucket: Bucket) -> None:
         gradient = bucket.members[0]
         shape = (gradient.shards.m, gradient.shards.n)
         if gradient.arrived is None:
@@ -300,9 +254,9 @@ class GradientReducer:
             buffer = gradient.arrived.to(self.comm_dtype).mul(self.scale.before).contiguous()
         gradient.arrived = None
         work = self.collectives.reduce(buffer, gradient.owner)
-        self._in_flight.append(_InFlight(bucket, work, buffer))
+        self._in_flight.append(InFlight(bucket, work, buffer))
 
-    def _launch_rows(self, bucket: _Bucket) -> None:
+    def _launch_rows(self, bucket: Bucket) -> None:
         world = self.collectives.world if self.sharded else 1
         device = bucket.members[0].param.device
         buffer = self._buffer(world * bucket.chunk, device)
@@ -323,10 +277,10 @@ class GradientReducer:
         if self.sharded:
             result = torch.empty(bucket.chunk, dtype=self.comm_dtype, device=device)
             work = self.collectives.reduce_scatter(result, packed)
-            self._in_flight.append(_InFlight(bucket, work, result, buffer))
+            self._in_flight.append(InFlight(bucket, work, result, buffer))
         else:
             work = self.collectives.all_reduce(packed, wait=not self.collectives.overlap)
-            self._in_flight.append(_InFlight(bucket, work, packed.view(-1)))
+            self._in_flight.append(InFlight(bucket, work, packed.view(-1)))
 
     def _land(self) -> None:
         """Wait for the oldest collective and add its result to the shards."""

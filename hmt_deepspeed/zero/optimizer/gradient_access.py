@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.zero.gradients.gradient import Held
+from hmt_deepspeed.zero.gradients.gradient import Accumulated
 from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -80,7 +80,7 @@ class GradientAccess:
             part = self._reduced(param_state).reshape(-1).clone()
         else:
             part = shards.shard_of(
-                self._whole_gradient(param_state, Held.MEAN).reshape(-1), self._rank
+                self._whole_gradient(param_state, Accumulated.MEAN).reshape(-1), self._rank
             )
         return padded(part.to(param_state.weight.device, torch.float32), shards.partition)
 
@@ -94,8 +94,8 @@ class GradientAccess:
         if param_state is None:
             return
         self._check_dense(param_state)
-        held, gradient = self._readable(param_state), param_state.gradient
-        if held is Held.OWN:
+        found, gradient = self._readable(param_state), param_state.gradient
+        if found is Accumulated.OWN:
             gradient.local = self._kept(param_state, value)
         else:
             gradient.local = None
@@ -138,22 +138,22 @@ class GradientAccess:
     def _rank(self) -> int:
         return self.zero.shard_rank
 
-    def _readable(self, param_state: ParamState) -> Held:
-        held = self.optimizer.reducer.held
-        if held in (Held.NOTHING, Held.PART):
+    def _readable(self, param_state: ParamState) -> Accumulated:
+        found = self.optimizer.reducer.accumulated
+        if found in (Accumulated.NOTHING, Accumulated.PART):
             raise ValueError(
-                f"there is no gradient of {param_state.name} now: {held.value}. Read and set gradients after backward() "
+                f"there is no gradient of {param_state.name} now: {found.value}. Read and set gradients after backward() "
                 "has returned and before step(). After a backward that was broken off call engine.zero_grad()."
             )
-        if held is Held.BOTH and self.zero.collectives.world > 1:
+        if found is Accumulated.BOTH and self.zero.collectives.world > 1:
             raise ValueError(
-                f"the gradient of {param_state.name} lies in two parts: {held.value}. Read and set gradients before "
+                f"the gradient of {param_state.name} lies in two parts: {found.value}. Read and set gradients before "
                 "no_sync() and coalesce_grad_reduction(), or after the next reduction."
             )
-        return held
+        return found
 
     def _check_reduced(self, param_state: ParamState) -> None:
-        if self._readable(param_state) is not Held.MEAN:
+        if self._readable(param_state) is not Accumulated.MEAN:
             raise ValueError(
                 f"no rank has a part of the mean gradient of {param_state.name} before gradients are reduced, here when "
                 "coalesce_grad_reduction() ends. Until then safe_get_full_grad reads the sum of this rank's backwards."
@@ -168,10 +168,10 @@ class GradientAccess:
 
     # -- reading and writing --------------------------------------------------------------------
 
-    def _whole_gradient(self, param_state: ParamState, held: Held) -> Tensor:
+    def _whole_gradient(self, param_state: ParamState, found: Accumulated) -> Tensor:
         matrix = param_state.matrix
-        columns = self._own(param_state) if held is Held.OWN else self._mean(param_state)
-        if held is Held.BOTH:  # of the only rank
+        columns = self._own(param_state) if found is Accumulated.OWN else self._mean(param_state)
+        if found is Accumulated.BOTH:  # of the only rank
             columns = columns + self._own(param_state)
         if matrix is None:
             return columns.view(whole_shape(param_state.gradient.param))
@@ -203,7 +203,7 @@ class GradientAccess:
         return full.float()
 
     def _reduced(self, param_state: ParamState) -> Tensor:
-        """Mean over ranks of the rows held here, where they are held."""
+        """Mean over ranks of the rows held here, where they are."""
         gradient = param_state.gradient
         part = gradient.reduced if gradient.host is None else gradient.host.read()
         if part is None:  # no backward reached it
