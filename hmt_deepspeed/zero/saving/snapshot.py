@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,9 +27,6 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from hmt_deepspeed.memory.available import host_memory_share
-from hmt_deepspeed.memory.errors import PoolFull
-from hmt_deepspeed.memory.growing import GrowingHostStore
-from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
@@ -40,17 +37,14 @@ from hmt_deepspeed.zero.saving.client_objects import storable
 from hmt_deepspeed.zero.saving.optimizer_state import hmt_state
 from hmt_deepspeed.zero.saving.raw_tensors import map_tensors
 from hmt_deepspeed.zero.saving.snapshot_offloaded import OffloadedStates
-from hmt_deepspeed.zero.saving.snapshot_writer import Job, SnapshotWriter, Staged, prepare_folder
+from hmt_deepspeed.zero.saving.snapshot_writer import Job, SnapshotWriter, prepare_folder
+from hmt_deepspeed.zero.saving.staging import Staging
 from hmt_deepspeed.zero.saving.verify import newest_steps
 from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.residency import on_ssd, resident
 
 __all__ = ["SnapshotSettings", "Snapshots"]
-
-MOST_TEMPORARY = (
-    64 * 2**20
-)  # bytes of the device that decoded states and the like may take on their way
 
 
 @dataclass(frozen=True)
@@ -82,11 +76,7 @@ class Snapshots:
         limit = host_memory_share()
         self._transfers = TransferEngine(self._engine.device, 1, outgoing_bytes=limit)
         self._offloaded = OffloadedStates(self._zero)
-        self._staged: list[str] = []
-        self._put: Callable[[str, Tensor], None]
-        self._wait: Callable[[str], object] = lambda _: None  # until a tensor's copy is done
-        self._living: set[int] = set()  # storages that are not made for a snapshot
-        self._temporary_bytes = 0  # of tensors that were, and may be on their way
+        self._staging = Staging(self._transfers)
         self._thread = background_threads(1, "hmt-snapshot")
         self._writing: Future[None] | None = None
         self._is_busy = False  # with one that is taken; it is written once its step counts
@@ -104,7 +94,7 @@ class Snapshots:
         problem = _problem_of(settings.path) if self._rank == 0 else None
         if problem := collectives.broadcast_object(problem):
             raise ValueError(problem)
-        self._store = self._new_store(limit)
+        self._take_memory(limit)
         self._updates.synchronize_copies = self.synchronize
 
     @property
@@ -188,7 +178,7 @@ class Snapshots:
     @property
     def host_bytes(self) -> int:
         """Of host memory, from the start on; more only where ranks have risen since."""
-        return self._store.pinned_bytes + self._offloaded.nbytes
+        return self._staging.store.pinned_bytes + self._offloaded.nbytes
 
     def metrics(self) -> dict[str, Any]:
         """Sums since the start of the run."""
@@ -233,7 +223,7 @@ class Snapshots:
         try:
             states = self._states(*self._offloaded.take(self._zero))
         except BaseException:
-            self._forget_staged()
+            self._staging.forget()
             self._offloaded.forget()
             raise
         self._copied.clear()
@@ -245,13 +235,10 @@ class Snapshots:
     def _begin_writing(self, job: Job) -> None:
         self._writing = self._thread.submit(self._write, job)
 
-    def _new_store(self, limit: int) -> GrowingHostStore:
+    def _take_memory(self, limit: int) -> None:
         """With room for the states as they are, taken now: what shares out host memory later finds the rest."""
-        sizes: list[int] = []
-        self._put = lambda _, tensor: sizes.append(whole_pages(tensor.nbytes))
-        self._states(*self._offloaded.outline())
-        self._staged.clear()
-        needed = sum(sizes) + self._offloaded.nbytes
+        staged = self._staging.measure(lambda: self._states(*self._offloaded.outline()))
+        needed = staged + self._offloaded.nbytes
         short = torch.tensor(float(needed > limit), device=self._engine.device)
         self._zero.collectives.all_reduce(short, op=dist.ReduceOp.MAX)
         if short.item():
@@ -262,48 +249,22 @@ class Snapshots:
                 'ranks, or put them on an SSD ("offload_optimizer": {"device": "nvme"}), whose files are linked.'
             )
         self._offloaded.allocate()
-        left = limit - self._offloaded.nbytes
-        store = GrowingHostStore(self._transfers, left, "free host memory", first_bytes=sum(sizes))
-        self._put, self._wait = store.put, store.host_bytes
-        return store
+        self._staging.open(limit - self._offloaded.nbytes, first=staged)
 
     def _states(self, masters: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank writes, by kind of file; masters and moments away from the device are given."""
-        self._living, self._temporary_bytes = _storages(self._engine), 0
+        self._staging.begin(_storages(self._engine))
         states = {"optim": self._optimizer_state(masters, moments)}
         if self._rank == 0 or self._zero.settings.stage == 3:
             states["model"] = self._model_state()
         return states
 
-    def _stage(self, value: Any, weight: str | None = None) -> Any:
-        """Start the copy of a tensor to the host; other values are taken as they are."""
-        if not isinstance(value, Tensor):
-            return value
-        name = f"tensor {len(self._staged)}" if weight is None else weight
-        value = value.detach().to(self._transfers.device).contiguous()
-        if not value.dim():  # counts of updates in host memory go on during backward
-            value = value.clone()
-        try:
-            self._put(name, value)
-        except PoolFull as full:
-            raise RuntimeError(
-                f"hmt.snapshot stages everything that it writes in host memory, which is too small: {full}. "
-                "Save checkpoints instead, or spread the states over more ranks."
-            ) from full
-        self._staged.append(name)
-        if value.untyped_storage().data_ptr() not in self._living:
-            self._temporary_bytes += value.nbytes
-            if self._temporary_bytes > MOST_TEMPORARY:
-                self._wait(name)  # with it all before it have left the device
-                self._temporary_bytes = 0
-        return Staged(name, value.dtype, tuple(value.shape), weight is not None)
-
     def _stage_weight(self, param_state: ParamState) -> Any:
         if param_state.weight.master is not None:
-            return self._stage(param_state.weight.master, param_state.name)
+            return self._staging.stage(param_state.weight.master, param_state.name)
         dtype = self._zero.settings.model_dtype  # as exact, and smaller
         with param_state.weight.shard() as shard:
-            return self._stage(
+            return self._staging.stage(
                 _to_stay(param_state.gradient.param, shard.to(dtype)), param_state.name
             )
 
@@ -317,7 +278,7 @@ class Snapshots:
             if held is None:
                 held = {"values": self._stage_weight(param_state)}
             masters[param_state.name] = {"flat": flat, **held}
-        ours = map_tensors(hmt_state(zero, self._stage, moments), self._stage)
+        ours = map_tensors(hmt_state(zero, self._staging.stage, moments), self._staging.stage)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
     def _model_state(self) -> dict[str, Any]:
@@ -332,18 +293,17 @@ class Snapshots:
             **{key: storable(value) for key, value in engine.snapshot_client_state().items()},
             **common_state(engine, buffers, save_frozen=False),
             "frozen_param_fragments": {
-                n: self._stage(t, f"frozen {n}") for n, t in fragments.items()
+                n: self._staging.stage(t, f"frozen {n}") for n, t in fragments.items()
             },
             "frozen_param_shapes": {n: list(shape) for n, shape in shapes.items()},
         }
-        return dict(map_tensors(state, self._stage))
+        return dict(map_tensors(state, self._staging.stage))
 
     # -- writing thread -------------------------------------------------------------------------
 
     def _wait_for_copies(self) -> None:
         try:
-            for name in self._staged:
-                self._store.host_bytes(name)
+            self._staging.wait()
         finally:  # what has failed is raised where it is read
             self._copied.set()
 
@@ -353,18 +313,13 @@ class Snapshots:
             self._offloaded.wait()
             self._writer.write(job)
         finally:
-            self._forget_staged()
+            self._staging.forget()
             self._offloaded.forget()
             self._seconds_writing += time.perf_counter() - begin
 
     def _host_bytes(self, name: str) -> Tensor:
         copy = self._offloaded.host_bytes(name)
-        return self._store.host_bytes(name) if copy is None else copy
-
-    def _forget_staged(self) -> None:
-        for name in self._staged:
-            self._store.drop(name)
-        self._staged.clear()
+        return self._staging.host_bytes(name) if copy is None else copy
 
 
 def _fragment(param: Any) -> Tensor:

@@ -134,10 +134,10 @@ TEMPORARY = {
 def held_beside_the_run(folder: str, stage: int, variant: str, most: int) -> dict[str, int]:
     """Bytes of tensors that only copies to the host keep on the device while a snapshot is taken, at most."""
     from hmt_deepspeed.memory.streams import Direction
-    from hmt_deepspeed.zero.saving import snapshot
+    from hmt_deepspeed.zero.saving import staging
 
-    snapshot.MOST_TEMPORARY = most
-    stage_one, peak, largest = snapshot.Snapshots._stage, 0, 0
+    staging.MOST_TEMPORARY = most
+    stage_one, peak, largest = staging.Staging.stage, 0, 0
 
     def watched(self: Any, value: Any, *name: Any) -> Any:
         nonlocal peak, largest
@@ -150,7 +150,7 @@ def held_beside_the_run(folder: str, stage: int, variant: str, most: int) -> dic
         peak, largest = max(peak, sum(held.values())), max([largest, *held.values()])
         return staged
 
-    snapshot.Snapshots._stage = watched  # type: ignore[method-assign]
+    staging.Staging.stage = watched  # type: ignore[method-assign]
     changes = dict(TEMPORARY[variant])
     options = {**LOW_RANK, **changes.pop("options", {})}  # type: ignore[dict-item]
     config = ds_config(stage, options, **changes)
