@@ -65,6 +65,32 @@ class BasisRefresh:
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
+        found, captured, missing = self._find_all(refreshing, policy, step)
+        for place, (index, group) in enumerate(refreshing):
+            for _, near in refreshing[place : place + 2]:
+                self.bases.history.expect(self._matrix(near[0]))
+            known = [energy for energy in captured[place] if energy > 0]
+            rank = policy.choose(index, known, step) if known else 0
+            with self.bases.whole(self.low_rank[group[0]]):
+                if rank:
+                    self._change_basis(group, rank, found.pop(place, None), missing[place])
+                self._project_full(group, step, bool(rank))
+            if rank:
+                for member in group:
+                    schedule.refreshed(member, step)
+            else:
+                schedule.postpone(group[0], step)
+        self.bases.history.release()
+
+    def _find_all(
+        self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy, step: int
+    ) -> tuple[dict[int, tuple[Subspace, Tensor]], list[list[float]], list[list[float]]]:
+        """Each group's dominant subspace, at its owner; one reduction tells all ranks what was found.
+
+        Returns:
+            By place in ``refreshing``: what this rank has found; the energy captured at each candidate rank, 0
+            where no gradient came; of each previous basis the number of ranks that lack its moments.
+        """
         history = self.bases.history
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
@@ -85,30 +111,24 @@ class BasisRefresh:
                 missing = torch.tensor(history.missing(leader), dtype=torch.float64)
                 energies[place, most:] = missing
         self.collectives.all_reduce(energies)
-        for place, sums in enumerate(energies.tolist()):
-            index, group = refreshing[place]
-            captured, missing = sums[:most], sums[most:]
-            for _, near in refreshing[place : place + 2]:
-                history.expect(self._matrix(near[0]))
-            rank, known = 0, [energy for energy in captured if energy > 0]
-            if known:
-                rank = policy.choose(index, known, step)
-            with self.bases.whole(self.low_rank[group[0]]):
-                if rank:
-                    basis = self._broadcast_basis(group, rank, found.pop(place, None))
-                    members = [self.low_rank[i] for i in group]
-                    if members[0].gradient.owner == self.collectives.rank:
-                        self.bases.remember(members[0], rank)
-                    recalled = history.recall(members, basis, missing)
-                    history.remember(members)
-                    self.adopt(group, basis, recalled)
-                self._project_full(group, step, bool(rank))
-            if rank:
-                for member in group:
-                    schedule.refreshed(member, step)
-            else:
-                schedule.postpone(group[0], step)
-        history.release()
+        sums = energies.tolist()
+        return found, [row[:most] for row in sums], [row[most:] for row in sums]
+
+    def _change_basis(
+        self,
+        group: Sequence[int],
+        rank: int,
+        found: tuple[Subspace, Tensor] | None,
+        missing: Sequence[float],
+    ) -> None:
+        """Give a group the basis that its owner has found, and carry its moments over."""
+        basis = self._broadcast_basis(group, rank, found)
+        members = [self.low_rank[i] for i in group]
+        if members[0].gradient.owner == self.collectives.rank:
+            self.bases.remember(members[0], rank)
+        recalled = self.bases.history.recall(members, basis, missing)
+        self.bases.history.remember(members)
+        self.adopt(group, basis, recalled)
 
     def _matrix(self, index: int) -> LowRankMatrix:
         matrix = self.low_rank[index].matrix

@@ -138,19 +138,7 @@ def run_facts(
     Raises:
         ValueError: a model whose saved tensors are not known; activations and states on unlike disks.
     """
-    config = getattr(engine.module, "config", None)
-    if config is None:
-        raise ValueError(
-            f"{type(engine.module).__name__} has no config to plan by; legal: a model of transformers. Write "
-            'out what is "plan" or "auto" in the hmt block.'
-        )
-    try:
-        shape = shape_of_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
-            "block."
-        ) from error
+    config, shape = _shape_of(engine.module)
     dtypes = engine.get_data_types()
     itemsize, gradient_itemsize = (torch.empty(0, dtype=dtype).element_size() for dtype in dtypes)
     overlap: Any = "none" if host is None else host.overlap
@@ -181,6 +169,28 @@ def run_facts(
         rank_is_chosen=options is not None and options["rank"] == "auto",
         ssd_folder=_ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
     )
+
+
+def _shape_of(module: Any) -> tuple[Any, ModelShape]:
+    """A model's config and its shape.
+
+    Raises:
+        ValueError: it has no config, or the planner does not know it.
+    """
+    config = getattr(module, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(module).__name__} has no config to plan by; legal: a model of transformers. Write "
+            'out what is "plan" or "auto" in the hmt block.'
+        )
+    try:
+        shape = shape_of_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
+            "block."
+        ) from error
+    return config, shape
 
 
 def _ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
