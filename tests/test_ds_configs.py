@@ -65,10 +65,10 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
     """A few steps with every config, one engine after another."""
     from deepspeed.accelerator import get_accelerator
 
-    from hmt_deepspeed.zero.planning import planner as planning
+    from hmt_deepspeed.zero.planning import plan_files
 
     get_accelerator().is_fp16_supported = lambda: True
-    planning.cache_file = lambda model: Path(tempfile.mkdtemp()) / "profile.json"
+    plan_files.cache_file = lambda model: Path(tempfile.mkdtemp()) / "profile.json"
     os.chdir(tempfile.mkdtemp())  # paths in a config are relative to where it is run
     found = {}
     for name in names:

@@ -67,14 +67,13 @@ def _engine(shape: Shape, dtype: str, activations: dict[str, Any], **planner: An
 
 
 def in_a_run(setting: Setting) -> CaseResult:
-    from hmt_deepspeed.zero.planning import planner as planning
-    from hmt_deepspeed.zero.planning import profile_files
+    from hmt_deepspeed.zero.planning import plan_files, profile_files
 
     shape = TOY if setting.toy else SHAPE
     with tempfile.TemporaryDirectory() as folder:
-        planning.cache_file = partial(profile_files.cache_file, folder=folder)
+        plan_files.cache_file = partial(profile_files.cache_file, folder=folder)
         profiled, cost = _profiled(setting, shape, folder)
-        planning.cache_file = lambda _: Path(folder) / "profile.json"  # one machine for all plans
+        plan_files.cache_file = lambda _: Path(folder) / "profile.json"  # one machine for all plans
         engines = {
             EVERYTHING: _engine(
                 shape, setting.dtype, {"policy": dict.fromkeys(_RECOMPUTED, "recompute")}

@@ -108,12 +108,11 @@ def config_of(row: dict[str, Any], plain: bool) -> dict[str, Any]:
 def in_the_cache(folder: str) -> None:
     """A profile for every run, so that the plan is made before the first step."""
     from hmt_deepspeed.planner.hardware import named_machine
-    from hmt_deepspeed.zero.planning import planner as planning
-    from hmt_deepspeed.zero.planning import profile_files
+    from hmt_deepspeed.zero.planning import plan_files, profile_files
 
     file = Path(folder) / "profile.json"
     profile_files.write_profile(named_machine("rtx4090", num_gpus=1), file)
-    planning.cache_file = lambda _: file
+    plan_files.cache_file = lambda _: file
 
 
 def activations_of(choice: str, in_chunks: bool, folder: str) -> dict[str, Any]:

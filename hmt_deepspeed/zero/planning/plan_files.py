@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.solve.plan import Plan, plan_from_json
 from hmt_deepspeed.zero.planning.facts import RunFacts, Shapes
-from hmt_deepspeed.zero.planning.profile_files import cache_file, read_profile
+from hmt_deepspeed.zero.planning.profile_files import cache_file, read_profile, write_profile
 
-__all__ = ["find_profile", "profile_key", "read_plan", "write_plan"]
+__all__ = ["find_profile", "keep_profile", "read_plan", "write_plan"]
 
 
 def read_plan(hmt: HMTConfig, facts: RunFacts, shapes: Shapes) -> str | None:
@@ -58,11 +59,16 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def find_profile(hmt: HMTConfig, facts: RunFacts) -> str | None:
     """The machine that an earlier run like this one has measured, as JSON; None where none has."""
-    path = cache_file(profile_key(hmt, facts))
+    path = cache_file(_profile_key(hmt, facts))
     return read_profile(path).to_json() if path.exists() else None
 
 
-def profile_key(hmt: HMTConfig, facts: RunFacts) -> str:
+def keep_profile(machine: Machine, hmt: HMTConfig, facts: RunFacts) -> None:
+    """Keep a machine for later runs like this one."""
+    write_profile(machine, cache_file(_profile_key(hmt, facts)))
+
+
+def _profile_key(hmt: HMTConfig, facts: RunFacts) -> str:
     """All that a profile depends on but the machine; host memory beside the plan is no part of that."""
     setup = replace(facts.setup, engine=None)
     return repr((replace(facts, setup=setup), tuple(hmt.planner.lossy.values())))

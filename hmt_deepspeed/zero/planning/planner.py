@@ -41,11 +41,11 @@ from hmt_deepspeed.zero.planning.found_ranks import FoundRanks, reason_to_plan_a
 from hmt_deepspeed.zero.planning.measure import measure_interconnect
 from hmt_deepspeed.zero.planning.plan_files import (
     find_profile,
-    profile_key,
+    keep_profile,
     read_plan,
     write_plan,
 )
-from hmt_deepspeed.zero.planning.profile_files import cache_file, write_profile
+from hmt_deepspeed.zero.planning.profile_files import write_profile
 from hmt_deepspeed.zero.planning.run_profile import PROFILED, RunProfile, reference_plan
 from hmt_deepspeed.zero.planning.step_timer import StepTimer
 
@@ -253,7 +253,7 @@ class RunPlanner:
 
         def measure() -> str:
             machine = self._profile.measure(interconnect)
-            write_profile(machine, cache_file(profile_key(self._hmt, self.facts)))
+            keep_profile(machine, self._hmt, self.facts)
             return machine.to_json()
 
         machine = machine_from_json(self._on_rank_zero(measure))

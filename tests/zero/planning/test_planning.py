@@ -58,17 +58,16 @@ def cache_in(folder: str) -> None:
     """Profiles there; the user's cache folder also holds compiled operators, which stay where they are."""
     from functools import partial
 
-    from hmt_deepspeed.zero.planning import planner as planning
-    from hmt_deepspeed.zero.planning import profile_files
+    from hmt_deepspeed.zero.planning import plan_files, profile_files
 
-    planning.cache_file = partial(profile_files.cache_file, folder=folder)
+    plan_files.cache_file = partial(profile_files.cache_file, folder=folder)
 
 
 def cached(profile: str) -> None:
     """Every run finds this file in the cache."""
-    from hmt_deepspeed.zero.planning import planner as planning
+    from hmt_deepspeed.zero.planning import plan_files
 
-    planning.cache_file = lambda _: Path(profile)
+    plan_files.cache_file = lambda _: Path(profile)
 
 
 def limits(engine: Any) -> tuple[int, int]:
