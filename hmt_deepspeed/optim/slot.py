@@ -13,11 +13,10 @@ from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
 from hmt_deepspeed.optim.bases.basis import keyed_seed
-from hmt_deepspeed.optim.decisions.sharing import held_projection
 from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_, new_dense_state, state_keys
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, site_projection
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.optim.settings.assign import Assignment
@@ -97,7 +96,7 @@ class Slot:
         if not due:
             self.matrix.prepare(step)
         if self.site is not None:
-            self.site.projection = None if due else held_projection(self.matrix)
+            self.site.projection = None if due else site_projection(self.matrix)
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""

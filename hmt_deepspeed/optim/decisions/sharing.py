@@ -1,4 +1,4 @@
-"""Who projects what: matrices that share a basis, and what a projected backward is given."""
+"""Matrices that share a basis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
-__all__ = ["held_projection", "regroup", "share_bases", "stacked_gradient"]
+__all__ = ["regroup", "share_bases", "stacked_gradient"]
 
 
 def regroup(
@@ -111,14 +111,3 @@ def stacked_gradient(
         return known
     rows = zip(members, parts, strict=True)
     return torch.cat([known.new_zeros(m.shape) if part is None else part for m, part in rows])
-
-
-def held_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
-    """What a site projects on: the columns held (this process's rows while they are parked), or how to
-    make them."""
-    if not isinstance(matrix, LowRankMatrix) or matrix.takes_whole:
-        return None
-    if matrix.redraws:
-        return matrix.make_projection
-    columns = matrix.columns
-    return columns.whole if columns.parked is None else columns.parked

@@ -6,18 +6,19 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.optim.rules.formulas import full_residual, growth_factor, probe_residual
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import Columns, ProjectedMatrix
 from hmt_deepspeed.optim.rules.state import stored_bytes
 from hmt_deepspeed.optim.settings.matrix import LR_RATIO, PUBLISHED_SCALE
 
-__all__ = ["LowRankMatrix", "adopt_together", "overlap_of"]
+__all__ = ["LowRankMatrix", "adopt_together", "overlap_of", "site_projection"]
 
 MAX_RESIDUAL_SCALE = 8.0
 
@@ -196,3 +197,14 @@ def adopt_together(
             matrix.moments = matrix._new_moments()
         matrix.measured = True
         matrix.forget_energy()
+
+
+def site_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
+    """What the site of a matrix projects on: its columns (this process's rows of them while they are parked), or
+    how to make them; None where it takes whole gradients."""
+    if not isinstance(matrix, LowRankMatrix) or matrix.takes_whole:
+        return None
+    if matrix.redraws:
+        return matrix.make_projection
+    columns = matrix.columns
+    return columns.whole if columns.parked is None else columns.parked

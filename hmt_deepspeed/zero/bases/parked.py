@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.decisions.sharing import held_projection
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, site_projection
 from hmt_deepspeed.optim.rules.projected import Columns
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
 from hmt_deepspeed.zero.parameters.param_state import ParamState
@@ -93,7 +92,7 @@ class ParkedBases:
             or not isinstance(matrix, LowRankMatrix)
             or matrix.columns.parked is None
         ):
-            return held_projection(matrix)
+            return site_projection(matrix)
         return partial(self._made_whole, matrix.columns, matrix.shape[1], self._shards(param_state))
 
     def _made_whole(self, columns: Columns, n: int, sharded: bool) -> Tensor:
