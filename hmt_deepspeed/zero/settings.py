@@ -112,6 +112,9 @@ def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
 
     "auto" never doubles the states' memory, as "backward" does where an update may have to be undone, and
     never lets weights be read that a gate does not see, as "forward" does below stage 3.
+
+    Args:
+        parsed: DeepSpeed's parsed config. offload: fields of ``hmt.offload``, those that are given.
     """
     wanted = offload.get("overlap", "auto")
     if wanted != "auto":
@@ -125,6 +128,9 @@ def checks_overflow(parsed: Any) -> bool:
     """Whether a step whose gradients are not finite is skipped: unless bf16's ``check_grad_overflow`` is false.
 
     In fp32 too, as by DeepSpeed's own ZeRO optimizers, which look at the norm.
+
+    Args:
+        parsed: DeepSpeed's parsed config.
     """
     bf16 = parsed.bfloat16_config
     return not bf16.enabled or bool(bf16.check_grad_overflow)

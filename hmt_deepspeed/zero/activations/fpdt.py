@@ -64,7 +64,14 @@ def install_fpdt(
 
 
 def check_ranks(size: int, world: int) -> None:
-    """Raises ValueError where ``size`` ranks cannot share each sequence."""
+    """Refuse ranks that cannot share each sequence.
+
+    Args:
+        size: ranks of a sequence. world: all ranks.
+
+    Raises:
+        ValueError: ``size`` does not divide ``world``.
+    """
     if world % size:
         raise ValueError(
             f"hmt.fpdt.sequence_parallel_size is {size}, but there are {world} ranks: it must divide them"

@@ -32,6 +32,10 @@ def build_bases(
 ) -> ParkedBases:
     """Where the bases of low-rank parameters wait.
 
+    Args:
+        collectives: of the data-parallel group. stage: of ZeRO. settings: of the cache; None for no cache.
+        param_states: parameters with a matrix.
+
     Raises:
         ValueError: see :func:`check_cache`.
     """
@@ -46,6 +50,9 @@ def build_bases(
 
 def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> None:
     """Refuse a cache that would do nothing.
+
+    Args:
+        settings: of the cache. param_states: parameters with a matrix.
 
     Raises:
         ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
@@ -72,7 +79,11 @@ def _rises_again(matrix: LowRankMatrix) -> bool:
 
 
 def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
-    """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold."""
+    """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold.
+
+    Args:
+        param_states: parameters with a matrix.
+    """
     held: dict[int, int] = {}
     for param_state in param_states:
         if not isinstance(param_state.matrix, LowRankMatrix):
@@ -88,7 +99,11 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
 
 
 def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dict[str, object]:
-    """Bytes of bases on either side and, with a cache, its counters since the start of the run."""
+    """Bytes of bases on either side and, with a cache, its counters since the start of the run.
+
+    Args:
+        param_states: parameters with a matrix.
+    """
     found: dict[str, object] = {"basis_device_bytes": device_bytes(bases, param_states)}
     cache = bases.cache
     if cache is None:

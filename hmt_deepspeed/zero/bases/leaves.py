@@ -19,7 +19,11 @@ __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
 
 
 def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
-    """Tell gradients of the leaf that they are of, after DeepSpeed has marked parameters; those leaves."""
+    """Tell gradients of the leaf that they are of, after DeepSpeed has marked parameters; those leaves.
+
+    Args:
+        param_states: of all trained parameters.
+    """
     leaves: dict[nn.Module, None] = {}
     for param_state in param_states:
         gradient = param_state.gradient
@@ -30,7 +34,11 @@ def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
 
 
 def shared_inputs(low_rank: Iterable[ParamState], bases: ParkedBases) -> SharedInputs:
-    """Of the linears with a projected backward, once leaves are marked."""
+    """Of the linears with a projected backward, once leaves are marked.
+
+    Args:
+        low_rank: parameters with a matrix. bases: where those that stage 3 shards wait.
+    """
     gradients = [p.gradient for p in low_rank if p.gradient.site is not None]
     sites = [g.site for g in gradients if g.site is not None]
     if not bases.is_sharded:
@@ -40,7 +48,11 @@ def shared_inputs(low_rank: Iterable[ParamState], bases: ParkedBases) -> SharedI
 
 
 class LeafInputs(SharedInputs):
-    """Gathers products' columns, but for linears of a leaf, which share with others of the same leaf only."""
+    """Gathers products' columns, but for linears of a leaf, which share with others of the same leaf only.
+
+    Args:
+        sites: of the linears with a projected backward. bases: gathers their columns. leaves: of the sites in one.
+    """
 
     def __init__(
         self,

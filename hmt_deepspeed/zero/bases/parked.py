@@ -30,11 +30,16 @@ class ParkedBases:
     Every method that gathers is a collective: all ranks call it for the same parameters in the same order.
     Sharded over ranks are those of matrices with a projected backward, but for those projected from the left,
     whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
-    ZeRO-3's leaf modules sharded, of whose linears ranks may call different ones. Host memory takes what the cache has room for; it may have room on one rank and not on another.
+    ZeRO-3's leaf modules sharded, of whose linears ranks may call different ones. Host memory takes what the cache
+    has room for; it may have room on one rank and not on another.
+
+    Args:
+        collectives: of the data-parallel group. stage: of ZeRO. cache: of host memory, or None.
+        num_previous: bases of each matrix whose moments are remembered; 0 for none.
 
     Attributes:
         is_sharded: whether rows are sharded over ranks. cache: of host memory, or None. history: moments of
-            bases that were left, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
+            previous bases, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
             kept in the cache.
     """
 
@@ -43,10 +48,10 @@ class ParkedBases:
         collectives: Collectives,
         stage: int,
         cache: BasisCache | None = None,
-        num_left: int = 0,
+        num_previous: int = 0,
     ) -> None:
         self.collectives, self.cache = collectives, cache
-        self.history = MomentHistory(collectives, cache, num_left)
+        self.history = MomentHistory(collectives, cache, num_previous)
         self.is_sharded = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
         self._fetched: dict[str, tuple[Tensor, int]] = {}  # whole, and its version when it came
@@ -63,7 +68,11 @@ class ParkedBases:
             self._kept = None
 
     def gather(self, local: Tensor) -> Tensor:
-        """Rows of all ranks, (world rows) x width; the last ones are padding."""
+        """Rows of all ranks, (world rows) x width; the last ones are padding.
+
+        Args:
+            local: this rank's rows x width, as many rows on every rank.
+        """
         return self._once(local, lambda: self._gather(local))
 
     def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
@@ -198,7 +207,11 @@ class ParkedBases:
             self.park(param_state)
 
     def will_use(self, param_states: Iterable[ParamState] | None) -> None:
-        """Bases that are needed next, in this order; None: those of the coming forward and backward."""
+        """Bases that are needed next, in this order; None: those of the coming forward and backward.
+
+        Args:
+            param_states: whose bases they are.
+        """
         if self.cache is None:
             return
         if param_states is None:
@@ -250,7 +263,11 @@ class ParkedBases:
     def load_old_bases(
         self, param_states: Iterable[ParamState], saved: Mapping[str, Tensor]
     ) -> None:
-        """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds."""
+        """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds.
+
+        Args:
+            param_states: of those matrices. saved: n x r on the host, by name of the matrix.
+        """
         if self.cache is None:
             return
         matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]

@@ -191,7 +191,12 @@ class BasisRefresh:
         basis: Tensor | None,
         recalled: Sequence[Sequence[Recalled]] | None = None,
     ) -> None:
-        """Carry the moments of a group over to a basis that every rank has, with what its matrices recall."""
+        """Carry the moments of a group over to a basis that every rank has.
+
+        Args:
+            group: places in ``low_rank``. basis: n x r; None for full rank.
+            recalled: by matrix what it recalls of previous bases; None for nothing.
+        """
         matrices, sums = [self._matrix(i) for i in group], []
         for index, matrix in zip(group, matrices, strict=True):
             counted = self._gradient(index).shards.counted(self.shard_rank)

@@ -63,7 +63,11 @@ class Resolved:
 
 
 def zero_settings(engine: DeepSpeedEngine, resolved: Resolved) -> ZeroSettings:
-    """What HMT's ZeRO optimizer takes from the JSON."""
+    """What HMT's ZeRO optimizer takes from the JSON.
+
+    Args:
+        engine: DeepSpeed's part of it is built. resolved: what the block says.
+    """
     model_dtype, accumulate_dtype = engine.get_data_types()
     return ZeroSettings(
         stage=resolved.stage,
@@ -84,7 +88,11 @@ def zero_settings(engine: DeepSpeedEngine, resolved: Resolved) -> ZeroSettings:
 
 
 def host_settings(engine: DeepSpeedEngine, resolved: Resolved) -> HostSettings | None:
-    """``offload_optimizer``; None when the states stay on the device."""
+    """``offload_optimizer``; None when the states stay on the device.
+
+    Args:
+        engine: DeepSpeed's part of it is built. resolved: what the block says.
+    """
     config = engine.zero_offload_optimizer()
     if config is None or config.device == OffloadDeviceEnum.none:
         return None

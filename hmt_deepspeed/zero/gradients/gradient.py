@@ -88,7 +88,11 @@ class Gradient:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for what has accumulated on the device."""
+        """Take what ``place`` gives for what has accumulated on the device.
+
+        Args:
+            place: gives a copy elsewhere of a tensor.
+        """
         for name in ("arrived", "local", "reduced", "full"):
             if (tensor := getattr(self, name)) is not None:
                 setattr(self, name, place(tensor))

@@ -122,7 +122,11 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------
 
     def arrive(self, gradient: Gradient, reduce_now: bool) -> None:
-        """Take what backward left of one parameter; reduce its bucket if it was the last one."""
+        """Take what backward left of one parameter; reduce its bucket if it was the last one.
+
+        Args:
+            gradient: of the parameter. reduce_now: this micro-batch's gradients are reduced; else they add up on this rank.
+        """
         contribution = gradient.collect()
         if contribution is None:
             return
@@ -154,6 +158,9 @@ class GradientReducer:
         """A leaf's backward has ended: all of its gradients are there, none where this rank used no weight.
 
         Only now do they leave, on every rank between the same two gathers of weights.
+
+        Args:
+            reduce_now: as of :meth:`arrive`.
         """
         if not reduce_now:
             return

@@ -36,6 +36,9 @@ class HostAdamW:
     def step_early(self, factor: float, hyper: dict[str, Any]) -> None:
         """Begin a step before clipping and overflow are decided, on the master alone; the device's weights stay as they are.
 
+        Args:
+            factor: what the gradient's sum is multiplied by. hyper: lr, betas, eps and weight_decay.
+
         Raises:
             RuntimeError: a second gradient came and nothing can be undone.
         """
@@ -52,6 +55,7 @@ class HostAdamW:
 
         Args:
             factor: what the gradient's sum is multiplied by. key: seed of stochastic rounding.
+            hyper: lr, betas, eps and weight_decay; the early step is kept where factor and these are what it took.
         """
         if self.early == (factor, hyper):
             self.early = None

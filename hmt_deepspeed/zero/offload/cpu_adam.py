@@ -65,6 +65,7 @@ class CpuAdam:
             param, gradient, exp_avg, exp_avg_sq: flat, contiguous fp32 on the host, of one size; all but
                 ``gradient`` are updated.
             step: number of this step, from 1.
+            lr, betas, eps, weight_decay: AdamW's.
         """
         # The kernel's own bias correction depends on the calls before it (a running product of beta), so a
         # resumed run would differ. Without it the kernel takes p -= a m / (sqrt(v) + e) + a w p, and

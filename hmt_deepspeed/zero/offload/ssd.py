@@ -74,6 +74,9 @@ class Ssd(SlotPipeline):
     def scratch(self, numel: int) -> Tensor:
         """Flat fp32 zeros in a file that is gone when the tensor is: host memory is not held by it.
 
+        Args:
+            numel: how many; 4 bytes each.
+
         Raises:
             StoreError: the disk has no room for it.
         """

@@ -78,7 +78,14 @@ class HostStates(ABC):
 
     @abstractmethod
     def read(self, column: str) -> Tensor:
-        """Its values; those in host memory themselves, not a copy."""
+        """Its values; those in host memory themselves, not a copy.
+
+        Args:
+            column: one of :attr:`columns`.
+
+        Returns:
+            Flat fp32 on the host.
+        """
 
     @abstractmethod
     def write(self, values: Mapping[str, Tensor]) -> None:
@@ -218,7 +225,11 @@ class _Rows(Loan):
 
 
 class HostMoment(StateTensor):
-    """A moment of AdamW that is a column of :class:`HostStates`: fp32, and never moved."""
+    """A moment of AdamW that is a column of :class:`HostStates`: fp32, and never moved.
+
+    Args:
+        states: of the parameter. column: "exp_avg" or "exp_avg_sq".
+    """
 
     def __init__(self, states: HostStates, column: str) -> None:
         self.shape, self.dtype, self.signed = torch.Size((states.num_elements,)), "fp32", True

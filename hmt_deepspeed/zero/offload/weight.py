@@ -37,6 +37,8 @@ class HostWeight(Weight):
     """One parameter's weights on this rank, updated on the host.
 
     Args:
+        param: m x n, or any shape of as many elements. shards: which of its flat elements each rank holds.
+        rank: this process's place in them.
         states: its master, or bf16 weights are their own and each step fetches them; and moments.
         worker: does the updates. name: of the parameter.
         keeps: early steps leave the new weights in host memory, for want of a master there.
@@ -114,7 +116,11 @@ class HostWeight(Weight):
         self._begin(lambda states, _, begin, end: step(states, begin, end), None, key)
 
     def keep(self, values: Tensor, begin: int) -> None:
-        """Worker thread: what :meth:`send_master` will send of a chunk, where its master will be out of reach."""
+        """Worker thread: what :meth:`send_master` will send of a chunk, where its master will be out of reach.
+
+        Args:
+            values: fp32, of a chunk's master. begin: first element of the chunk.
+        """
         if self._kept is not None:
             self._kept[begin : begin + values.numel()].copy_(values)
 
@@ -130,18 +136,27 @@ class HostWeight(Weight):
                 self._jobs.append(self.worker.submit(self.name, job))
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """Begin ``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` of its rows x n."""
+        """Begin ``W <- (1 - lr wd) W - lr update`` on the shard.
+
+        Args:
+            update: fp32 on the device, rows that this rank touches x n.
+            lr, weight_decay: of this step. key: seed of stochastic rounding.
+        """
         flat = self.shards.rows_to_shard(update, self.rank)
         self._begin(self._addition(lr, weight_decay), lambda begin, end: flat[begin:end], key)
 
     def step_rows(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
     ) -> None:
-        """Begin ``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard; ``update`` of its rows.
+        """Begin ``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard.
 
         The product is formed on the device, a few rows at a time, and travels in the dtype of its factors:
         per element 2 (r + k) FLOPs, which the host, busy with AdamW, would take longer for than the link
         takes for two bytes from r + k of about 50 on (1 TFLOP/s against 20 GB/s).
+
+        Args:
+            update: rows that this rank touches x (r + k), on the device. projection: n x (r + k).
+            lr, weight_decay: of this step. key: seed of stochastic rounding.
         """
         n = self.shards.n
         offset = self.shards.flat(self.rank)[0] - self.shards.rows(self.rank)[0] * n

@@ -92,7 +92,11 @@ class HostWorker:
         return self.engine.pool.nbytes + self._outbound.nbytes + self.scratch.nbytes
 
     def zeros(self, numel: int, owner: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Flat zeros on the host for as long as the worker lives; ``owner`` is for messages."""
+        """Flat zeros on the host for as long as the worker lives; ``owner`` is for messages.
+
+        Args:
+            numel: elements of the tensor.
+        """
         size = numel * dtype.itemsize
         self.nbytes += size
         if not self._pinned or not numel:
@@ -112,6 +116,7 @@ class HostWorker:
         """Queue ``rule(incoming)``; a device tensor is on the host by then, an absent one is empty.
 
         Args:
+            owner: name of the parameter, for messages. incoming: flat, at most :data:`CHUNK` elements.
             loan: what the rule uses, cancelled when it does not come to that.
 
         Raises:
@@ -153,7 +158,12 @@ class HostWorker:
             self.ssd.commit()
 
     def send(self, arrival: Arrival, fill: Callable[[Tensor], object], dtype: torch.dtype) -> None:
-        """Let ``fill`` write the values of an expected device tensor, and start their way there. In a job."""
+        """Let ``fill`` write the values of an expected device tensor, and start their way there. In a job.
+
+        Args:
+            arrival: the tensor that is expected on the device. fill: writes into flat host memory of its size.
+            dtype: of the values.
+        """
         nbytes = arrival.flat.numel()
         buffer = self._outbound.take(nbytes, arrival.name, lent=True)
         try:
@@ -201,6 +211,9 @@ class HostGradient:
     """Mean gradient of a dense parameter's shard, summed over micro-batches in fp32 on the host.
 
     Parts are sent as they come and summed by the worker; the device keeps nothing.
+
+    Args:
+        worker: sums. name: of the parameter. num_elements: of the shard.
 
     Attributes:
         num_elements: of the shard. filled: whether anything has come in this window.
@@ -256,7 +269,11 @@ class HostGradient:
         return self._values.clone() if self.filled else None
 
     def replace(self, values: Tensor) -> None:
-        """Take flat values of the shard instead."""
+        """Take flat values of the shard instead.
+
+        Args:
+            values: flat, of the shard, on the device, any float dtype; nobody else's memory.
+        """
         self.clear()
         self.add(values, last=False)
 

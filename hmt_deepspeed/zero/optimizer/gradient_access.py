@@ -53,7 +53,13 @@ class GradientAccess:
         return self.optimizer.zero
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """A copy of the gradient, fp32 of the parameter's shape; zeros when no backward used the parameter.
+        """A copy of the gradient; zeros when no backward used the parameter. A collective but for dense ones at stage 0.
+
+        Args:
+            param: of the model.
+
+        Returns:
+            fp32 of the parameter's whole shape, on the device.
 
         Raises:
             ValueError: there is none now, or one part of it is reduced and another is not.
@@ -66,7 +72,13 @@ class GradientAccess:
         )
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's part of the mean gradient: fp32, flat, as long as the parameter's partition.
+        """This rank's part of the mean gradient.
+
+        Args:
+            param: of the model.
+
+        Returns:
+            fp32, flat, as long as the parameter's partition, on the device.
 
         Raises:
             ValueError: as above; or gradients are not reduced yet.
@@ -87,6 +99,9 @@ class GradientAccess:
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite what :meth:`get_fp32_grad_for_param` reads, of a dense parameter.
 
+        Args:
+            value: of the parameter's whole shape, any float dtype, the same on every rank. param: of the model.
+
         Raises:
             ValueError: as there; or for a low-rank matrix.
         """
@@ -103,6 +118,9 @@ class GradientAccess:
 
     def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite what :meth:`get_local_fp32_grad_for_param` reads, of a dense parameter.
+
+        Args:
+            value: flat, with the partition's padding or without. param: of the model.
 
         Raises:
             ValueError: as there; or for a low-rank matrix.
@@ -230,7 +248,10 @@ class GradientAccess:
 
 
 def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
-    """The elements that this rank holds of a flat partition, with its padding or without.
+    """The elements that this rank holds of a flat partition.
+
+    Args:
+        param_state: of the parameter. value: any shape, with the partition's padding or without.
 
     Raises:
         ValueError: another number of elements.
@@ -245,7 +266,15 @@ def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
 
 
 def whole_rows(param_state: ParamState, rows: Tensor, collectives: Collectives) -> Tensor:
-    """Rows of all ranks, m x width, from those held here, wherever they live; a copy on the device."""
+    """Rows of all ranks from those held here, wherever they live. A collective.
+
+    Args:
+        param_state: of the matrix. rows: that this rank touches x width, any dtype.
+        collectives: of the ranks that hold the others.
+
+    Returns:
+        m x width on the device; nobody else's memory.
+    """
     shards = param_state.gradient.shards
     rows = rows.to(param_state.weight.device)
     if shards.world == 1:

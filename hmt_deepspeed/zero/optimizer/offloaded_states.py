@@ -72,7 +72,11 @@ class OffloadedStates:
         pin_memory: bool,
         non_blocking: bool,
     ) -> None:
-        """Move what is included and not away yet; None includes everything.
+        """Move what is included and not away yet.
+
+        Args:
+            include: names of states, None for all. device: the host, DeepSpeed's ``OffloadDeviceEnum.cpu``.
+            pin_memory: page-lock the host memory. non_blocking: return while copies are under way.
 
         Raises:
             ValueError: a state that DeepSpeed does not name, or another device than the host.
@@ -125,6 +129,9 @@ class OffloadedStates:
 
     def require(self, action: str, needed: Container[str] = TRAINED) -> None:
         """Before what reads some of the states on the device.
+
+        Args:
+            action: what reads them, for the message. needed: the states.
 
         Raises:
             RuntimeError: one of them is away.

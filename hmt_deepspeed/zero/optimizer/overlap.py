@@ -23,6 +23,9 @@ def order_of_use(
     """Places of the parameters as forward meets their weights, taken to be the order of ``names``.
 
     Those that stay whole at stage 3 are gathered within the step, so they come first.
+
+    Args:
+        param_states: of all trained parameters. names: of all parameters, in the model's order.
     """
     places = {param: place for place, param in enumerate(names)}
 

@@ -73,7 +73,11 @@ def start_rows(zero: ZeroState) -> list[StartRow]:
 
 
 def describe(zero: ZeroState) -> str:
-    """The table, and a line each for a budget of ranks, states off the device and bases in host memory."""
+    """The table, and a line each for a budget of ranks, states off the device and bases in host memory.
+
+    Args:
+        zero: states of the optimizer.
+    """
     rows = start_rows(zero)
     common = (
         [w for w in rows[0].treatment if all(w in row.treatment for row in rows)] if rows else []

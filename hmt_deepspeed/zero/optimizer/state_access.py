@@ -23,7 +23,15 @@ __all__ = ["StateAccess", "link", "local_state"]
 
 
 def local_state(param_state: ParamState) -> dict[str, Tensor]:
-    """States of one parameter held by this rank, by DeepSpeed's keys."""
+    """States of one parameter held by this rank, by DeepSpeed's keys.
+
+    Args:
+        param_state: of the parameter.
+
+    Returns:
+        Of a matrix tensors of the rows that this rank touches, decoded to fp32; of a dense parameter flat ones of
+        the shard.
+    """
     if param_state.matrix is not None:
         return {key: state.read() for key, state in param_state.matrix.states().items()}
     assert param_state.dense_state is not None
@@ -42,7 +50,14 @@ class StateAccess(GradientAccess):
     def get_full_hp_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """Whole fp32 weight (shape of the parameter) or whole state (m x r for low-rank moments)."""
+        """A whole weight or state. A collective.
+
+        Args:
+            param: of the model. optim_state_key: of the state; None for the weight.
+
+        Returns:
+            fp32 of the parameter's shape; of a low-rank matrix's moments m x r.
+        """
         param_state = self._synchronized(param)
         if param_state is None:
             return None
@@ -62,7 +77,12 @@ class StateAccess(GradientAccess):
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
-        """Overwrite a whole weight or state; every rank passes the same value."""
+        """Overwrite a whole weight or state; every rank passes the same value.
+
+        Args:
+            value: of the shape that :meth:`get_full_hp_param` returns. param: of the model.
+            optim_state_key: of the state; None for the weight.
+        """
         param_state, rank = self._synchronized(param), self.zero.shard_rank
         if param_state is None:
             return
@@ -81,8 +101,15 @@ class StateAccess(GradientAccess):
     def get_local_fp32_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """This rank's flat part of a weight or of a dense parameter's state, as long as the parameter's
-        partition; of a low-rank matrix's state its rows."""
+        """This rank's part of a weight or of a state.
+
+        Args:
+            param: of the model. optim_state_key: of the state; None for the weight.
+
+        Returns:
+            fp32, flat, as long as the parameter's partition; of a low-rank matrix's state the rows that this rank
+            touches x r.
+        """
         param_state = self._synchronized(param)
         if param_state is None:
             return None
@@ -96,6 +123,10 @@ class StateAccess(GradientAccess):
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite what :meth:`get_local_fp32_param` reads.
+
+        Args:
+            value: of the shape that it returns, flat ones with padding or without. param: of the model.
+            optim_state_key: of the state; None for the weight.
 
         Raises:
             ValueError: a flat part has another number of elements.

@@ -45,6 +45,9 @@ def stock_communication_bytes(zero: ZeroState, low_rank_only: bool = False) -> i
     Gradients: all-reduce (stage 0), reduce-scatter once (1) or per micro-batch (2, 3). Weights:
     all-gather (1, 2). Stage 3's gathers of parameters in forward and backward are left out on both
     sides: they are the same code.
+
+    Args:
+        zero: states of the optimizer. low_rank_only: count the parameters with a matrix rule only.
     """
     settings, world = zero.settings, zero.collectives.world
     gradient_size = _size(settings.comm_dtype)
@@ -67,6 +70,7 @@ def metrics(
     APOLLO, which has no basis, and matrices without probes, which see nothing outside theirs, are left out of it.
 
     Args:
+        zero: states of the optimizer.
         gradient_buffer_bytes: most bytes of gradients alive at once so far.
         communication_bytes: that this rank has sent in the last step.
     """

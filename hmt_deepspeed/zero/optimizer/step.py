@@ -89,8 +89,14 @@ class ZeroStep:
         return list(squares.split(1))
 
     def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
-        """Estimated ``||G||`` over all parameters without the loss scale, and the factor that unscales
-        and clips; 0-dim fp32."""
+        """Estimated ``||G||`` over all parameters, and the factor that unscales and clips.
+
+        Args:
+            scale: what the losses were multiplied by.
+
+        Returns:
+            The norm without the loss scale, and the factor; both 0-dim fp32 on the device.
+        """
         device = self.param_states[0].weight.device
         parts, on_host = [], iter(self._host_square_norms(device))
         for place, param_state in enumerate(self.param_states):
@@ -125,6 +131,9 @@ class ZeroStep:
         """Moments, weights of the rows held here, and their gather; uses the gradients up.
 
         Weights in host memory are left to :meth:`finish`.
+
+        Args:
+            factor: of :meth:`norm_and_clip_factor`. step_count: number of steps taken, which keys random rounding.
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once

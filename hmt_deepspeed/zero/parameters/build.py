@@ -46,6 +46,7 @@ def linears_to_encode(
     """Linears whose weights become INT8, by the name of the weight; nothing is changed.
 
     Args:
+        model: as it was given, not yet cast or placed.
         trained: every trainable parameter and its name. options: fields of ``hmt.optimizer``.
         dtype: what the weights are cast to before, None for none.
 
@@ -77,7 +78,7 @@ def build_param_states(
     """One for each trainable parameter, in the order of the parameter groups.
 
     Args:
-        placed: every trainable parameter. options: fields of ``hmt.optimizer``.
+        placed: every trainable parameter. options: fields of ``hmt.optimizer``. settings: what the JSON says.
         model: with the linears of :func:`linears_to_encode` in INT8.
         world, rank: of the shards; 1 and 0 at stage 0.
         worker: of masters and dense states in host memory, None when all are on the device.
@@ -198,7 +199,11 @@ def _site(
 def build_schedule(
     low_rank: Sequence[ParamState], options: Mapping[str, Any], dtype: torch.dtype
 ) -> RefreshSchedule:
-    """When each matrix refreshes; ``dtype`` is that of the accumulated full gradients.
+    """When each matrix refreshes.
+
+    Args:
+        low_rank: parameters with a matrix. options: fields of ``hmt.optimizer``.
+        dtype: of the accumulated full gradients, whose bytes are limited.
 
     Raises:
         ValueError: ``max_full_gradient_bytes`` below the largest matrix.

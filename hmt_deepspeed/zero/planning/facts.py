@@ -87,7 +87,11 @@ class RunFacts:
         return replace(self, mode=replace(self.mode, ranks=ranks))
 
     def workload(self, micro_batch: int, seq_length: int) -> Workload:
-        """Of one micro-batch on one rank."""
+        """Of one micro-batch on one rank.
+
+        Args:
+            micro_batch: sequences. seq_length: tokens of each.
+        """
         return build_workload(
             self.shape,
             micro_batch=micro_batch,
@@ -100,7 +104,11 @@ class RunFacts:
     def problem(
         self, workload: Workload, machine: Machine, budget: MemoryBudget | None = None
     ) -> Problem:
-        """Of planning this run."""
+        """Of planning this run.
+
+        Args:
+            workload: of one micro-batch on one rank. machine: to run on. budget: bytes of each memory; None for no limit.
+        """
         sharding = Sharding(self.setup.zero_stage, self.setup.ranks)
         temporary = temporary_bytes(
             workload,
@@ -270,7 +278,7 @@ def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
     """Columns of ``X [Q | P]``, by layer, that no linear forms in this window, because their matrices refresh.
 
     Args:
-        layer_path: of a layer in the model, ``*`` for its number.
+        zero: states of the optimizer. layer_path: of a layer in the model, ``*`` for its number.
     """
     widths = {  # by owner, since matrices that share columns have one product
         p.matrix.columns.owner: (p.name, p.matrix.width)
@@ -336,7 +344,8 @@ def memory_budget(
     for what page-locked pieces of one size leave unused (``zero/activations/swap.py``).
 
     Args:
-        taken, capacity: see :func:`device_capacity`. on_ssd: bytes of states in files by now.
+        problem: what is planned. hmt: the block.
+        taken, capacity: bytes, see :func:`device_capacity`. on_ssd: bytes of states in files by now.
 
     Raises:
         ValueError: ``hmt.planner.gpu_memory`` above what the device has.

@@ -144,6 +144,9 @@ def measure_interconnect(
 ) -> float:
     """Bytes/s that a rank sends in an all-gather over all ranks; every rank calls it and gets the slowest's.
 
+    Args:
+        device: of the tensors. nbytes: that all ranks gather together. num_calls: of which the median counts.
+
     Raises:
         ValueError: fewer than two ranks.
     """

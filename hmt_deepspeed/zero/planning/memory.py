@@ -84,7 +84,7 @@ def counted_bytes(
     """Bytes on this rank by (memory, kind), as the planner names them.
 
     Args:
-        snapshot_bytes: of host memory that snapshots take; None where there are none.
+        optimizer: HMT's. snapshot_bytes: of host memory that snapshots take; None where there are none.
     """
     zero, found = optimizer.zero, optimizer.metrics()
     states = found["optimizer_state_bytes"] + found["master_weight_bytes"]

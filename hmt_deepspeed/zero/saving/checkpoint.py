@@ -96,6 +96,10 @@ def commit(engine: Engine, save_dir: str, tag: str, save_latest: bool) -> int:
 
     Two phases: the folder gets its name after every rank has said that its part is on the disk.
 
+    Args:
+        engine: whose checkpoint it is. save_dir: folder of all checkpoints. tag: of this one.
+        save_latest: whether ``latest`` is to name it.
+
     Returns:
         bytes of all ranks' files.
 
@@ -174,6 +178,11 @@ def load(
     """Load weights, and what else is asked for, into an engine of any world size and stage.
 
     Without a tag the newest whole checkpoint is used: a damaged one is named and passed over.
+
+    Args:
+        engine: to load into. load_dir: folder of all checkpoints. tag: of one, or None.
+        optimizer_states, lr_scheduler: load these too. module_only: load the weights alone, also of a stock checkpoint.
+        strict: refuse a checkpoint that lacks weights of frozen parameters.
 
     Returns:
         ``(path of the checkpoint, client state)``, or ``(None, None)`` when there is none.

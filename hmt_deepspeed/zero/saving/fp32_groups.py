@@ -13,7 +13,14 @@ __all__ = ["stage3_groups", "stage12_groups"]
 
 
 def stage3_groups(zero: ZeroState) -> list[Tensor]:
-    """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter."""
+    """Per group the concatenation of this rank's ``ceil(numel / world)`` part of each parameter.
+
+    Args:
+        zero: states of the optimizer.
+
+    Returns:
+        Flat fp32 tensors on the host, or in a file where the masters are.
+    """
     by_param = {p.gradient.param: p for p in zero.param_states}
     groups = []
     for params in zero.trained:
@@ -43,7 +50,14 @@ def _whole_master(zero: ZeroState, param_state: ParamState) -> Tensor:
 
 
 def stage12_groups(zero: ZeroState) -> list[Tensor]:
-    """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world."""
+    """Per group this rank's equal slice of the concatenated fp32 weights, padded to 2 x world.
+
+    Args:
+        zero: states of the optimizer.
+
+    Returns:
+        Flat fp32 tensors on the host, or in a file where the masters are. A collective.
+    """
     by_param = {p.gradient.param: p for p in zero.param_states}
     world, rank = zero.collectives.world, zero.collectives.rank
     groups = []

@@ -29,7 +29,11 @@ FORMAT = 1
 
 
 def optimizer_state(zero: ZeroState) -> dict[str, Any]:
-    """What goes into this rank's ``*_optim_states.pt``; plain tensors, numbers and strings only."""
+    """What goes into this rank's ``*_optim_states.pt``; plain tensors, numbers and strings only.
+
+    Args:
+        zero: states of the optimizer.
+    """
     stage, world = max(zero.settings.stage, 1), zero.collectives.world
     state: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
     if stage == 3:
@@ -46,6 +50,7 @@ def hmt_state(
     """Everything of ours but the weights.
 
     Args:
+        zero: states of the optimizer.
         take: is given each value that may be a tensor of the device.
         elsewhere: what stands for moments that somebody else saves, by name of the parameter.
     """
@@ -155,6 +160,9 @@ def _to_cpu(value: Any) -> Any:
 
 def restore_optimizer(zero: ZeroState, saved: SavedState) -> None:
     """States, schedule, hyperparameters, loss scale and random numbers.
+
+    Args:
+        zero: states of the optimizer, overwritten. saved: a checkpoint of any world size and stage.
 
     Raises:
         ValueError: when a parameter had another rule, or the groups were others.

@@ -218,6 +218,9 @@ class SavedState:
 
         A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
         rank of the same layout gets its own again.
+
+        Args:
+            name: of the parameter. rows: half-open, of the matrix as its rule is handed it.
         """
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")
@@ -274,7 +277,14 @@ class SavedState:
         return order
 
     def dense(self, name: str, flat: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Moments of flat elements of a dense parameter, and its step count."""
+        """Moments of flat elements of a dense parameter, and its step count.
+
+        Args:
+            name: of the parameter. flat: half-open range of its elements.
+
+        Returns:
+            exp_avg and exp_avg_sq, flat fp32, and the count, 0-dim.
+        """
         whole = {key: torch.empty(self._numel(name)) for key in MOMENTS}
         for state in self._optimizer:
             held = state["hmt"]["dense"].get(name)

@@ -44,6 +44,7 @@ def describe_files(zero: ZeroState, masters: bool = False) -> dict[str, dict[str
     """By parameter its columns and ``[file, begin, end]`` of each piece, for the rank's own file.
 
     Args:
+        zero: states of the optimizer.
         masters: also of parameters of which nothing else is on the SSD; a checkpoint has masters in the ranks'
             own files.
     """
@@ -61,7 +62,11 @@ def describe_files(zero: ZeroState, masters: bool = False) -> dict[str, dict[str
 
 
 def save_files(zero: ZeroState, folder: str) -> dict[str, dict[str, Any]]:
-    """:func:`hold_files`, :func:`keep_files` and the release; for a checkpoint."""
+    """:func:`hold_files`, :func:`keep_files` and the release; for a checkpoint.
+
+    Args:
+        zero: states of the optimizer. folder: of the checkpoint.
+    """
     held = hold_files(zero)
     try:
         return keep_files(held, folder)
@@ -71,7 +76,11 @@ def save_files(zero: ZeroState, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def hold_files(zero: ZeroState, masters: bool = False) -> dict[str, Held]:
-    """The files that :func:`describe_files` names, as they were committed last; each is to be released."""
+    """The files that :func:`describe_files` names, as they were committed last; each is to be released.
+
+    Args:
+        zero, masters: as of :func:`describe_files`.
+    """
     if zero.host is None or zero.host.ssd is None:
         return {}
     slots = zero.host.ssd.slots

@@ -24,17 +24,28 @@ class _Done:
 
 
 def gather_bytes(nbytes: int, world: int) -> int:
-    """Bytes a rank sends in a ring all-gather or reduce-scatter of ``nbytes`` in total."""
+    """Bytes a rank sends in a ring all-gather or reduce-scatter of ``nbytes`` in total.
+
+    Args:
+        world: ranks in the ring.
+    """
     return nbytes * (world - 1) // world
 
 
 def reduce_bytes(nbytes: int, world: int) -> int:
-    """Bytes a rank sends in a ring all-reduce of ``nbytes``: a reduce-scatter and an all-gather."""
+    """Bytes a rank sends in a ring all-reduce of ``nbytes``: a reduce-scatter and an all-gather.
+
+    Args:
+        world: ranks in the ring.
+    """
     return 2 * gather_bytes(nbytes, world)
 
 
 class Collectives:
     """Asynchronous collectives over ``group``; of one rank they move nothing.
+
+    Args:
+        group: torch's process group. overlap: let collectives return before they are done.
 
     Attributes:
         world, rank: size of the group and this process's place in it.
@@ -55,7 +66,11 @@ class Collectives:
         return sent
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, wait: bool = True) -> Work:
-        """Sum (or ``op``) over ranks, in place."""
+        """Sum (or ``op``) over ranks, in place.
+
+        Args:
+            tensor: of one shape and dtype on all ranks. wait: return when the sum is there.
+        """
         if self.world == 1:
             return _Done()
         self.sent_bytes += reduce_bytes(_nbytes(tensor), self.world)
@@ -64,7 +79,11 @@ class Collectives:
         )
 
     def reduce_scatter(self, out: Tensor, packed: Tensor) -> Work:
-        """Sum of every rank's ``packed[rank]`` into ``out``."""
+        """Sum of every rank's ``packed[rank]`` into ``out``.
+
+        Args:
+            out: part of one rank, any shape. packed: world x that shape.
+        """
         self.sent_bytes += gather_bytes(_nbytes(packed), self.world)
         work = dist.reduce_scatter_tensor(
             out.view(-1), packed.view(-1), group=self.group, async_op=self.overlap
@@ -72,7 +91,11 @@ class Collectives:
         return self._finish(work, not self.overlap)
 
     def all_gather(self, packed: Tensor, part: Tensor) -> Work:
-        """Every rank's ``part`` into ``packed`` (world x ...)."""
+        """Every rank's ``part`` into ``packed`` (world x ...).
+
+        Args:
+            packed: world x the shape of ``part``, overwritten. part: of one shape on all ranks.
+        """
         self.sent_bytes += gather_bytes(_nbytes(packed), self.world)
         work = dist.all_gather_into_tensor(
             packed.view(-1), part.view(-1), group=self.group, async_op=self.overlap

@@ -60,7 +60,11 @@ class RowShards:
         return self.partition % self.n == 0
 
     def pack(self, matrix: Tensor, out: Tensor) -> None:
-        """Copy the rows of every rank into ``out`` (world x max_rows x width), padding untouched."""
+        """Copy the rows of every rank into ``out`` (world x max_rows x width), padding untouched.
+
+        Args:
+            matrix: m x width, any width and dtype. out: world x max_rows x width.
+        """
         if self.aligned and self.max_rows * self.world == self.m:
             out.copy_(matrix.reshape(self.world, self.max_rows, -1))
             return
@@ -69,7 +73,11 @@ class RowShards:
             out[rank, : end - begin].copy_(matrix[begin:end])
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Inverse of :meth:`pack`: the owned rows of every rank into ``out`` (m x width)."""
+        """Inverse of :meth:`pack`: the owned rows of every rank into ``out`` (m x width).
+
+        Args:
+            packed: world x max_rows x width. out: m x width.
+        """
         if self.aligned and self.max_rows * self.world == self.m:
             out.view(self.world, self.max_rows, -1).copy_(packed)
             return
@@ -79,7 +87,11 @@ class RowShards:
             out[begin:end].copy_(packed[rank, begin - first : end - first])
 
     def unpack_flat(self, packed: Tensor, out: Tensor) -> None:
-        """Flat parts (world x partition) into the whole flat tensor ``out`` (m n)."""
+        """Flat parts (world x partition) into the whole flat tensor ``out`` (m n).
+
+        Args:
+            packed: world x partition. out: m n elements.
+        """
         if out.numel() == packed.numel():
             out.view(self.world, self.partition).copy_(packed)
             return
@@ -106,7 +118,11 @@ class RowShards:
 
 
 def padded(flat: Tensor, numel: int) -> Tensor:
-    """A flat tensor with zeros appended up to ``numel`` elements; a view when none are missing."""
+    """A flat tensor with zeros appended up to ``numel`` elements; a view when none are missing.
+
+    Args:
+        flat: 1-d, of at most ``numel`` elements.
+    """
     return (
         flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
     )

@@ -22,8 +22,9 @@ def rows_from_columns(
     """The rows this rank touches, rows x n, of an m x n update sharded by columns.
 
     Args:
-        update: columns this rank holds of the update, as rows: columns x m.
+        update: columns this rank holds of the update, as rows: columns x m, any dtype.
         columns: partition of the transpose (n x m). rows: of the weight (m x n).
+        collectives: of the ranks that hold them; one all-to-all.
     """
     if rows.world == 1:
         return update.t()

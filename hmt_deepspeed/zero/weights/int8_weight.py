@@ -26,7 +26,8 @@ class EncodedWeight(Weight):
     """The weights of one linear in INT8.
 
     Args:
-        encoded: codes and scales, all rows on every rank.
+        param: its weight, m x n, whose values are in ``encoded``. shards: which of its flat elements each rank holds.
+        rank: this process's place in them. encoded: codes and scales, all rows on every rank.
     """
 
     def __init__(
@@ -74,15 +75,31 @@ class EncodedWeight(Weight):
         self.set_whole(values)
 
     def set_whole(self, flat: Tensor) -> None:
+        """Overwrite the codes.
+
+        Args:
+            flat: m n fp32 values.
+        """
         self.encoded.write_(flat.view(self.shards.m, self.shards.n))
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr update`` on all rows."""
+        """``W <- (1 - lr wd) W - lr update`` on all rows.
+
+        Args:
+            update: fp32, m x n. key: seed of the rounding, the same on every rank.
+            lr, weight_decay: of this step.
+        """
         self.encoded.update_whole_(update, lr, weight_decay, key)
 
     def step_whole(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
     ) -> None:
+        """``W <- (1 - lr wd) W - lr (update projection^T)`` on all rows.
+
+        Args:
+            update: m x w. projection: n x w. key: seed of the rounding, the same on every rank.
+            lr, weight_decay: of this step.
+        """
         self.encoded.update_(update, projection, lr, weight_decay, key)
 
     def state_dict(self) -> dict[str, Tensor]:

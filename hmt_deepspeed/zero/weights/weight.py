@@ -23,6 +23,11 @@ __all__ = ["GatherPipeline", "Weight", "move_parameter"]
 class Weight:
     """One parameter's weights on this rank.
 
+    Args:
+        param: m x n, or any shape of as many elements; of the model's dtype, at stage 3 DeepSpeed's placeholder.
+        shards: which of its flat elements each rank holds. rank: this process's place in them.
+        keep_master: keep fp32 values of the shard beside weights of 16 bits.
+
     Attributes:
         master: flat fp32 master of the shard; the shard itself for an fp32 model whose weights are not
             offloaded; None when the weights are their own master (bf16 with stochastic rounding).
@@ -82,12 +87,20 @@ class Weight:
             return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
 
     def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for a master that is not the weights themselves."""
+        """Take what ``place`` gives for a master that is not the weights themselves.
+
+        Args:
+            place: gives a copy elsewhere of a tensor.
+        """
         if self.master is not None and not self._master_is_shard():
             self.master = place(self.master)
 
     def move_weights(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for the weights held here, and for a master that is a part of them."""
+        """Take what ``place`` gives for the weights held here, and for a master that is a part of them.
+
+        Args:
+            place: gives a copy elsewhere of a tensor.
+        """
         was_shard = self._master_is_shard()
         move_parameter(self.param, place)
         if was_shard:
@@ -118,7 +131,11 @@ class Weight:
             return shard.to(self.device).float()
 
     def set_values(self, values: Tensor) -> None:
-        """Overwrite master and shard from flat fp32 values of the shard."""
+        """Overwrite master and shard from flat fp32 values of the shard.
+
+        Args:
+            values: flat, as many as :attr:`num_elements`, from any device.
+        """
         values = values.to(self.device)
         if self.master is not None:
             self.master.copy_(values)
@@ -126,7 +143,11 @@ class Weight:
             shard.copy_(values)
 
     def set_whole(self, flat: Tensor) -> None:
-        """Overwrite everything held here from the flat fp32 values of the whole weight."""
+        """Overwrite everything held here from the flat fp32 values of the whole weight.
+
+        Args:
+            flat: m n fp32 values, from any device.
+        """
         self.set_values(self.shards.shard_of(flat, self.rank))
         if not self.partitioned:
             self.param.data.copy_(flat.view(self.param.shape))
@@ -146,7 +167,12 @@ class Weight:
         key: int,
         **hyper: Any,
     ) -> None:
-        """AdamW on the shard; arguments as of :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`."""
+        """AdamW on the shard; see :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`.
+
+        Args:
+            gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
+            key: seed of stochastic rounding, a new one every step. hyper: lr, betas, eps, weight_decay, factor.
+        """
         hyper |= {"key": key, "offset": self.shards.flat(self.rank)[0]}
         if self.master is not None:
             dense_adamw_(self.master, gradient, state, **hyper)
@@ -160,7 +186,12 @@ class Weight:
                 shard.copy_(values)
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr update`` on the shard; ``update`` (fp32) of its rows x n."""
+        """``W <- (1 - lr wd) W - lr update`` on the shard.
+
+        Args:
+            update: fp32, rows that this rank touches x n.
+            lr, weight_decay: of this step. key: seed of stochastic rounding, a new one every step.
+        """
         values = self.master_values()
         if values.numel():
             apply_whole_(values, self.shards.rows_to_shard(update, self.rank), lr, weight_decay)
@@ -169,7 +200,12 @@ class Weight:
     def step_rows(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
     ) -> None:
-        """``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard; ``update`` of its rows."""
+        """``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard.
+
+        Args:
+            update: fp32, rows that this rank touches x w. projection: n x w.
+            lr, weight_decay: of this step. key: seed of stochastic rounding, a new one every step.
+        """
         values = self.master_values()
         if not values.numel():
             return
@@ -190,7 +226,12 @@ class Weight:
     def step_whole(
         self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
     ) -> None:
-        """The same step on all rows of a replicated bf16 weight, rounded stochastically."""
+        """:meth:`step_rows` on all rows of a replicated bf16 weight, rounded stochastically.
+
+        Args:
+            update: m x w. projection: n x w.
+            lr, weight_decay: of this step. key: seed of the rounding, the same on every rank.
+        """
         whole = self.param.detach().view(self.shards.m, self.shards.n)
         low_rank_update_(whole, update, projection, lr, weight_decay, key)
 
@@ -210,7 +251,11 @@ class Weight:
 
 
 def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
-    """Give a parameter what ``place`` gives for its values; of stage 3 for this rank's partition of them."""
+    """Give a parameter what ``place`` gives for its values; of stage 3 for this rank's partition of them.
+
+    Args:
+        place: gives a copy elsewhere of a tensor.
+    """
     held = param.ds_tensor if hasattr(param, "ds_tensor") else param
     held.data = place(held.data)
 
