@@ -15,7 +15,7 @@ from hmt_deepspeed.optim.hmt import HMT
 
 TALL, WIDE = (32, 24), (24, 32)
 STEPS = 14
-# Of what the weight has moved. A step differs by some 2e-6: fp32's 6e-8, times some thirty for the directions of a basis
+# Of what a step moves the weight. One differs by some 2e-6: fp32's 6e-8, times some thirty for the directions of a basis
 # that are close to one another and for Adam's division by the small ones. Steps add up, to 4e-5 at most as measured
 # here; a wrong factor anywhere is some percent.
 TOLERANCE = 1e-4
