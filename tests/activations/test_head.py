@@ -93,11 +93,20 @@ def test_swapped_input_leaves_the_device_and_its_entry_goes_with_the_graph() -> 
 @pytest.mark.parametrize("name", ["int8", "swap_host"])
 def test_without_grad_mode_nothing_is_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec: Codec = CODECS[name]()
-    monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("encoded"))
-    module = head()
+    encode, encoded = codec.encode, []
+
+    def watched(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+        encoded.append(tensor.numel())
+        return encode(tensor, *given, **named)
+
+    monkeypatch.setattr(codec, "encode", watched)
+    module, x = head(), torch.randn(*TOKENS, WIDTH)
     hold_head_input(module, "lm_head", codec, lambda: 0, counted)
     with torch.no_grad():
-        module(torch.randn(*TOKENS, WIDTH))
+        module(x)
+    assert encoded == []
+    module(x)
+    assert encoded == [x.numel()]  # with it
 
 
 def test_hooks_end_with_a_forward_that_fails() -> None:

@@ -226,11 +226,15 @@ def test_a_failed_put_leaves_nothing(stores, counting):
     assert stores.host.pool.used_bytes == 0
 
 
-def test_garbage_of_a_closed_store_is_no_error(stores):
-    held = stores.swap_host.encode(torch.ones(8))
+def test_garbage_of_a_closed_store_is_no_error(stores, counting):
+    store, codec = counting
+    held = codec.encode(torch.ones(8))
     stores.host.close()
     del held
-    stores.swap_host.sweep()
+    codec.sweep()
+    assert store.dropped == store.put_names  # asked of the store, which no longer knows it
+    with pytest.raises(KeyError):
+        stores.host.drop(store.put_names[0])
 
 
 def test_only_floating_point(stores):

@@ -91,33 +91,29 @@ def test_attention_alone_does_not_lose_the_padding_mask():
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def refused(match, **inputs):
+def mask_without(tokens):
+    mask = torch.ones(2, 37, dtype=torch.long)
+    mask[1, tokens] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ({"attention_mask": mask_without(slice(0, 4))}, "padding on the right"),
+        ({"attention_mask": mask_without(slice(10, 12))}, "padding on the right"),
+        ({"attention_mask": mask_without(slice(0, 37))}, "padding on the right"),
+        ({"attention_mask": torch.zeros(2, 1, 37, 37)}, "do not pass a mask"),
+        ({"use_cache": True}, "cache"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"logits_to_keep": 3}, "logits_to_keep"),  # beside labels
+    ],
+    ids=["left", "middle", "nothing", "own mask", "cache", "attention weights", "some logits"],
+)
+def test_inputs_that_are_refused(inputs, match):
     model = tiny()
     with fpdt(model), pytest.raises(ValueError, match=match):
         model(**batch() | inputs)
-
-
-def test_padding_on_the_left_and_in_the_middle():
-    for at in (slice(0, 4), slice(10, 12), slice(0, 37)):
-        mask = torch.ones(2, 37, dtype=torch.long)
-        mask[1, at] = 0
-        refused("padding on the right", attention_mask=mask)
-
-
-def test_a_mask_of_ones_own():
-    refused("do not pass a mask", attention_mask=torch.zeros(2, 1, 37, 37))
-
-
-def test_a_cache():
-    refused("cache", use_cache=True)
-
-
-def test_attention_weights():
-    refused("output_attentions", output_attentions=True)
-
-
-def test_logits_of_some_tokens_beside_labels():
-    refused("logits_to_keep", logits_to_keep=3)
 
 
 def test_attention_that_is_not_causal():
