@@ -1,5 +1,7 @@
 """A small network, its data and a training loop for the tests of HMT."""
 
+import io
+
 import torch
 from torch import nn
 
@@ -54,6 +56,22 @@ def movement(model, seed=0):
     start = network(seed)
     pairs = zip(model.parameters(), start.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same_state(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        if isinstance(value, str):
+            assert value == theirs[key]
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])), key
 
 
 def settings_of(**fields):

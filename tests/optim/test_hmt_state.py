@@ -1,11 +1,18 @@
 """HMT's states: 16-bit weights with and without masters, checkpoint and resume."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
-from hmt_runs import OPTIONS, PAPERS_RULE, assert_same_weights, batches, network, train
+from hmt_runs import (
+    OPTIONS,
+    PAPERS_RULE,
+    assert_same_state,
+    assert_same_weights,
+    batches,
+    network,
+    through_a_file,
+    train,
+)
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -60,22 +67,6 @@ def test_bf16_learns(masters, contiguous):
 
 
 # -- checkpoint -----------------------------------------------------------------------------------
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def assert_same_state(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        if isinstance(value, str):
-            assert value == theirs[key]
-        else:
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])), key
 
 
 @pytest.mark.parametrize("given", ["module", "named", "tensors"])

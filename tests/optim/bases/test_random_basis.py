@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hmt_runs import assert_same_weights, batches, network, train
-from test_hmt_state import through_a_file
+from hmt_runs import assert_same_weights, batches, network, through_a_file, train
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT

@@ -4,8 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hmt_runs import PAPERS_RULE, assert_same_weights, settings_of
-from test_hmt_state import assert_same_state, through_a_file
+from hmt_runs import (
+    PAPERS_RULE,
+    assert_same_state,
+    assert_same_weights,
+    settings_of,
+    through_a_file,
+)
 from torch import nn
 
 from hmt_deepspeed.optim.bases.rank_budget import allocate_ranks, total_captured

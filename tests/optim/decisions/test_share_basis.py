@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from hmt_runs import PAPERS_RULE, assert_same_weights
-from test_hmt_state import assert_same_state, through_a_file
+from hmt_runs import PAPERS_RULE, assert_same_state, assert_same_weights, through_a_file
 from torch import nn
 from torch.nn import functional as F
 

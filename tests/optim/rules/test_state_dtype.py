@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_hmt_state import assert_same_state, through_a_file
+from hmt_runs import assert_same_state, through_a_file
 from torch import nn
 
 from hmt_deepspeed.kernels.int8_state import encode_state

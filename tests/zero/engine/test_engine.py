@@ -19,7 +19,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 from harness import Ranks
-from test_offload_optimizer import offloaded
+from offloading import offloaded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import (

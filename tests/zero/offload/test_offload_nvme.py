@@ -16,11 +16,16 @@ import test_offload_overlap
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
-from test_nvme import needs_async_io
-from test_offload_optimizer import ADAMW, stock_offload
+from offloading import (
+    ADAMW,
+    flip_bit,
+    needs_async_io,
+    offloaded_to,
+    small_chunks,
+    stock_offload,
+)
 from training import (
     LOW_RANK,
-    ds_config,
     furthest,
     loss_of,
     make_engine,
@@ -39,30 +44,6 @@ STEPS = 6
 AHEAD = 3 * 4096
 
 
-def small_chunks() -> None:
-    """Every parameter in several pieces, each of one page: of 12 bytes an element, 3072 of 4096."""
-    from hmt_deepspeed.zero.offload import worker as host_worker
-
-    host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
-
-
-def offloaded(
-    folder: str,
-    stage: int,
-    options: dict[str, Any] = ADAMW,
-    offload: dict[str, Any] | None = None,
-    section: dict[str, Any] | None = None,
-    **changes: Any,
-) -> dict[str, Any]:
-    """``offload`` is ``hmt.offload``; ``section`` goes to ``offload_optimizer``; no folder: in host RAM."""
-    config = ds_config(stage, options, **changes)
-    device = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
-    config["zero_optimization"]["offload_optimizer"] = {**device, **(section or {})}
-    if offload:
-        config["hmt"]["offload"] = offload
-    return config
-
-
 # -- the same numbers ---------------------------------------------------------------------------------
 
 
@@ -78,7 +59,7 @@ def run(
         model.model.norm.scalar = torch.nn.Parameter(torch.ones(1))
         changes = {"gas": gas, "gradient_clipping": clip}
         engine = make_engine(
-            offloaded(folder, stage, options, {"overlap": overlap}, **changes), model
+            offloaded_to(folder, stage, options, {"overlap": overlap}, **changes), model
         )
         losses, norms = [], []
         for step in range(STEPS):
@@ -135,7 +116,7 @@ def overflowing(folder: str, overlap: str) -> dict[str, Any]:
     get_accelerator().is_fp16_supported = lambda: True
     small_chunks()
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 3}
-    config = offloaded(folder, 3, ADAMW, {"overlap": overlap}, fp16=fp16)
+    config = offloaded_to(folder, 3, ADAMW, {"overlap": overlap}, fp16=fp16)
     engine = make_engine(config, tiny_llama(layers=1))
     losses = []
     for step in range(STEPS):
@@ -161,7 +142,7 @@ def exact_run(folder: str, stock: bool) -> dict[str, Any]:
         config = stock_offload(2)
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     else:
-        config = offloaded(folder, 2, ADAMW, {"overlap": "backward"})
+        config = offloaded_to(folder, 2, ADAMW, {"overlap": "backward"})
     engine = make_engine(config, tiny_llama(layers=1))
     if stock:
         engine.optimizer.check_grad_overflow = True
@@ -201,7 +182,7 @@ def on_the_host(folder: str, offloaded_param: bool) -> dict[str, Any]:
     found = {}
     for overlap, masters in (("forward", "none"), ("backward", "fp32")):
         options = {"method": "adamw", "master_weights": masters}
-        config = offloaded(folder, 3, options, {"overlap": overlap}, bf16={"enabled": True})
+        config = offloaded_to(folder, 3, options, {"overlap": overlap}, bf16={"enabled": True})
         engine = make_engine(config, tiny_llama(layers=1))
         losses = train(engine, 3)
         found[overlap + masters] = {"losses": losses, "weights": model_weights(engine)}
@@ -238,7 +219,7 @@ def moved(folder: str) -> dict[str, Any]:
     small_chunks()
     found: dict[str, Any] = {}
     for home in ("", folder):
-        config = offloaded(
+        config = offloaded_to(
             home, 1, ADAMW, {"overlap": "backward"}, {"pin_memory": False}, gradient_clipping=0.7
         )
         engine = make_engine(config, tiny_llama(layers=1))
@@ -324,7 +305,7 @@ def scheduled(folder: str, schedule: str) -> dict[str, Any]:
     """Losses, and what was read, updated and written in the third step, before or after backward's end."""
     small_chunks()
     overlap, pipeline = SCHEDULES[schedule]
-    config = offloaded(folder, 1, ADAMW, {"overlap": overlap}, pipeline, gradient_clipping=0.0)
+    config = offloaded_to(folder, 1, ADAMW, {"overlap": overlap}, pipeline, gradient_clipping=0.0)
     engine = make_engine(config, tiny_llama(layers=1))
     ssd, adam = engine.optimizer.zero.host.ssd, engine.optimizer.zero.host.adam
     losses = train(engine, 2)
@@ -397,7 +378,7 @@ def test_the_schedules_are_those_of_figure_7(ranks: Ranks, tmp_path: Path) -> No
 def through_async_io(folder: str, aio: bool) -> dict[str, Any]:
     """With DeepSpeed's async_io, and through the page cache; or DeepSpeed's own NVMe offload."""
     small_chunks()
-    config = offloaded(folder, 3, ADAMW, {"overlap": "forward"})
+    config = offloaded_to(folder, 3, ADAMW, {"overlap": "forward"})
     if aio:
         config["aio"] = {"block_size": 65536, "queue_depth": 4}
     engine = make_engine(config, tiny_llama(layers=1))
@@ -433,7 +414,7 @@ def test_async_io_and_zero_infinity(ranks: Ranks, tmp_path: Path) -> None:
 
 def ssd_engine(folder: str, home: str, stage: int = 3, seed: int = 0, **changes: Any) -> Any:
     small_chunks()
-    config = offloaded(home, stage, ADAMW, {"overlap": "forward"}, **changes)
+    config = offloaded_to(home, stage, ADAMW, {"overlap": "forward"}, **changes)
     return make_engine(config, tiny_llama(layers=1, seed=seed))
 
 
@@ -500,11 +481,3 @@ def damaged_tags(ranks: Ranks, tmp_path: Path, whole: dict[str, Any]) -> None:
     found = ranks.run(resumed, 1, folder, home, 2, None)[0]
     assert found["path"].endswith("three")
     assert furthest(found["weights"], whole["at three"]) == 0
-
-
-def flip_bit(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(1001)
-        byte = file.read(1)[0]
-        file.seek(1001)
-        file.write(bytes([byte ^ 1]))

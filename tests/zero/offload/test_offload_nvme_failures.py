@@ -6,15 +6,19 @@ import errno
 import json
 import os
 import random
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Ranks
-from test_offload_nvme import flip_bit, offloaded, small_chunks
-from test_offload_optimizer import ADAMW
+from killed_runs import (
+    assert_one_run,
+    kill_after,
+    kill_at_call,
+    log_loss,
+    undisturbed_and_resumed,
+)
+from offloading import ADAMW, flip_bit, offloaded_to, small_chunks
 from training import make_engine, tiny_llama, train, train_step
 
 from hmt_deepspeed.memory.file_io import PositionalIO
@@ -24,7 +28,7 @@ from hmt_deepspeed.memory.file_io import PositionalIO
 
 def small_engine(home: str, overlap: str = "none", stage: int = 2) -> Any:
     small_chunks()
-    config = offloaded(home, stage, ADAMW, {"overlap": overlap})
+    config = offloaded_to(home, stage, ADAMW, {"overlap": overlap})
     return make_engine(config, tiny_llama(layers=1))
 
 
@@ -112,12 +116,9 @@ def until_killed(folder: str, home: str, overlap: str, steps: int, instant: Any 
     engine = small_engine(home, overlap)
     engine.load_checkpoint(folder)
     arm(engine, instant)
-    with open(f"{folder}/losses", "a") as file:
-        for step in range(engine.global_steps, steps):
-            loss = train_step(engine, step)
-            file.write(json.dumps([step, loss.hex()]) + "\n")
-            file.flush()
-            engine.save_checkpoint(folder)
+    for step in range(engine.global_steps, steps):
+        log_loss(folder, step, train_step(engine, step))
+        engine.save_checkpoint(folder)
 
 
 def arm(engine: Any, instant: Any) -> None:
@@ -135,49 +136,10 @@ def arm(engine: Any, instant: Any) -> None:
     if instant is None:
         return
     if isinstance(instant, float):
-        threading.Timer(instant, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        return
-    place, count = instant
-    of, name = places[place]
-    method, calls = getattr(of, name), []
-
-    def counted(*arguments: Any, **keyword: Any) -> Any:
-        calls.append(1)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(*arguments, **keyword)
-
-    setattr(of, name, counted)
-
-
-def losses_of(folder: Path) -> dict[int, set[str]]:
-    """Every loss that any of the runs has seen, by step."""
-    found: dict[int, set[str]] = {}
-    for line in (folder / "losses").read_text().splitlines():
-        step, loss = json.loads(line)
-        found.setdefault(step, set()).add(loss)
-    return found
-
-
-def killed_and_resumed(
-    ranks: Ranks, tmp_path: Path, overlap: str, world: int, steps: int, instants: list[Any]
-) -> None:
-    """Each run goes on from where the one before was killed; no loss may differ from the undisturbed run's."""
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    for folder in (undisturbed, disturbed):
-        folder.mkdir()
-    arguments = (str(tmp_path / "ssd"), overlap, steps)
-    ranks.run(until_killed, world, str(undisturbed), *arguments)
-    for instant in instants:
-        codes, *_ = ranks.attempt(until_killed, world, str(disturbed), *arguments, instant)
-        assert -signal.SIGKILL in codes, instant
-    ranks.run(until_killed, world, str(disturbed), *arguments)
-    found, expected = losses_of(disturbed), losses_of(undisturbed)
-    assert found == expected
-    assert all(len(losses) == 1 for losses in expected.values())
-    assert len(expected) == steps
-    # what the killed runs left on the SSD the next one has taken away
-    assert len(list((tmp_path / "ssd").glob("hmt-swap-*"))) <= world
+        kill_after(instant)
+    else:
+        place, number = instant
+        kill_at_call(*places[place], number, lambda: True)
 
 
 INSTANTS = [
@@ -191,15 +153,21 @@ INSTANTS = [
 
 
 def test_killed_at_a_few_instants(ranks: Ranks, tmp_path: Path) -> None:
-    killed_and_resumed(ranks, tmp_path, "backward", 1, STEPS, INSTANTS)
+    kills = [(instant,) for instant in INSTANTS]
+    runs = undisturbed_and_resumed(ranks, until_killed, 1, tmp_path, ("backward", STEPS), kills)
+    assert_one_run(runs, STEPS)
+    # what the killed runs left on the SSD the next one has taken away
+    assert len(list((tmp_path / "ssd").glob("hmt-swap-*"))) <= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "world"), [("backward", 1), ("forward", 2)])
 def test_killed_at_random_instants(ranks: Ranks, tmp_path: Path, overlap: str, world: int) -> None:
     """Sooner than so many steps could end."""
-    instants = [random.Random(number).uniform(0.0, 0.2) for number in range(25)]
-    killed_and_resumed(ranks, tmp_path, overlap, world, 60, instants)
+    kills = [(random.Random(number).uniform(0.0, 0.2),) for number in range(25)]
+    runs = undisturbed_and_resumed(ranks, until_killed, world, tmp_path, (overlap, 60), kills)
+    assert_one_run(runs, 60)
+    assert len(list((tmp_path / "ssd").glob("hmt-swap-*"))) <= world
 
 
 # -- the power -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from offloading import ADAMW, offloaded, small_chunks, stock_offload
 from torch import Tensor
 from training import (
     LOW_RANK,
@@ -19,33 +20,13 @@ from training import (
     micro_batches,
     model_weights,
     result,
-    stock_config,
     tiny_llama,
     train,
     train_step,
     weights,
 )
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-ADAMW = {"method": "adamw"}
 STEPS = 10
-
-
-def offloaded(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    config["zero_optimization"] |= {
-        "offload_optimizer": {**OFFLOAD["offload_optimizer"], **changes}
-    }
-    return config
-
-
-def stock_offload(stage: int, **changes: Any) -> dict[str, Any]:
-    """DeepSpeed's own AdamW in place of HMT, which offload makes its CPU Adam."""
-    import cpuinfo
-
-    cpuinfo.get_cpu_info = dict  # takes four seconds, for a warning
-    config = stock_config(stage, **changes)
-    del config["optimizer"]["params"]["torch_adam"]
-    return config
 
 
 def parity_run(stage: int, gas: int, stock: bool) -> dict[str, Any]:
@@ -75,13 +56,6 @@ def test_the_numbers_are_zero_offloads(ranks: Ranks, stage: int, world: int, gas
 
 
 # -- the same numbers as without offload ------------------------------------------------------------------
-
-
-def small_chunks() -> None:
-    """Every parameter in several pieces, through pools that hold four of them."""
-    from hmt_deepspeed.zero.offload import worker as host_worker
-
-    host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
 
 
 def compared(

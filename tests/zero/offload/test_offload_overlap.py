@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from test_offload_optimizer import ADAMW, offloaded, small_chunks
+from offloading import ADAMW, offloaded, small_chunks
 from training import (
     LOW_RANK,
     assert_same,

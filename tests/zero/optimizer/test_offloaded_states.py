@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.runtime.zero.offload_states import get_state_devices
 from harness import Ranks
 from modes import INT8, LOW_RANK, MINI, wide_llama
-from test_offload_optimizer import offloaded
+from offloading import offloaded
 from torch import Tensor
 from training import ds_config, loss_of, make_engine, micro_batches, tiny_llama, train, weights
 

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
+from offloading import needs_async_io
 from torch import Tensor, nn
 from training import (
     LOW_RANK,
@@ -42,9 +43,6 @@ OPTIONS = {
     "update_interval": 2,
     "max_full_gradient_bytes": 3 * 10**7,
 }
-
-
-needs_async_io = pytest.mark.usefixtures("async_io_builds")
 
 
 # -- cases --------------------------------------------------------------------------------------------

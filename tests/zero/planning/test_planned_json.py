@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from test_nvme import needs_async_io
+from offloading import needs_async_io
 from training import tiny_llama
 
 import hmt_deepspeed

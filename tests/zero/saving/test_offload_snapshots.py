@@ -3,10 +3,8 @@ linked; and ranks that are killed within a snapshot or a checkpoint."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import signal
 import threading
 import time
 from pathlib import Path
@@ -15,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from test_offload_nvme import flip_bit, offloaded, small_chunks
-from test_offload_nvme_failures import losses_of
-from test_offload_optimizer import ADAMW
+from killed_runs import (
+    assert_one_run,
+    kill_after,
+    kill_at_call,
+    log_loss,
+    undisturbed_and_resumed,
+)
+from offloading import ADAMW, flip_bit, offloaded_to, small_chunks
 from test_snapshots import tags, train_in_step
 from training import (
     LOW_RANK,
@@ -56,7 +59,7 @@ def snapshot_engine(
     **changes: Any,
 ) -> Any:
     small_chunks()
-    config = offloaded(home, stage, options, {"overlap": overlap}, **changes)
+    config = offloaded_to(home, stage, options, {"overlap": overlap}, **changes)
     if folder is not None:
         config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     return make_engine(config, tiny_llama(layers=1, seed=seed))
@@ -345,9 +348,7 @@ def until_killed(
     if torch.distributed.get_rank() in victims:
         arm(instant)
     for step in range(engine.global_steps, steps):
-        loss = train_step(engine, step)
-        with open(f"{folder}/losses", "a") as file:
-            file.write(json.dumps([step, loss.hex()]) + "\n")
+        log_loss(folder, step, train_step(engine, step))
         if (step + 1) % 3 == 0:
             if isinstance(instant, tuple) and "snapshot" in instant:
                 engine.hmt_snapshots.finish()  # else the checkpoint might be whole before it
@@ -359,41 +360,15 @@ def arm(instant: Any) -> None:
     """Dies at the n-th call of something in the thread that writes snapshots, or in the one that saves
     checkpoints; or so many seconds from now."""
     if isinstance(instant, float):
-        threading.Timer(instant, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        kill_after(instant)
         return
-    name, inside, count = instant
-    method, calls = getattr(os, name), []
+    name, inside, number = instant
 
-    def counted(*arguments: Any, **keyword: Any) -> Any:
+    def counts() -> bool:
         in_snapshot = threading.current_thread().name.startswith("hmt-snapshot")
-        if in_snapshot == (inside == "snapshot"):
-            calls.append(1)
-            if len(calls) == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return method(*arguments, **keyword)
+        return in_snapshot == (inside == "snapshot")
 
-    setattr(os, name, counted)
-
-
-def killed_and_resumed(
-    ranks: Ranks, tmp_path: Path, overlap: str, steps: int, instants: list[Any]
-) -> None:
-    """Each run goes on from where the one before was killed; no loss may differ from the undisturbed run's."""
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    for folder in (undisturbed, disturbed):
-        folder.mkdir()
-    arguments = (str(tmp_path / "ssd"), overlap, steps)
-    ranks.run(until_killed, 2, str(undisturbed), *arguments)
-    for instant, victims in instants:
-        codes, *_ = ranks.attempt(until_killed, 2, str(disturbed), *arguments, instant, victims)
-        assert -signal.SIGKILL in codes, (instant, victims)
-    ranks.run(until_killed, 2, str(disturbed), *arguments)
-    expected = losses_of(undisturbed)
-    assert losses_of(disturbed) == expected
-    assert all(len(losses) == 1 for losses in expected.values())
-    assert len(expected) == steps
-    # what the killed runs left on the SSD the next one has taken away
-    assert not list((tmp_path / "ssd").glob("hmt-swap-*"))
+    kill_at_call(os, name, number, counts)
 
 
 INSTANTS = [
@@ -405,7 +380,10 @@ INSTANTS = [
 
 
 def test_ranks_killed_within_a_snapshot_or_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    killed_and_resumed(ranks, tmp_path, "forward", 6, INSTANTS)
+    runs = undisturbed_and_resumed(ranks, until_killed, 2, tmp_path, ("forward", 6), INSTANTS)
+    assert_one_run(runs, 6)
+    # what the killed runs left on the SSD the next one has taken away
+    assert not list((tmp_path / "ssd").glob("hmt-swap-*"))
 
 
 @pytest.mark.slow
@@ -414,4 +392,6 @@ def test_ranks_killed_at_random_instants(ranks: Ranks, tmp_path: Path, overlap: 
     """One of them or both, sooner than so many steps could end."""
     draw = random.Random(overlap)
     instants = [(draw.uniform(0.0, 0.3), draw.choice([(0,), (1,), (0, 1)])) for _ in range(25)]
-    killed_and_resumed(ranks, tmp_path, overlap, 60, instants)
+    runs = undisturbed_and_resumed(ranks, until_killed, 2, tmp_path, (overlap, 60), instants)
+    assert_one_run(runs, 60)
+    assert not list((tmp_path / "ssd").glob("hmt-swap-*"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import Ranks
-from test_offload_nvme import offloaded
+from offloading import offloaded_to
 from test_snapshots import INTERVAL, STEPS, snapshot_engine, train_in_step
 from training import LOW_RANK, make_engine, tiny_llama, train
 
@@ -174,7 +174,7 @@ def engine_of(home: str, folder: str | None, ssd: str, seed: int = 0) -> Any:
         changes = {"bf16": {"enabled": True}, "options": options}
         return snapshot_engine(2, folder, seed=seed, **changes)
     snapshot_files.KEEP = 1
-    config = offloaded(ssd if home == "nvme" else "", 2, LOW_RANK, {"overlap": "forward"})
+    config = offloaded_to(ssd if home == "nvme" else "", 2, LOW_RANK, {"overlap": "forward"})
     if folder is not None:
         config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
     return make_engine(config, tiny_llama(layers=1, seed=seed))
