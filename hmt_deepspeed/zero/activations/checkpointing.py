@@ -92,7 +92,7 @@ class LayerInputs:
         return self._made[place]
 
     def compose(self, keys: ActivationCheckpointing, inner: Codec, position: int) -> Codec:
-        """The codec of these keys. Held on the host, memory that is allocated once is the host store's."""
+        """The codec of these keys. Saved on the host, memory that is allocated once is the host store's."""
         if keys.cpu_checkpointing and inner.choice == "keep":
             inner = self._swap_host()
         elif keys.cpu_checkpointing and not inner.choice.startswith("swap"):
@@ -178,11 +178,11 @@ class Service:
 
     What is as in DeepSpeed: CPU, accelerator and tracker (``get_cuda_rng_tracker``) random states are in
     recomputation what they were in forward; several outputs come back as a tuple; what carries
-    ``no_checkpointing`` is held as it is. So are parameters, and what needs no gradient beside the hidden
+    ``no_checkpointing`` is saved as it is. So are parameters, and what needs no gradient beside the hidden
     states (the first floating-point tensor): masks are mostly the model's own.
 
     What is better: gradients need no input that requires grad, ``torch.autograd.grad`` and a second backward
-    work, no input is emptied behind the caller's back, and what the policy holds of attributed layers within
+    work, no input is emptied behind the caller's back, and what the policy saves of attributed layers within
     is not computed again. A checkpoint within a checkpoint is part of it. Inputs are not moved: DeepSpeed
     copies those on the host to the device.
 

@@ -1,8 +1,8 @@
-"""``hmt.activations`` beside ``hmt.fpdt``: what holds the inputs of layers in chunks, and of the head.
+"""``hmt.activations`` beside ``hmt.fpdt``: what saves the inputs of layers in chunks, and of the head.
 
 A layer in chunks computes everything but its input again, so of the policy's components there are four:
 ``embedding`` (what enters the first layer), ``residual`` (what enters each further one), ``lm_head``, and
-``attention_output``, which is held where the policy says so, for the time that attending again would take.
+``attention_output``, which is saved where the policy says so, for the time that attending again would take.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RECOMPUTED: dict[Component, Choice] = {
 
 
 class ChunkedActivations:
-    """What is held of a model in chunks, from construction to :meth:`close`.
+    """What is saved of a model in chunks, from construction to :meth:`close`.
 
     Args:
         model: of the engine, before its layers are replaced.
@@ -114,7 +114,7 @@ class ChunkedActivations:
     def _hold(
         self, module: nn.Module, name: str, component: Component, codec: Codec
     ) -> Callable[[], object]:
-        """Lets a codec hold a module's input; returns what undoes it."""
+        """Lets a codec save a module's input; returns what undoes it."""
         if isinstance(codec, Keep):  # autograd saves it, here it is only counted
             return module.register_forward_pre_hook(
                 lambda _, args, kwargs: self._count_kept(name, component, args, kwargs),
@@ -170,7 +170,7 @@ class ChunkedActivations:
     # -- what people see ----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """Numbers of the last optimizer step on this rank; bytes held are those of its fullest moment."""
+        """Numbers of the last optimizer step on this rank; bytes saved are those of its fullest moment."""
         peak = self._ledger.peak
         layers = by_layer(peak)
         return {
@@ -181,7 +181,7 @@ class ChunkedActivations:
         }
 
     def describe(self) -> str:
-        """The start table: per component its choice and where it holds, the swap."""
+        """The start table: per component its choice and where it applies, the swap."""
         rows = [
             [part, self.policy[part], self._found[part], describe_exceptions(part, self.overrides)]
             for part in CHUNKED
@@ -196,11 +196,11 @@ class ChunkedActivations:
 
 
 class _Charge:
-    """Bytes that are held for as long as it exists."""
+    """Bytes that are saved for as long as it exists."""
 
 
 class _Charged:
-    """A held piece that is counted while it exists."""
+    """A saved piece that is counted while it exists."""
 
     def __init__(self, held: Held, charge: _Charge) -> None:
         self._held, self._charge = held, charge

@@ -129,7 +129,7 @@ class Activations:
     # -- what people see --------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """Numbers of the last optimizer step on this rank; bytes held are those of its fullest moment."""
+        """Numbers of the last optimizer step on this rank; bytes saved are those of its fullest moment."""
         report = self.backend.report()
         return {
             "activation_bytes": report.total_bytes,
@@ -142,7 +142,7 @@ class Activations:
         }
 
     def describe(self) -> str:
-        """The start table: per component its choice and where it holds, what is not attributed, the swap."""
+        """The start table: per component its choice and where it applies, what is not attributed, the swap."""
         layers, found = self.attribution.layers, self._modules()
         rows = [
             [

@@ -84,7 +84,7 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
     Args:
         param_states: parameters with a matrix.
     """
-    held: dict[int, int] = {}
+    found: dict[int, int] = {}
     for param_state in param_states:
         if not isinstance(param_state.matrix, LowRankMatrix):
             continue
@@ -93,9 +93,9 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
         for tensor in (columns.whole, columns.parked, joined):
             if tensor is not None and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
+                found[storage.data_ptr()] = storage.nbytes()
     cached = 0 if bases.cache is None else bases.cache.device_bytes
-    return sum(held.values()) + cached
+    return sum(found.values()) + cached
 
 
 def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dict[str, object]:

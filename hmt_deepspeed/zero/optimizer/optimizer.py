@@ -357,8 +357,8 @@ class HMTZeroOptimizer(OptimizerInterface):
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> torch.device | None:
         """Where this rank's master of a trained parameter is, or a state of it."""
-        held = self.state_access.get_local_fp32_param(param, optim_state_key)
-        return None if held is None else held.device
+        found = self.state_access.get_local_fp32_param(param, optim_state_key)
+        return None if found is None else found.device
 
     def synchronize(self) -> None:
         """No update is under way, and no copy to the host."""

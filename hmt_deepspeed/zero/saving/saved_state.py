@@ -148,14 +148,14 @@ class SavedState:
     def _master_of_snapshot(self, name: str) -> Tensor:
         whole = torch.empty(self._numel(name))
         for state in self._optimizer:
-            held = state["masters"].get(name)
-            if held is None:
+            part = state["masters"].get(name)
+            if part is None:
                 continue
-            if "pieces" in held:
-                values = read_columns(self.folder, self._files, held)[MASTER]
+            if "pieces" in part:
+                values = read_columns(self.folder, self._files, part)[MASTER]
             else:
-                values = _made(held["values"])
-            whole[held["flat"][0] : held["flat"][1]] = values
+                values = _made(part["values"])
+            whole[part["flat"][0] : part["flat"][1]] = values
         return whole
 
     def _place(self, name: str) -> tuple[int, list[str]]:
@@ -287,13 +287,13 @@ class SavedState:
         """
         whole = {key: torch.empty(self._numel(name)) for key in MOMENTS}
         for state in self._optimizer:
-            held = state["hmt"]["dense"].get(name)
-            if held is None:
+            part = state["hmt"]["dense"].get(name)
+            if part is None:
                 continue
-            begin, end = held["flat"]
-            columns = held
-            if "pieces" in held:
-                columns = read_columns(self.folder, self._files, held)
+            begin, end = part["flat"]
+            columns = part
+            if "pieces" in part:
+                columns = read_columns(self.folder, self._files, part)
             for key, values in whole.items():
                 values[begin:end] = columns[key]
         first, second = (values[flat[0] : flat[1]] for values in whole.values())

@@ -274,10 +274,10 @@ class Snapshots:
         zero, masters = self._zero, {}
         for param_state in zero.param_states if zero.saves_states else ():
             flat = list(param_state.gradient.shards.flat(zero.shard_rank))
-            held = offloaded.get(param_state.name)
-            if held is None:
-                held = {"values": self._stage_weight(param_state)}
-            masters[param_state.name] = {"flat": flat, **held}
+            part = offloaded.get(param_state.name)
+            if part is None:
+                part = {"values": self._stage_weight(param_state)}
+            masters[param_state.name] = {"flat": flat, **part}
         ours = map_tensors(hmt_state(zero, self._staging.stage, moments), self._staging.stage)
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 

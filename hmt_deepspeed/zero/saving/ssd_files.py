@@ -115,19 +115,19 @@ def keep_files(held: Mapping[str, Held], folder: str) -> dict[str, dict[str, Any
 
 
 def read_columns(
-    folder: str, files: Mapping[str, Mapping[str, Any]], held: Mapping[str, Any]
+    folder: str, files: Mapping[str, Mapping[str, Any]], part: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Columns of one parameter's part, flat fp32, as :func:`describe_files` put them down.
 
     Args:
-        files: of the checkpoint's manifest.
+        folder: of the checkpoint. files: of its manifest. part: of the parameter, as it was put down.
 
     Raises:
         StoreError: a file is missing or holds something else.
     """
-    begin, end = held["flat"]
-    columns = {name: torch.empty(end - begin) for name in held["columns"]}
-    for name, first, last in held["pieces"]:
+    begin, end = part["flat"]
+    columns = {name: torch.empty(end - begin) for name in part["columns"]}
+    for name, first, last in part["pieces"]:
         entry = files[name]
         record = Record(entry["bytes"], entry["content"], entry["checksum"])
         rows = read_kept(os.path.join(folder, name), record).view(torch.float32)

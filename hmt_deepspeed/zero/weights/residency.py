@@ -54,20 +54,22 @@ def resident(param: Any, overwrite: bool = False) -> Iterator[Tensor]:
     swapper = param.nvme_swapper
     if part.status == PartitionedParamStatus.INFLIGHT:
         swapper.synchronize_reads()
-    held = part.status == PartitionedParamStatus.AVAILABLE  # fetched ahead, or gathered by the user
-    if not held and overwrite:
+    was_there = (
+        part.status == PartitionedParamStatus.AVAILABLE
+    )  # fetched ahead, or gathered by the user
+    if not was_there and overwrite:
         part.data = swapper.get_buffer(param, part.ds_numel).data
         part.status = PartitionedParamStatus.AVAILABLE
-    elif not held:
+    elif not was_there:
         swapper.swap_in([param], async_op=False)
     try:
         yield part.detach().view(-1)
         if overwrite:
             swapper.swap_out_and_release([param])
-            if held:
+            if was_there:
                 swapper.swap_in([param], async_op=False)
     finally:
-        if not held:
+        if not was_there:
             swapper.remove_partition_and_release_buffers([param])
 
 

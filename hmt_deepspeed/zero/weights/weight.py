@@ -115,8 +115,8 @@ class Weight:
 
     def weight_bytes(self) -> int:
         """Bytes of the weights themselves on this rank."""
-        held = self.num_elements if self.partitioned else self.param.numel()
-        return int(held * self.param.element_size())
+        count = self.num_elements if self.partitioned else self.param.numel()
+        return int(count * self.param.element_size())
 
     @property
     def kind(self) -> str:
@@ -256,8 +256,8 @@ def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
     Args:
         place: gives a copy elsewhere of a tensor.
     """
-    held = param.ds_tensor if hasattr(param, "ds_tensor") else param
-    held.data = place(held.data)
+    values = param.ds_tensor if hasattr(param, "ds_tensor") else param
+    values.data = place(values.data)
 
 
 class GatherPipeline:
