@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,8 +47,16 @@ class Diagnosis:
     errors: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        """Tables as they are, sentences in lines of 80 columns."""
         told = [*self.lines, *(f"warning: {text}" for text in self.warnings)]
-        return "\n".join([*told, *(f"error: {text}" for text in self.errors)])
+        told += [f"error: {text}" for text in self.errors]
+        return "\n".join(text if "\n" in text else _wrapped(text) for text in told)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, 80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,8 +180,9 @@ def _run(
     train, micro, accumulation = run.batches
     clip = f"clipped at {run.clip:g}" if run.clip else "not clipped"
     found.lines.append(
-        f"run: model {model} in {str(run.dtype).removeprefix('torch.')}, {ranks} ranks, ZeRO stage {run.stage}, "
-        f"{train} sequences a step ({micro} a rank, {accumulation} micro-batches), gradients {clip}"
+        f"run: model {model} in {str(run.dtype).removeprefix('torch.')}, {ranks} rank{'s' * (ranks > 1)}, ZeRO stage {run.stage}, "
+        f"{train} sequences a step (micro-batch {micro}, accumulation {accumulation}), "
+        f"gradients {clip}"
     )
     if not run.is_hmt:
         own = "DeepSpeed's own, without HMT"

@@ -26,6 +26,7 @@ from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.optim.backward.int8_linear import quantize
 from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.activations.fpdt import check_ranks
 from hmt_deepspeed.zero.activations.install import Activations
 from hmt_deepspeed.zero.bases.cache import check_cache
@@ -199,9 +200,10 @@ class _Files:
         self._pieces.add(piece)
         return nullcontext(torch.empty(piece.nbytes, dtype=torch.uint8))
 
-    def describe(self) -> str:
+    def describe(self) -> list[str]:
         """As :meth:`hmt_deepspeed.zero.offload.ssd.Ssd.describe`."""
-        return f"{sum(p.nbytes for p in self._pieces):,} bytes of states in files, twice that from the first step on"
+        held = format_bytes(sum(piece.nbytes for piece in self._pieces))
+        return [f"{held} of states in files", "twice that from the first step on"]
 
 
 class _Host(HostWorker):

@@ -316,7 +316,7 @@ def test_the_start_table_fits_80_columns_and_says_of_all_what_is_true_of_all(
         told = _wrapped(["a" * length, "b" * 30, "c" * 30]).splitlines()
         assert all(len(line) <= 80 for line in told if "a" * 80 not in line), length
     title = described["left"][1].splitlines()[0]
-    assert title == "hmt: ZeRO stage 2, 1 ranks, bytes per rank; fp32 weights; fp32 states; whole"
+    assert title == "hmt: ZeRO stage 2, 1 rank, bytes per rank; fp32 weights; fp32 states; whole"
 
 
 def test_metrics_have_the_same_keys_in_every_mode(described: Any) -> None:

@@ -69,15 +69,17 @@ def _choices(plan: Plan) -> str:
 
 def _memory(found: Estimate) -> str:
     """A kind a row, largest first; what would show as 0.00 is left out."""
+    unit, scale = ("GiB", _GIB) if max(map(found.peak, MEMORIES)) >= _GIB else ("MiB", 2**20)
     rows = []
     for name in MEMORIES:
         kinds = sorted(found.memory[name].items(), key=lambda item: -item[1])
-        sizes = [(kind, f"{size / _GIB:.2f}") for kind, size in kinds]
+        sizes = [(kind, f"{size / scale:,.2f}") for kind, size in kinds]
         rows += [(name, *row) for row in sizes if row[1] != "0.00"]
         if found.peak(name):
-            room = f"all, of {getattr(found.budget, name) / _GIB:,.2f}"
-            rows.append((name, room, f"{found.peak(name) / _GIB:.2f}"))
-    return f"{_PER_RANK}\n{_table(('memory', 'kind', 'GiB'), rows)}"
+            room = f"all, of {getattr(found.budget, name) / scale:,.2f}"
+            rows.append((name, room, f"{found.peak(name) / scale:,.2f}"))
+    table = _table(("memory", "kind", unit), rows)
+    return f"Memory per rank, at its peak.\n{table}"
 
 
 def _times(found: Estimate) -> str:

@@ -182,13 +182,13 @@ class ChunkedActivations:
 
     def describe(self) -> str:
         """The start table: per component its choice and where it applies, the swap."""
-        rows = [
-            [part, self.policy[part], self._found[part], describe_exceptions(part, self.overrides)]
-            for part in CHUNKED
+        rows = [[part, self.policy[part], self._found[part]] for part in CHUNKED]
+        lines = [
+            "hmt: activations of layers in chunks, which compute what is not held again",
+            format_table(rows, ["component", "choice", "inputs"]),
+            *describe_exceptions(self.overrides),
         ]
-        table = format_table(rows, ["component", "choice", "inputs", "but"])
-        lines = ["hmt: activations of layers in chunks, which compute what is not held again"]
-        return "\n".join([*lines, table, *describe_swap(self._codecs, self.memory)])
+        return "\n".join([*lines, *describe_swap(self._codecs, self.memory)])
 
     def close(self) -> None:
         """Host memory and files are given back. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -144,21 +145,13 @@ class Activations:
     def describe(self) -> str:
         """The start table: per component its choice and where it applies, what is not attributed, the swap."""
         layers, found = self.attribution.layers, self._modules()
-        rows = [
-            [
-                component,
-                self.policy[component],
-                found[component],
-                describe_exceptions(component, self.overrides),
-            ]
-            for component in POLICY_COMPONENTS
-        ]
-        table = format_table(rows, ["component", "choice", "modules", "but"])
+        rows = [[part, self.policy[part], found[part]] for part in POLICY_COMPONENTS]
+        table = format_table(rows, ["component", "choice", "modules"])
         lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
-        lines += [table]
+        lines += [table, *describe_exceptions(self.overrides)]
         if self.attribution.unattributed:
             names = ", ".join(_grouped(self.attribution.unattributed))
-            lines.append(f"no component, held as they are: {names}")
+            lines.append(_wrapped(f"no component, held as they are: {names}"))
         return "\n".join([*lines, *describe_swap(self._codecs, self.memory)])
 
     def _modules(self) -> Counter[str]:
@@ -206,12 +199,19 @@ def build_codecs(
     }
 
 
-def describe_exceptions(
-    component: Component, overrides: Mapping[str, Mapping[Component, Choice]]
-) -> str:
-    """What overrides say of a component, for a table."""
-    found = (f"{p!r}: {c[component]}" for p, c in overrides.items() if component in c)
-    return ", ".join(found) or "-"
+def describe_exceptions(overrides: Mapping[str, Mapping[Component, Choice]]) -> list[str]:
+    """What overrides say otherwise than the table, a pattern each."""
+    return [
+        _wrapped(f"but {pattern!r}: {', '.join(f'{part} {how}' for part, how in choices.items())}")
+        for pattern, choices in overrides.items()
+    ]
+
+
+def _wrapped(text: str) -> str:
+    """In lines of 80 columns where words fit them."""
+    return textwrap.fill(
+        text, 80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def describe_swap(codecs: Mapping[Choice, Codec], memory: SwapMemory) -> list[str]:

@@ -129,19 +129,23 @@ def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dic
     }
 
 
-def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> str:
+def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> list[str]:
     """What the start table says of a cache."""
     cache = bases.cache
     assert cache is not None
     names = {p.matrix.columns.owner for p in param_states if isinstance(p.matrix, LowRankMatrix)}
     waiting = sum(name in cache for name in names)
-    line = f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
+    told = [
+        f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
+    ]
     left = len(names) - waiting
     if left:
-        line += f"; {left} have no room and stay on the device"
+        told.append(f"{left} have no room and stay on the device")
     recalling = sum(
         isinstance(p.matrix, LowRankMatrix) and p.matrix.recalls_moments for p in param_states
     )
     if bases.history.most and recalling:
-        line += f"; moments of {bases.history.most} old bases of {recalling} of {len(param_states)} matrices"
-    return line
+        told.append(
+            f"moments of {bases.history.most} old bases of {recalling} of {len(param_states)} matrices"
+        )
+    return told

@@ -18,6 +18,7 @@ from hmt_deepspeed.memory.own_folder import OwnFolder
 from hmt_deepspeed.memory.slot_pipeline import SlotPipeline
 from hmt_deepspeed.memory.slots import SlotFolder
 from hmt_deepspeed.memory.transfer import TransferEngine
+from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.operator_locks import telling_waits
 from hmt_deepspeed.zero.settings import SsdSettings
 
@@ -60,16 +61,17 @@ class Ssd(SlotPipeline):
             failed,
         )
 
-    def describe(self) -> str:
+    def describe(self) -> list[str]:
         """What is where, for the start table."""
-        written = f"{self.slots.folder.file_bytes:,} bytes of states in {self._own_folder.path}"
         through = "the page cache" if self.settings.aio is None else "DeepSpeed's async_io"
         order = ("after", "beside")
-        return (
-            f"{written}, twice that from the first step on, through {through} and {self.buffer_bytes:,} bytes of "
-            f"buffers; reads {order[self.settings.read_ahead]} and writes "
-            f"{order[self.settings.write_behind]} updates"
-        )
+        read, write = order[self.settings.read_ahead], order[self.settings.write_behind]
+        return [
+            f"{format_bytes(self.slots.folder.file_bytes)} of states in {self._own_folder.path}",
+            "twice that from the first step on",
+            f"through {through} and {format_bytes(self.buffer_bytes)} of buffers",
+            f"reads {read} and writes {write} updates",
+        ]
 
     def scratch(self, numel: int) -> Tensor:
         """Flat fp32 zeros in a file that is gone when the tensor is: host memory is not held by it.

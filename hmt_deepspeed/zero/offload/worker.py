@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hmt_deepspeed.memory.threads import background_threads
 from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
+from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 from hmt_deepspeed.zero.offload.ssd import Ssd
 from hmt_deepspeed.zero.settings import SsdSettings
@@ -75,14 +76,15 @@ class HostWorker:
         self.addition_seconds = 0.0
         self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
 
-    def describe(self) -> str:
+    def describe(self) -> list[str]:
         """What is where, for the start table."""
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
-        text = (
-            f"{self.nbytes:,} bytes of states and gradients in host memory, {kind}; "
-            f"{2 * pool_bytes():,} bytes of page-locked pools for what travels"
-        )
-        return text if self.ssd is None else f"{text}; {self.ssd.describe()}"
+        told = [
+            f"{format_bytes(self.nbytes)} of states and gradients in host memory",
+            kind,
+            f"{format_bytes(2 * pool_bytes())} of page-locked pools for what travels",
+        ]
+        return told if self.ssd is None else [*told, *self.ssd.describe()]
 
     # -- memory ---------------------------------------------------------------------------------
 

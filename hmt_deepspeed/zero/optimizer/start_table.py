@@ -83,7 +83,8 @@ def describe(zero: ZeroState) -> str:
         [w for w in rows[0].treatment if all(w in row.treatment for row in rows)] if rows else []
     )
     settings, world = zero.settings, zero.collectives.world
-    told = [f"hmt: ZeRO stage {settings.stage}, {world} ranks, bytes per rank", *common]
+    ranks = f"{world} rank" + "s" * (world > 1)
+    told = [f"hmt: ZeRO stage {settings.stage}, {ranks}, bytes per rank", *common]
     lines = [_wrapped(told), _line(_COLUMNS)]
 
     def heading(row: StartRow) -> tuple[str, ...]:
@@ -99,10 +100,10 @@ def describe(zero: ZeroState) -> str:
     lines += _budget(zero)
     if zero.host is not None:
         assert settings.host is not None
-        overlap = settings.host.overlap
-        lines.append(f"offload_optimizer, overlap {overlap}: {zero.host.describe()}")
+        overlap = f"offload_optimizer, overlap {settings.host.overlap}"
+        lines.append(_wrapped([overlap, *zero.host.describe()]))
     if zero.bases.cache is not None:
-        lines.append(describe_bases(zero.bases, zero.low_rank))
+        lines.append(_wrapped(describe_bases(zero.bases, zero.low_rank)))
     return "\n".join(lines)
 
 

@@ -26,6 +26,8 @@ from training import (
     weights,
 )
 
+from hmt_deepspeed.report.metrics import format_bytes
+
 STEPS = 10
 
 
@@ -209,7 +211,9 @@ def test_states_leave_the_device(ranks: Ranks) -> None:
         assert before["device"] - after["device"] == pytest.approx(12 * dense, abs=4096)
         assert "whole, on host" in after["table"]
         assert ("whole, masters on host" in after["table"]) == (matrices > 0)
-        assert f"{after['host']:,} bytes of states and gradients in host memory" in after["table"]
+        said = f"{format_bytes(after['host'])} of states and gradients in host memory"
+        assert said in after["table"]
+        assert max(map(len, after["table"].splitlines())) <= 80
 
 
 # -- checkpoints and tools -----------------------------------------------------------------------------------
