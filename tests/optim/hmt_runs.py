@@ -5,6 +5,7 @@ import io
 import torch
 from torch import nn
 
+from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 
 WIDTHS = (24, 40, 40, 16)
@@ -72,6 +73,21 @@ def assert_same_state(ours, theirs):
             assert value == theirs[key]
         else:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])), key
+
+
+def refreshes(optimizer):
+    """How many bases each matrix has taken, by name."""
+    state = optimizer.state_dict()
+    names = state["hmt"]["names"]
+    found = {names[i]: own.get("num_refreshes") for i, own in state["state"].items()}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def policy_like(optimizer):
+    """A rank policy that knows what the optimizer's own does, of matrices that share no basis."""
+    policy = build_policy([[matrix] for matrix in optimizer.matrices.values()], optimizer.options)
+    policy.load_state_dict(optimizer.state_dict()["hmt"]["policy"])
+    return policy
 
 
 def settings_of(**fields):

@@ -203,7 +203,7 @@ def test_resume_keeps_who_shares_a_product():
     train(straight, optimizer, data[6:])
     fresh = HMT(resumed, **OPTIONS)
     fresh.load_state_dict(saved)
-    assert fresh._patches.shared.groups() == saved["hmt"]["groups"]
+    assert fresh.state_dict()["hmt"]["groups"] == saved["hmt"]["groups"]
     train(resumed, fresh, data[6:])
     assert_same_weights(straight, resumed)
 

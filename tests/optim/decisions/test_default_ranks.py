@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hmt_runs import settings_of
+from hmt_runs import policy_like, settings_of
 from test_later_energy import BatchNoise, Turned
 from test_policy import SHAPE, Source, moment_and_basis_bytes, train
 from test_share_basis import Block
@@ -210,7 +210,7 @@ def test_ranks_that_are_given_take_nothing_of_what_others_choose_within():
     optimizer = HMT(list(weights.items()), lr=1e-3, update_interval=3, **options)
     for _ in train(weights.values(), optimizer, sources, 8):
         pass
-    policy, chosen = optimizer._policy, optimizer.matrices["c"]
+    policy, chosen = policy_like(optimizer), optimizer.matrices["c"]
     dense = 8 * 64 * 64
     assert policy.rank_budget == 2 * policy.bytes_at(0, 40) + int(USUAL_BUDGET * dense)
     assert chosen.rank > chosen.candidates[0]
@@ -221,13 +221,13 @@ def test_where_no_rank_is_chosen_there_is_no_budget():
     for options in ({"rank": 8}, {"method": "apollo"}):
         optimizer = HMT([nn.Parameter(torch.zeros(SHAPE))], **options)
         optimizer.describe()
-        assert optimizer._policy.rank_budget is None
+        assert policy_like(optimizer).rank_budget is None
 
 
 def test_matrices_too_narrow_for_the_usual_share_have_what_the_smallest_candidates_take():
     optimizer = HMT([nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(12, 10))])
     optimizer.describe()
-    policy = optimizer._policy
+    policy = policy_like(optimizer)
     assert policy.rank_budget == policy.taken_bytes() == policy.least_bytes()
 
 

@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 import torch
-from hmt_runs import settings_of
+from hmt_runs import policy_like, settings_of
 from test_policy import SHAPE, Source, captured, construct, orthonormal, train
 from torch import nn
 
@@ -236,7 +236,7 @@ def test_the_gradient_that_made_a_basis_is_no_later_one(interval):
     for _ in range(24 * interval):
         weight.grad = torch.randn(64, 64, generator=generator)
         optimizer.step()
-    records = [r for r in optimizer._policy.histories["w"].records if r.later is not None]
+    records = [r for r in policy_like(optimizer).histories["w"].records if r.later is not None]
     later = sum(r.later[0] for r in records) / len(records)
     assert len(records) >= 12
     assert all(r.rank == 8 and r.captured[0] > 0.3 for r in records)
@@ -250,7 +250,7 @@ def test_a_window_without_a_later_gradient_says_nothing():
     for step in range(9):
         weights[0].grad = sources[0]() if step % 3 == 0 else None
         optimizer.step()
-    records = optimizer._policy.histories["param_0"].records
+    records = policy_like(optimizer).histories["param_0"].records
     assert len(records) == 3
     assert all(record.later is None for record in records)
     assert optimizer.matrices["param_0"].smoothed_energy() > 0.1  # what is reported meanwhile
@@ -300,7 +300,7 @@ def test_a_window_shows_what_bases_of_smaller_ranks_hold(options):
         matrix = optimizer.matrices["param_0"]
         if step % 100 == 60:
             truth.append([held(matrix, sources[0], rank) for rank in (2, 4, 8, 16)])
-    seen = [r.later for r in optimizer._policy.histories["param_0"].records[1:] if r.later]
+    seen = [r.later for r in policy_like(optimizer).histories["param_0"].records[1:] if r.later]
     assert len(seen) == 3
     for found, true in zip(seen, truth[1:], strict=True):
         # of a core only that of its columns is known; the rest is the smoothing of eight gradients at the end

@@ -8,6 +8,8 @@ from hmt_runs import (
     PAPERS_RULE,
     assert_same_state,
     assert_same_weights,
+    policy_like,
+    refreshes,
     settings_of,
     through_a_file,
 )
@@ -107,7 +109,8 @@ def test_budget_is_never_exceeded(share, projection):
         used.append(moment_and_basis_bytes(optimizer))
         assert used[-1] <= budget
         assert used[-1] == sum(
-            optimizer._policy.bytes_at(i, m.rank) for i, m in enumerate(optimizer.matrices.values())
+            policy_like(optimizer).bytes_at(i, m.rank)
+            for i, m in enumerate(optimizer.matrices.values())
         )
     if projection == "right" and share < 1:
         assert used[-1] > 0.6 * budget  # and it is spent
@@ -155,7 +158,7 @@ def refresh_by_curve(curves, rounds, jitter=0.0, share=0.3):
     """Refresh matrices of known captured energies in turn; their ranks after every round."""
     optimizer = construct([Source(4, 0.1) for _ in curves], rank_budget=share)[1]
     optimizer.describe()
-    draw, policy, found = torch.Generator().manual_seed(0), optimizer._policy, []
+    draw, policy, found = torch.Generator().manual_seed(0), policy_like(optimizer), []
     for step in range(rounds):
         for i, (matrix, curve) in enumerate(zip(optimizer.matrices.values(), curves, strict=True)):
             noise = jitter * (2 * torch.rand(len(curve), generator=draw) - 1)
@@ -229,7 +232,7 @@ def test_full_rank_is_adamw_across_refreshes_and_comes_back():
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         optimizer.step()
         adamw.step()
-    assert optimizer._schedule.num_refreshes[0] == 4
+    assert refreshes(optimizer)["param_0"] == 4
     assert (ours - start).abs().max() > 0.05
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     matrix = optimizer.matrices["param_0"]
@@ -284,7 +287,7 @@ def test_energies_of_other_candidates_are_forgotten():
     for candidates, known in ((CANDIDATES, measured), (CANDIDATES[1:], 0)):
         fresh = construct(sources, **{**options, "rank_candidates": candidates})[1]
         fresh.load_state_dict(saved)
-        histories = fresh._policy.histories.values()
+        histories = policy_like(fresh).histories.values()
         assert sum(history.latest is not None for history in histories) == known
 
 
@@ -292,9 +295,10 @@ def test_full_rank_does_not_flip_at_the_threshold():
     optimizer = construct([Source(4, 0.1)], full_rank_budget=1.0, energy_threshold=0.9)[1]
     optimizer.describe()
     (matrix,) = optimizer.matrices.values()
+    policy = policy_like(optimizer)
 
     def rank_at(energy):
-        rank = optimizer._policy.choose(0, [0.2, 0.4, 0.6, energy], 0)
+        rank = policy.choose(0, [0.2, 0.4, 0.6, energy], 0)
         matrix.adopt(None if rank == 64 else matrix.seeded_basis(rank, 1))
         return rank
 
@@ -358,9 +362,8 @@ def test_starting_at_the_last_rank_saves_sketched_columns(monkeypatch):
         weights, optimizer = construct(sources, update_interval=4, max_full_gradient_bytes=10**6)
         optimizer.describe()
         if not remember:
-            width = optimizer._policy.first_width
-            monkeypatch.setattr(type(optimizer._policy), "first_width", lambda *a: CANDIDATES[-1])
-            assert width(0) == CANDIDATES[0]
+            assert policy_like(optimizer).first_width(0) == CANDIDATES[0]
+            monkeypatch.setattr(RankPolicy, "first_width", lambda *a: CANDIDATES[-1])
         for _ in train(weights, optimizer, sources, 16):
             pass
         assert [m.rank for m in optimizer.matrices.values()] == [16] * 3
@@ -372,11 +375,8 @@ def test_starting_at_the_last_rank_saves_sketched_columns(monkeypatch):
 @pytest.mark.parametrize(("finder", "rounds"), [("randomized", 3), ("subspace", 2)])
 def test_a_second_refresh_starts_from_the_basis_in_force(monkeypatch, finder, rounds):
     products, sources = counted(monkeypatch), [Source(6, 0.01)]
-    weights, optimizer = construct(sources, rank_candidates=(8,), range_finder=finder)
-    for _ in train(weights, optimizer, sources, 1):
-        pass
-    optimizer._schedule.next_refresh[0] = 1
-    for _ in train(weights, optimizer, sources, 2):
+    options = {"rank_candidates": (8,), "range_finder": finder, "update_interval": 1}
+    for _ in train(*construct(sources, **options), sources, 2):
         pass
     cold, warm = products
     assert cold == 5 * (8 + 8)
@@ -441,13 +441,14 @@ def test_a_first_refresh_without_a_norm_is_no_growth():
     weights, optimizer = construct(sources, update_interval=5, energy_threshold=0.9)
     for _ in train(weights, optimizer, sources, 4):
         pass
-    policy, matrix = optimizer._policy, optimizer.matrices["param_0"]
+    policy, matrix = policy_like(optimizer), optimizer.matrices["param_0"]
     assert "param_0" not in policy.log_norms
     matrix.captured_energy.mul_(0.9)  # what the basis holds fell
     assert policy.first_width(0) == matrix.rank == 4
     for _ in train(weights, optimizer, sources, 4):
         pass
-    assert policy.log_norms["param_0"] == pytest.approx(0.0, abs=0.3)  # ||G|| is about 1
+    norms = policy_like(optimizer).log_norms
+    assert norms["param_0"] == pytest.approx(0.0, abs=0.3)  # ||G|| is about 1
 
 
 # -- resume ---------------------------------------------------------------------------------------
@@ -494,7 +495,7 @@ def test_decisions_resume_bit_exactly(mode, after):
     run(weights, optimizer, data[:after])
     saved = through_a_file({"weights": [w.detach() for w in weights], **optimizer.state_dict()})
     run(weights, optimizer, data[after:])
-    assert max(optimizer._schedule.num_refreshes) >= 3
+    assert max(refreshes(optimizer).values()) >= 3
     again, resumed = fresh()
     for weight, value in zip(again, saved.pop("weights"), strict=True):
         weight.data.copy_(value)
@@ -512,13 +513,13 @@ def test_adding_a_group_keeps_what_is_known_of_the_others():
     weights, optimizer = construct(sources)
     for _ in train(weights, optimizer, sources, 3):
         pass
-    before = optimizer._policy.state_dict()["histories"]["param_0"]
+    before = optimizer.state_dict()["hmt"]["policy"]["histories"]["param_0"]
     assert before
     late = nn.Parameter(torch.zeros(SHAPE))
     optimizer.add_param_group({"params": [late]})
     for _ in train([*weights, late], optimizer, [*sources, sources[0]], 1):
         pass
-    assert optimizer._policy.state_dict()["histories"]["param_0"] == before
+    assert optimizer.state_dict()["hmt"]["policy"]["histories"]["param_0"] == before
 
 
 def test_equal_matrices_do_not_swap_ranks_for_noise():
@@ -556,13 +557,13 @@ def test_without_probes_nothing_is_predicted_from_an_energy_that_nobody_measured
     weights, optimizer = construct(sources, **options)
     for _ in train(weights, optimizer, sources, 20):
         pass
-    policy, matrix = optimizer._policy, optimizer.matrices["param_0"]
+    policy, matrix = policy_like(optimizer), optimizer.matrices["param_0"]
     assert not matrix.measures_energy
     matrix.captured_energy.zero_()
     assert policy.first_width(0) == matrix.rank == 8
     for _ in train(weights, optimizer, sources, 20):
         pass
-    assert optimizer._schedule.num_refreshes == [2]
+    assert refreshes(optimizer) == {"param_0": 2}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hmt_runs import PAPERS_RULE, assert_same_state, assert_same_weights, through_a_file
+from hmt_runs import PAPERS_RULE, assert_same_state, assert_same_weights, refreshes, through_a_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,7 +74,7 @@ def test_readers_of_one_input_share_one_columns_object(fields):
     model = Block()
     optimizer = HMT(model, **{**OPTIONS, **fields})
     train(model, optimizer, batches(12))
-    assert optimizer._patches.shared.groups() == GROUPS
+    assert optimizer.state_dict()["hmt"]["groups"] == GROUPS
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
     assert len(columns_of(optimizer, "gate", "up")) == 1
     assert len(columns_of(optimizer, "q", "gate", "o", "down")) == 4
@@ -245,15 +245,15 @@ def test_goes_on_refreshing_without_patched_modules():
     model = nn.Sequential(Scaled(D, D), nn.Tanh(), Scaled(D, D))
     optimizer = HMT(model, **OPTIONS)
     train(model, optimizer, batches(6))
-    assert min(optimizer._schedule.num_refreshes) >= 1
+    assert min(refreshes(optimizer).values()) >= 1
     model = Block()
     optimizer = HMT(model, **OPTIONS)
     train(model, optimizer, batches(8))
-    refreshes = list(optimizer._schedule.num_refreshes)
+    before = refreshes(optimizer)
     optimizer.close()
     train(model, optimizer, batches(8))
-    after = optimizer._schedule.num_refreshes
-    assert all(b > a for a, b in zip(refreshes, after, strict=True))
+    after = refreshes(optimizer)
+    assert all(after[name] > number for name, number in before.items())
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
 
 

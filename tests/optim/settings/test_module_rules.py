@@ -192,7 +192,7 @@ def test_projected_backward_insisted_on_refuses_a_rule_of_whole_gradients(rule):
     with pytest.raises(ValueError, match=rf"2\.weight needs whole gradients: {asks}"):
         HMT(network(), rank=8, projected_backward=True, module_rules={r"^2\.": rule})
     optimizer = HMT(network(), rank=8, module_rules={r"^2\.": rule})
-    assert len(optimizer._patches.sites) == 2
+    assert len(optimizer.owned()) == 2
 
 
 def test_projected_backward_insisted_on_refuses_an_embedding():
