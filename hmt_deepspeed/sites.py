@@ -1,7 +1,5 @@
-"""What the optimizer, the planner and the backend share: parameters that no pattern projects, bytes that a choice
-holds, and products ``X [Q | P]`` on their way between the optimizer's linears and the backend.
-
-``held_bytes`` is what the codecs are tested against and the planner plans with.
+"""What the optimizer, the planner and the backend share: parameters that no pattern projects, and products
+``X [Q | P]`` on their way between the optimizer's linears and the backend.
 """
 
 from __future__ import annotations
@@ -11,14 +9,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hmt_deepspeed.config.components import Choice
-
 __all__ = [
     "ADAPTER",
-    "BLOCK_SIZE",
     "LEFT_TO_ADAMW",
     "computing_projection",
-    "held_bytes",
     "is_computing_projection",
     "kept_projection",
     "serving_projections",
@@ -28,27 +22,6 @@ __all__ = [
 # says, unless a module rule takes them.
 ADAPTER = "lora_"
 LEFT_TO_ADAMW = ("embed", "lm_head", ADAPTER)
-
-BLOCK_SIZE = 256  # tokens of a channel that share a scale (int8, fp8)
-SCALE_BYTES = 2  # a block's scale is bf16
-
-
-def held_bytes(
-    choice: Choice, tokens: int, channels: int, itemsize: int, block_size: int = BLOCK_SIZE
-) -> int:
-    """Device bytes that one tensor of tokens x channels occupies until backward.
-
-    Args:
-        channels: of ``project``, the columns of ``X [Q | P]``.
-        itemsize: bytes of one element as computed (2 for bf16).
-        block_size: tokens of a channel that share a scale (``int8``, ``fp8``).
-    """
-    if choice in ("keep", "project"):
-        return tokens * channels * itemsize
-    if choice in ("int8", "fp8"):
-        return tokens * channels + -(-tokens // block_size) * channels * SCALE_BYTES
-    return 0
-
 
 _projecting: ContextVar[bool] = ContextVar("projecting", default=False)
 

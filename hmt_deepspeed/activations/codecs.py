@@ -10,19 +10,19 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from queue import Empty, SimpleQueue
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.config.codecs import BLOCK_SIZE, CODECS
 from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.kernels.fp8_activation import decode_fp8, encode_fp8
 from hmt_deepspeed.kernels.int8_activation import decode_int8, encode_int8
 from hmt_deepspeed.memory.tiered import Store
-from hmt_deepspeed.sites import BLOCK_SIZE
 
 __all__ = [
     "Codec",
@@ -330,36 +330,34 @@ class SwapSsd(_Swap):
 # -- all ------------------------------------------------------------------------------------------
 
 
-def build_codec(
-    choice: Choice,
-    *,
-    block_size: int = BLOCK_SIZE,
-    stores: Mapping[Choice, Store] | None = None,
-) -> Codec:
-    """The codec of a choice that holds something.
+def build_codec(choice: Choice, store: Store | None = None, **options: Any) -> Codec:
+    """The codec of a row of :data:`~hmt_deepspeed.config.codecs.CODECS`.
 
     Args:
-        block_size: of ``int8`` and ``fp8``.
-        stores: of ``swap_host`` and ``swap_ssd``.
+        store: where a codec moves tensors to whose place is not the device.
+        options: of its class; ``block_size`` of ``int8`` and ``fp8``.
 
     Raises:
-        ValueError: a choice that holds nothing, or a swap without its store.
+        ValueError: a choice that holds nothing, a codec without its store, or a class that is not what its row says.
     """
-    if choice == "keep":
-        return Keep()
-    if choice == "int8":
-        return Int8(block_size)
-    if choice == "fp8":
-        return Fp8(block_size)
-    if choice in ("swap_host", "swap_ssd"):
-        store = (stores or {}).get(choice)
-        if store is None:
-            raise ValueError(f"{choice} needs a store to move tensors to: give stores[{choice!r}]")
-        return SwapHost(store) if choice == "swap_host" else SwapSsd(store)
-    raise ValueError(
-        f"{choice!r} holds no tensor, so there is no codec for it; legal: keep, int8, fp8, "
-        "swap_host, swap_ssd"
-    )
+    row = CODECS.get(choice)
+    if row is None:
+        raise ValueError(
+            f"{choice!r} holds no tensor, so there is no codec for it; legal: {', '.join(CODECS)}"
+        )
+    if row.is_moved and store is None:
+        raise ValueError(f"{choice} needs a store to move tensors to: give one")
+    make: Any = row.implementation
+    if isinstance(make, str):
+        module, _, name = make.partition(":")
+        make = getattr(import_module(module), name)
+    codec: Codec = make(store, **options) if row.is_moved else make(**options)
+    if (codec.choice, codec.lossy) != (row.name, row.lossy):
+        raise ValueError(
+            f"the codec {choice!r} is registered with lossy={row.lossy}, its class says choice={codec.choice!r} and "
+            f"lossy={codec.lossy}: legal is the same in both. Correct one of them."
+        )
+    return codec
 
 
 def _check_float(tensor: Tensor, choice: Choice, name: str) -> None:
@@ -371,8 +369,9 @@ def _check_float(tensor: Tensor, choice: Choice, name: str) -> None:
 
 def _check_version(tensor: Tensor, version: int, name: str) -> None:
     if tensor._version != version:
+        inexact = [row.name for row in CODECS.values() if row.lossy]
         raise RuntimeError(
             f"{name!r} was changed by an in-place operation after it was saved for backward "
             f"(version {tensor._version}, saved at {version}): use the operation that makes a new "
-            "tensor, or hold this component as int8, fp8 or recompute"
+            f"tensor, or hold this component as {', '.join(inexact)} or recompute"
         )

@@ -11,12 +11,13 @@ from torch import nn
 from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.activations.recording import Site
 from hmt_deepspeed.attribution import Attribution, Layer
+from hmt_deepspeed.config.codecs import CODECS
 from hmt_deepspeed.config.components import (
     COMPONENTS,
-    LEGAL_CHOICES,
     PAPER_POLICY,
     Choice,
     Component,
+    legal_choices,
 )
 
 __all__ = ["LayerSites", "Policy", "check_overrides"]
@@ -75,13 +76,13 @@ class Policy:
 
     def _check(self, field: str, choices: Mapping[Component, Choice]) -> None:
         for component, choice in choices.items():
-            legal = LEGAL_CHOICES.get(component, ())
+            legal = legal_choices(component) if component in COMPONENTS else ()
             if choice not in legal:
                 raise ValueError(
                     f"hmt.activations.{field}.{component} is {choice!r}, legal: {', '.join(legal)}. "
                     "Choose one of them."
                 )
-            needed = "keep" if choice in ("recompute", "project") else choice
+            needed = choice if choice in CODECS else "keep"
             if needed not in self._codecs:
                 raise ValueError(
                     f"hmt.activations.{field}.{component} is {choice!r}, but the backend was given codecs of "

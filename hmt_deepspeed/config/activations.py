@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -13,8 +13,16 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from hmt_deepspeed.config.components import LEGAL_CHOICES, PAPER_POLICY, Choice, Component
+from hmt_deepspeed.config.codecs import CODECS, Place
+from hmt_deepspeed.config.components import (
+    PAPER_POLICY,
+    Choice,
+    Component,
+    all_choices,
+    legal_choices,
+)
 from hmt_deepspeed.config.fields import Auto, Regex, StrictModel
 from hmt_deepspeed.config.optimizer_conflicts import Conflict
 
@@ -45,20 +53,26 @@ def _choice(component: Component, description: str, who: str) -> Any:
     return Field(
         default=PAPER_POLICY[component],
         description=description,
-        json_schema_extra={"legal": _in_words(LEGAL_CHOICES[component]), "who": who},
+        json_schema_extra=_schema_of(component, who=who),
     )
 
 
 def _override(component: Component) -> Any:
-    legal = _in_words(LEGAL_CHOICES[component])
-    return Field(default=None, json_schema_extra={"legal": legal})
+    return Field(default=None, json_schema_extra=_schema_of(component))
+
+
+def _schema_of(component: Component, **more: str) -> Callable[[dict[str, Any]], None]:
+    """Legal values as they are when asked: codecs may be registered."""
+    return lambda schema: schema.update(legal=_in_words(legal_choices(component)), **more)
 
 
 def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
     """Refuse what a component cannot be held as."""
     component: Any = info.field_name
-    if choice is None or choice in LEGAL_CHOICES[component]:
+    if choice is None or choice in legal_choices(component):
         return choice
+    if choice not in all_choices():
+        raise PydanticCustomError("unknown_choice", "there is no such choice")
     if component == "projected_inputs":
         raise ValueError(
             "X [Q | P] of linears under hmt.optimizer.projected_backward is held, or is not"
@@ -204,13 +218,15 @@ class ActivationsConfig(StrictModel):
 
 # -- fields that cannot be given together -------------------------------------------------------------
 
-_SWAPPED: tuple[Choice, ...] = ("swap_host", "swap_ssd")
-
-# field -> the choices that read it
-_READERS: dict[str, tuple[Choice, ...]] = {
-    "host_memory": _SWAPPED,
-    "nvme_path": ("swap_ssd",),
+# field -> the places of the codecs that read it
+_READERS: dict[str, tuple[Place, ...]] = {
+    "host_memory": ("host", "ssd"),
+    "nvme_path": ("ssd",),
 }
+
+
+def _codecs_in(*places: Place) -> tuple[Choice, ...]:
+    return tuple(name for name, row in CODECS.items() if row.place in places)
 
 
 def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
@@ -228,17 +244,17 @@ def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
             key,
             given[key],
             ("policy", "overrides"),
-            f"No component is {' or '.join(readers)}: remove it or set one.",
+            f"No component is {' or '.join(_codecs_in(*places))}: remove it or set one.",
         )
-        for key, readers in _READERS.items()
-        if given.get(key) not in (None, "auto") and not in_use & set(readers)
+        for key, places in _READERS.items()
+        if given.get(key) not in (None, "auto") and not in_use & set(_codecs_in(*places))
     ]
     if given.get("nvme_path") is None:
         advice = 'It needs a folder on an SSD: set "nvme_path", or choose "swap_host".'
         conflicts += [
             Conflict(key, choice, ("nvme_path",), advice)
             for key, choice in chosen.items()
-            if choice == "swap_ssd"
+            if choice in _codecs_in("ssd")
         ]
     return conflicts + [
         Conflict(f"overrides[{pattern!r}]", choices, (), "It sets no component: remove it.")

@@ -5,16 +5,19 @@ The JSON block, the planner and the backend speak these names.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
+
+from hmt_deepspeed.config.codecs import CODECS
 
 __all__ = [
-    "CHOICES",
     "COMPONENTS",
-    "LEGAL_CHOICES",
     "PAPER_POLICY",
     "POLICY_COMPONENTS",
+    "WITHOUT_CODEC",
     "Choice",
     "Component",
+    "all_choices",
+    "legal_choices",
 ]
 
 # What a tensor that backward needs belongs to:
@@ -38,35 +41,41 @@ Component = Literal[
     "lm_head",
 ]
 
-# What becomes of it between forward and backward:
-#   keep       held on the device as it is; what is cheap to derive from it is recomputed
-#   recompute  not held; computed again in backward from what is held before it
-#   int8, fp8  held on the device in 8 bits, in blocks along tokens within a channel
-#   project    an input X of a projected linear, held as X [Q | P]; the weight's gradient needs no more
-#   swap_host  held in pinned host memory, brought back one layer ahead
-#   swap_ssd   in host memory while there is room, else in a file
-Choice = Literal["keep", "recompute", "int8", "fp8", "project", "swap_host", "swap_ssd"]
+# What becomes of it between forward and backward: held in the form of a codec, by its name in
+# :data:`~hmt_deepspeed.config.codecs.CODECS`, or one of the two of WITHOUT_CODEC.
+Choice: TypeAlias = str
+
+# What becomes of the tensor, and what that costs, in words.
+WITHOUT_CODEC: dict[Choice, tuple[str, str]] = {
+    "recompute": ("not held; the operation runs again", "its FLOPs"),
+    "project": (
+        "`projected_inputs` only: `X [Q | P]`, r + k columns for each input X",
+        "memory; loses nothing",
+    ),
+}
 
 COMPONENTS: tuple[Component, ...] = get_args(Component)
-CHOICES: tuple[Choice, ...] = get_args(Choice)
 # Those that a policy chooses for: of a norm nothing but its input is worth holding.
 POLICY_COMPONENTS: tuple[Component, ...] = tuple(c for c in COMPONENTS if c != "layernorm")
 
-_HELD: tuple[Choice, ...] = ("keep", "int8", "fp8", "swap_host", "swap_ssd")
-_ANY: tuple[Choice, ...] = ("keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd")
+# What enters a layer, or the head, must be held in some form, or there is nothing to compute from again.
+_HELD: tuple[Component, ...] = ("embedding", "lm_head")
 
-# What enters a layer must be held in some form, or there is nothing to compute the layer from again; of a
-# projected linear's input only what it is projected on is worth holding.
-LEGAL_CHOICES: dict[Component, tuple[Choice, ...]] = {
-    "embedding": _HELD,
-    "attention_qkv": _ANY,
-    "attention_output": _ANY,
-    "mlp_intermediate": _ANY,
-    "residual": _ANY,
-    "layernorm": ("keep",),
-    "projected_inputs": ("project", "recompute"),
-    "lm_head": _HELD,
-}
+
+def all_choices() -> tuple[Choice, ...]:
+    """Every word of a policy."""
+    return (*CODECS, *WITHOUT_CODEC)
+
+
+def legal_choices(component: Component) -> tuple[Choice, ...]:
+    """What may become of a component."""
+    if component == "layernorm":
+        return ("keep",)
+    if component == "projected_inputs":  # nothing else of such an input is worth holding
+        return ("project", "recompute")
+    keep, *others = CODECS
+    return (keep, *others) if component in _HELD else (keep, "recompute", *others)
+
 
 # The HMT paper's table; of projected inputs it says nothing.
 PAPER_POLICY: dict[Component, Choice] = {

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from hmt_deepspeed.config.components import LEGAL_CHOICES, Component
+from hmt_deepspeed.config.codecs import CODECS
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.config.fields import Auto, StrictModel
 
 __all__ = ["PlannerConfig"]
 
 _MIN_MEMORY = 2**20
-Lossy = Literal["int8", "fp8"]
+
+
+def _lossy_schema(schema: dict[str, Any]) -> None:
+    """Legal values as they are when asked: codecs may be registered."""
+    *first, last = (json.dumps(name) for name, row in CODECS.items() if row.lossy)
+    schema["legal"] = f"an object of components and {', '.join(first)} or {last}"
+    schema["who"] = "Plans that recompute too much (ds_configs/README.md, 7B on 24 GB)."
 
 
 class PlannerConfig(StrictModel):
@@ -24,13 +33,10 @@ class PlannerConfig(StrictModel):
         "steps, less a twentieth.",
         json_schema_extra={"who": "Devices that something else uses too."},
     )
-    lossy: dict[Component, Lossy] = Field(
+    lossy: dict[Component, Choice] = Field(
         default={},
         description="Components that may be held in 8 bits, and the codec; the others are held exactly.",
-        json_schema_extra={
-            "legal": 'an object of components and "int8" or "fp8"',
-            "who": "Plans that recompute too much (ds_configs/README.md, 7B on 24 GB).",
-        },
+        json_schema_extra=_lossy_schema,
     )
     plan: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -44,9 +50,11 @@ class PlannerConfig(StrictModel):
 
     @field_validator("lossy")
     @classmethod
-    def _has_codec(cls, lossy: dict[Component, Lossy]) -> dict[Component, Lossy]:
-        """Refuse components that no 8-bit codec is for."""
+    def _has_codec(cls, lossy: dict[Component, Choice]) -> dict[Component, Choice]:
+        """Refuse codecs that lose nothing, and components that no other is for."""
         for component, codec in lossy.items():
-            if codec not in LEGAL_CHOICES[component]:
+            if codec not in CODECS or not CODECS[codec].lossy:
+                raise PydanticCustomError("unknown_choice", "there is no such codec")
+            if codec not in legal_choices(component):
                 raise ValueError(f"{component} is never held in 8 bits")
         return lossy

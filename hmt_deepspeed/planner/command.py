@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hmt_deepspeed.config.codecs import is_lossy
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.advise.advise import Advice, advise
 from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
@@ -185,7 +186,7 @@ def _request(args: argparse.Namespace) -> Request:
         cpu_adam=args.method in ("auto", "adamw"),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
-        lossy={c: x for c, x in PAPER_POLICY.items() if x == "int8"} if args.lossy else None,
+        lossy={c: x for c, x in PAPER_POLICY.items() if is_lossy(x)} if args.lossy else None,
         fixed=PAPER_POLICY if args.policy == "paper" else None,
         gpu_memory=None if args.gpu_memory is None else int(args.gpu_memory * GIB),
         nvme=args.num_ssds != 0,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.config.components import LEGAL_CHOICES, POLICY_COMPONENTS
+from hmt_deepspeed.config.components import POLICY_COMPONENTS, legal_choices
 from hmt_deepspeed.config.problems import walk_fields
 
 __all__ = ["PLAN", "random_config"]
@@ -17,7 +17,7 @@ Draw = random.Random
 
 _FIELDS = dict(walk_fields(HMTConfig, "hmt"))  # full key -> JSON schema
 _PATTERNS = ("q_proj", "mlp", r"layers\.0\.", "down_proj$", "embed", "o_proj", "up_proj")
-_HELD_IN_8_BITS = tuple(c for c in POLICY_COMPONENTS if "int8" in LEGAL_CHOICES[c])
+_HELD_IN_8_BITS = tuple(c for c in POLICY_COMPONENTS if "int8" in legal_choices(c))
 _DISK = "DISK"  # stands for the folder that the caller names
 PLAN = "given_plan.json"  # that the caller has put there
 _ILLEGAL = (-1, 0, 2, 1.5, "yes", "4", None, True, [], {}, [3, 2], "adamw", float("inf"))
@@ -31,7 +31,7 @@ _STRUCTURED: dict[str, Callable[[Draw], Any]] = {  # fields whose schema does no
     },
     "hmt.activations.overrides": lambda draw: {
         draw.choice(_PATTERNS): {
-            c: draw.choice(LEGAL_CHOICES[c]) for c in draw.sample(POLICY_COMPONENTS, 2)
+            c: draw.choice(legal_choices(c)) for c in draw.sample(POLICY_COMPONENTS, 2)
         }
     },
     "hmt.activations.components": lambda draw: {draw.choice(_PATTERNS): "mlp_intermediate"},

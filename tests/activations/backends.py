@@ -12,6 +12,7 @@ from torch import nn
 from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import build_codec
 from hmt_deepspeed.attribution import Attribution, Layer, attribute
+from hmt_deepspeed.config.codecs import block_bytes, held_bytes
 from hmt_deepspeed.memory.host import HostStore
 from hmt_deepspeed.memory.transfer import TransferEngine
 
@@ -33,9 +34,19 @@ def poison():
 
 
 def codecs(store=None, block_size=16):
-    stores = {"swap_host": store, "swap_ssd": store}
-    choices = ["keep", "int8", "fp8", *([] if store is None else stores)]
-    return {choice: build_codec(choice, block_size=block_size, stores=stores) for choice in choices}
+    moved = () if store is None else ("swap_host", "swap_ssd")
+    return {
+        "keep": build_codec("keep"),
+        **{choice: build_codec(choice, block_size=block_size) for choice in ("int8", "fp8")},
+        **{choice: build_codec(choice, store) for choice in moved},
+    }
+
+
+def bytes_of(choice, tokens, channels, itemsize, block_size=16):
+    """What a choice holds on the device with blocks of this size."""
+    if choice in ("int8", "fp8"):
+        return block_bytes(tokens, channels, itemsize, block_size)
+    return held_bytes(choice, tokens, channels, itemsize)
 
 
 def host_store(nbytes=2**22):

@@ -11,6 +11,7 @@ from backends import (
     RECOMPUTE,
     SWAP,
     assert_equal,
+    bytes_of,
     gradients,
     host_store,
     installed,
@@ -21,7 +22,6 @@ from families import CONFIGS, LENGTH, tiny, tokens
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hmt_deepspeed.activations import policy as policy_module
-from hmt_deepspeed.sites import held_bytes
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -74,14 +74,14 @@ def test_flops_run_again():
 
 
 def test_held_bytes_are_those_of_the_vocabulary(llama):
-    hidden, intermediate, itemsize, block = 32, 48, 4, 16
+    hidden, intermediate, itemsize = 32, 48, 4
     with installed(llama) as backend:
         gradients(llama)
         report = backend.report()
-    raw = held_bytes("keep", TOKENS, hidden, itemsize, block)
+    raw = bytes_of("keep", TOKENS, hidden, itemsize)
     # attention is encoded in heads x width channels of each sequence's tokens; log-sum-exp is fp32
-    attention = held_bytes("int8", TOKENS, hidden, itemsize, block)
-    gate_and_up = held_bytes("int8", TOKENS, 2 * intermediate, itemsize, block)
+    attention = bytes_of("int8", TOKENS, hidden, itemsize)
+    gate_and_up = bytes_of("int8", TOKENS, 2 * intermediate, itemsize)
     log_sum_exp = 4 * TOKENS * 4
     of_layer = {"attention_output": attention + log_sum_exp, "mlp_intermediate": gate_and_up}
     assert report.held_bytes == {
@@ -106,7 +106,7 @@ def test_the_head_s_bytes_are_reported_and_gone_after_backward(llama, choice):
     policy = {"lm_head": choice}
     with installed(llama, policy, store=host_store(), error_interval=1) as backend:
         loss = llama(input_ids=tokens(), labels=tokens()).loss
-        expected = held_bytes(choice, TOKENS, 32, 4, 16)
+        expected = bytes_of(choice, TOKENS, 32, 4)
         assert backend._ledger.held.get(("lm_head", "lm_head"), 0) == expected
         report = backend.report()
         assert report.bytes_by_label.get("lm_head", 0) == expected
@@ -512,7 +512,7 @@ def test_overrides(llama):
         held = backend.report().held_bytes
         assert backend.report().rerun["mlp_intermediate"] == 2
     assert "mlp_intermediate" not in held["model.layers.0"]
-    gate = held_bytes("int8", TOKENS, 48, 4, 16)
+    gate = bytes_of("int8", TOKENS, 48, 4)
     assert held["model.layers.1"]["mlp_intermediate"] == gate + TOKENS * 48 * 4
 
 

@@ -31,8 +31,8 @@ class Stores:
         self.host = HostStore(self.engine, host_pages * PAGE)
         self.files = FileStore(self.engine, str(folder))
         self.tiered = TieredStore([self.host, self.files])
-        stores = {"swap_host": self.host, "swap_ssd": self.tiered}
-        self.swap_host, self.swap_ssd = (build_codec(c, stores=stores) for c in stores)
+        self.swap_host = build_codec("swap_host", self.host)
+        self.swap_ssd = build_codec("swap_ssd", self.tiered)
 
     def paths(self):
         self.files.flush()
@@ -154,7 +154,7 @@ class Counting:
 @pytest.fixture
 def counting(stores):
     store = Counting(stores.host)
-    return store, build_codec("swap_host", stores={"swap_host": store})
+    return store, build_codec("swap_host", store)
 
 
 def test_each_entry_is_dropped_once_in_any_order(stores, counting):

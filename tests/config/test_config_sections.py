@@ -7,7 +7,7 @@ from blocks import ACTIVATIONS, POLICY, problem_of_field, problems_of
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig, describe_fields
-from hmt_deepspeed.config.components import CHOICES, LEGAL_CHOICES, POLICY_COMPONENTS
+from hmt_deepspeed.config.components import POLICY_COMPONENTS, all_choices, legal_choices
 
 # --- hmt.activations --------------------------------------------------------------------------
 
@@ -39,13 +39,15 @@ def test_activations_are_taken():
         assert getattr(config, key) == section[key]
 
 
-ILLEGAL_CHOICES = [(c, v) for c in POLICY_COMPONENTS for v in CHOICES if v not in LEGAL_CHOICES[c]]
+ILLEGAL_CHOICES = [
+    (c, v) for c in POLICY_COMPONENTS for v in all_choices() if v not in legal_choices(c)
+]
 
 
 @pytest.mark.parametrize(("component", "choice"), ILLEGAL_CHOICES)
 def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(component, choice):
     legal = {row[0]: row[1] for row in describe_fields()}[f"hmt.activations.policy.{component}"]
-    assert legal.replace(" or", ",") == ", ".join(f'"{v}"' for v in LEGAL_CHOICES[component])
+    assert legal.replace(" or", ",") == ", ".join(f'"{v}"' for v in legal_choices(component))
     for fields, key in (
         ({"policy": {component: choice}}, f"policy.{component}"),
         ({"overrides": {"x": {component: choice}}}, f"overrides['x'].{component}"),

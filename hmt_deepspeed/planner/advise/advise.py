@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hmt_deepspeed.config.codecs import BLOCK_SIZE, PLACES, held_bytes, is_lossy, place_of
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
 from hmt_deepspeed.planner.advise.setups import (
     Request,
@@ -85,7 +86,7 @@ class Answer:
     def is_lossy(self) -> bool:
         """Whether something is rounded that need not be: states, weights without a master, activations."""
         choices = () if self.plan is None else self.plan.counts().values()
-        return self.mode.is_lossy or any(not {"int8", "fp8"}.isdisjoint(each) for each in choices)
+        return self.mode.is_lossy or any(is_lossy(choice) for each in choices for choice in each)
 
     @property
     def tokens_per_second(self) -> float:
@@ -252,20 +253,17 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:
     """Of each component the allowed choice that holds least on the GPU."""
-    least: tuple[Choice, ...] = (
-        "recompute",
-        "swap_host",
-        "swap_ssd",
-        "int8",
-        "fp8",
-        "project",
-        "keep",
-    )
     return {
-        component: next(choice for choice in least if choice in given)
+        component: min(given, key=_weight)
         for component, given in request.allowed.items()
         if component in PAPER_POLICY
     }
+
+
+def _weight(choice: Choice) -> tuple[int, int]:
+    """Of one block in 16 bits, bytes on the device; of equals, what is moved least far is the lightest."""
+    place = place_of(choice)
+    return held_bytes(choice, BLOCK_SIZE, 1, 2), 0 if place is None else 1 + PLACES.index(place)
 
 
 # -- how far it goes ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def deepspeed_json(
         raise ValueError(
             f"{answer.name} does not fit: there is nothing to write. Change what the report says first."
         )
-    uses_ssd = any("swap_ssd" in counts for counts in plan.counts().values())
+    uses_ssd = plan.uses_ssd
     if (uses_ssd or "nvme" in (setup.offload_param, setup.offload_optimizer)) and nvme_path is None:
         raise ValueError(
             f"{answer.name} uses SSDs; legal: with --nvme_path, a folder on them. Give it, or --num_ssds 0 to "

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from hmt_deepspeed.config.codecs import is_lossy
 from hmt_deepspeed.config.components import COMPONENTS, Choice, Component
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.listed import ListedShape
 from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.problem import Place, RunSetup
-from hmt_deepspeed.planner.solve.solve import LOSSY, Allowed, allowed_choices
+from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices
 
 # What becomes of activations that hmt.activations has no components for.
 _ALL_KEPT: Mapping[Component, Choice] = {
@@ -81,7 +82,7 @@ class Request:
     @property
     def fixes_lossy(self) -> bool:
         """Whether the request itself asks for activations in 8 bits, as the HMT paper's policy does."""
-        return not set(LOSSY).isdisjoint((self.fixed or {}).values())
+        return any(map(is_lossy, (self.fixed or {}).values()))
 
 
 def setups(request: Request) -> Iterator[RunSetup]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
+from hmt_deepspeed.config.codecs import codec_of, held_bytes
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.planner.model.flops import LayerFlops
 from hmt_deepspeed.planner.model.shapes import ModelShape
-from hmt_deepspeed.sites import held_bytes
 
 __all__ = ["OUTSIDE", "Site", "head_sites", "layer_sites"]
 
@@ -59,8 +59,15 @@ class Site:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one such tensor as computed: what a swap moves."""
+        """Bytes of one such tensor as computed."""
         return self.tokens * self.channels * self.itemsize
+
+    def moved_bytes(self, choice: Choice) -> int:
+        """Bytes that a choice moves off the device and back, of one such tensor."""
+        row = codec_of(choice)
+        if row is None or not row.is_moved:
+            return 0
+        return row.nbytes(self.tokens, self.channels, self.itemsize)
 
     def device_bytes(self, choice: Choice) -> int:
         """Device bytes that one such tensor holds until backward.
@@ -141,7 +148,7 @@ def layer_sites(
             # nothing within the layer could make its input again
             legal=tuple(
                 choice
-                for choice in LEGAL_CHOICES[component]
+                for choice in legal_choices(component)
                 if (name, choice) != ("layer_input", "recompute")
             ),
         )
@@ -166,7 +173,7 @@ def head_sites(shape: ModelShape, tokens: int, itemsize: int) -> tuple[Site, ...
             flops=0,
             raw_bytes=0,
             depends=(),
-            legal=LEGAL_CHOICES[component],
+            legal=legal_choices(component),
         )
         for name, component, channels in inputs
     )

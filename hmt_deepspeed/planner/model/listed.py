@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.planner.model.flops import Attention, Projected
 from hmt_deepspeed.planner.model.layer_sites import OUTSIDE, Site
 from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, Parameter, Role
@@ -379,7 +379,7 @@ def _sites(
             rows += [("projected_inputs", "projected_inputs", columns, projections, read)]
     heads = sum(op.heads for op in work.attentions if op.is_known)
     for name, component, channels, flops, depends in rows:
-        legal: tuple[Choice, ...] = LEGAL_CHOICES[component] if shape.is_managed else ("keep",)
+        legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
         if name == "layer_input":
             legal = tuple(choice for choice in legal if choice != "recompute")
         yield Site(
@@ -426,7 +426,7 @@ def _head(given: _Given) -> Head:
                 flops=0,
                 raw_bytes=0,
                 depends=(),
-                legal=LEGAL_CHOICES[component],
+                legal=legal_choices(component),
             )
             for name, component in inputs
         ),

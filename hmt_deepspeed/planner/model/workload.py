@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hmt_deepspeed.config.codecs import is_lossy
 from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.planner.model.flops import Attention, Projected, layer_flops
 from hmt_deepspeed.planner.model.layer_sites import Site, head_sites, layer_sites
@@ -23,8 +24,6 @@ __all__ = [
     "made_again",
     "recompute_flops",
 ]
-
-_LOSSY: tuple[Choice, ...] = ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def made_again(layer: Layer, choices: Mapping[str, Choice]) -> tuple[Site, ...]:
         if choice == "recompute":
             again.add(site.name)
     qkv = choices.get("attention_qkv")  # layers without attention have none
-    if (choices["layer_input"] if qkv == "recompute" else qkv) in _LOSSY:
+    if qkv is not None and is_lossy(choices["layer_input"] if qkv == "recompute" else qkv):
         again.add("attention_output")
     return tuple(site for site in layer.sites if site.name in again)
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hmt_deepspeed.config.codecs import held_bytes, place_of
 from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, layer_linears, parameters
-from hmt_deepspeed.sites import held_bytes
 
 __all__ = [
     "IN_CHUNKS",
@@ -81,7 +81,7 @@ class HeldInChunks:
         found = sum(held_bytes(choice, tokens, shape.hidden, itemsize) for choice in self.inputs)
         for choice in self.attention:
             found += held_bytes(choice, tokens, query, itemsize)
-            if choice in ("keep", "int8", "fp8"):  # log-sum-exps are never rounded
+            if place_of(choice) == "device":  # log-sum-exps are never rounded
                 found += FP32 * tokens * heads
         return found
 

@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hmt_deepspeed.config.components import LEGAL_CHOICES, Choice, Component
+from hmt_deepspeed.config.codecs import codec_of
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.planner.model.layer_sites import Site
 from hmt_deepspeed.planner.model.workload import Head, Layer, Workload, made_again
 from hmt_deepspeed.planner.run.offloaded import HostShare
@@ -65,7 +66,7 @@ class Amount(IntEnum):
     ADDED = 7  # elements of masters in host memory that an update is added to
     NETWORK = 8  # bytes sent
     ATTENTION = 9  # FLOPs of attention ops run again
-    ENCODE = 10  # bytes through the GPU's own memory by 8-bit codecs
+    ENCODE = 10  # bytes through the GPU's own memory by codecs
     DECODE = 11
 
 
@@ -238,10 +239,10 @@ def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
     found: dict[str, Choice] = {}
     for site in layer.sites:
         choice = choices.get(site.component)
-        if choice is None or choice not in LEGAL_CHOICES[site.component]:
+        if choice is None or choice not in legal_choices(site.component):
             raise ValueError(
                 f"{site.component} of layers {site.layers}: choice is {choice!r}; legal: "
-                f"{', '.join(LEGAL_CHOICES[site.component])}. Give every component of the layer one of its own."
+                f"{', '.join(legal_choices(site.component))}. Give every component of the layer one of its own."
             )
         found[site.name] = choice if choice in site.legal else "keep"
     return found
@@ -265,9 +266,16 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         if choice != "recompute" and site in again:
             device -= site.raw_bytes  # its pair is made again too
         held[0] += device / parts
-        if choice in ("swap_host", "swap_ssd"):
-            moved = site.nbytes / parts
-            on_ssd = moved if choice == "swap_ssd" else 0.0
+        row = codec_of(choice)
+        if (
+            row is not None and row.passes
+        ):  # encoding reads one and writes the other, decoding likewise
+            coded = site.nbytes + (site.moved_bytes(choice) if row.is_moved else device)
+            forward[Amount.ENCODE] += row.passes * coded
+            backward[Amount.DECODE] += row.passes * coded
+        if row is not None and row.is_moved:
+            moved = site.moved_bytes(choice) / parts
+            on_ssd = moved if row.place == "ssd" else 0.0
             forward[Amount.TO_HOST] += moved
             forward[Amount.SSD_WRITE] += on_ssd
             backward[Amount.TO_GPU] += moved
@@ -275,10 +283,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             held[1] += moved - on_ssd
             held[2] += on_ssd
             swapped += moved
-        elif choice in ("int8", "fp8"):  # the codec reads one and writes the other, both ways
-            forward[Amount.ENCODE] += site.nbytes + device
-            backward[Amount.DECODE] += site.nbytes + device
-        elif choice in ("keep", "project") and parts == 1:
+        elif row is not None and not row.passes and parts == 1:
             kept += device
         if parts > 1:
             backward[Amount.NETWORK] += site.nbytes * (1 - 1 / parts)

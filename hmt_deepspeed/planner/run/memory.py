@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from hmt_deepspeed.config.codecs import place_of
 from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.layer_sites import Site
@@ -135,8 +136,8 @@ def activation_bytes(
     for site, choice in choices.items():
         parts = partition if site.name == "layer_input" else 1
         sizes["device"] += site.count * -(-site.device_bytes(choice) // parts)
-        if choice in ("swap_host", "swap_ssd"):
-            sizes[choice.removeprefix("swap_")] += site.count * -(-site.nbytes // parts)
+        if moved := site.moved_bytes(choice):
+            sizes[place_of(choice) or "device"] += site.count * -(-moved // parts)
     return ActivationBytes(**sizes)
 
 

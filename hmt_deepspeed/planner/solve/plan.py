@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from hmt_deepspeed.config.codecs import place_of
 from hmt_deepspeed.config.components import (
-    CHOICES,
     COMPONENTS,
-    LEGAL_CHOICES,
     POLICY_COMPONENTS,
     Choice,
     Component,
+    all_choices,
+    legal_choices,
 )
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.shapes import ModelShape
@@ -84,6 +85,12 @@ class Plan:
             for component, choice in choices.items():
                 found.setdefault(component, Counter())[choice] += number
         return {component: dict(counter) for component, counter in found.items()}
+
+    @property
+    def uses_ssd(self) -> bool:
+        """Whether any layer swaps to files."""
+        taken = {choice for counts in self.counts().values() for choice in counts}
+        return any(place_of(choice) == "ssd" for choice in taken)
 
     def choices_of(self, layer: int) -> Mapping[Component, Choice]:
         """Choices of decoder layer ``layer``."""
@@ -263,9 +270,9 @@ def _checked_choices(given: Mapping[Any, Any]) -> dict[Component, Choice]:
             raise ValueError(
                 f"the plan has component {component!r}; legal: {COMPONENTS}. Write it again."
             )
-        if choice not in LEGAL_CHOICES[component]:
+        if choice not in legal_choices(component):
             raise ValueError(
-                f"the plan has {component}: {choice!r}; legal: {LEGAL_CHOICES[component]} of {CHOICES}. "
+                f"the plan has {component}: {choice!r}; legal: {legal_choices(component)} of {all_choices()}. "
                 "Write it again."
             )
     return dict(given)

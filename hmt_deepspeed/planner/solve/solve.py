@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from hmt_deepspeed.config.components import COMPONENTS, LEGAL_CHOICES, Choice, Component
+from hmt_deepspeed.config.codecs import CODECS, is_lossy, place_of
+from hmt_deepspeed.config.components import COMPONENTS, Choice, Component, legal_choices
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.workload import Head, Layer
 from hmt_deepspeed.planner.run.loads import (
@@ -41,8 +42,6 @@ __all__ = ["Allowed", "allowed_choices", "fits", "solve"]
 
 Allowed = Mapping[Component, tuple[Choice, ...]]
 
-LOSSY: tuple[Choice, ...] = ("int8", "fp8")
-
 
 def allowed_choices(
     machine: Machine,
@@ -52,8 +51,8 @@ def allowed_choices(
     """What a plan may choose from: everything exact that the machine can do, and what the JSON permits.
 
     Args:
-        lossy: the 8-bit codec that may be used for a component; none may for the others. Both take the same
-            bytes and time, so which one is a matter of error and not of the plan.
+        lossy: the lossy codec that may be used for a component; none may for the others. INT8 and FP8 take the
+            same bytes and time, so which one is a matter of error and not of the plan.
         fixed: components whose choice is made.
 
     Raises:
@@ -61,22 +60,23 @@ def allowed_choices(
     """
     for given in (lossy or {}, fixed or {}):
         for component, choice in given.items():
-            if component not in LEGAL_CHOICES or choice not in LEGAL_CHOICES[component]:
-                legal = LEGAL_CHOICES.get(component, COMPONENTS)
+            legal = legal_choices(component) if component in COMPONENTS else COMPONENTS
+            if component not in COMPONENTS or choice not in legal:
                 raise ValueError(
                     f"{component}: {choice!r} is not legal; legal: {legal}. Choose one of them."
                 )
     found: dict[Component, tuple[Choice, ...]] = {}
-    for component, legal in LEGAL_CHOICES.items():
+    for component in COMPONENTS:
         exact = tuple(
             choice
-            for choice in legal
-            if choice not in LOSSY and (choice != "swap_ssd" or machine.num_ssds)
+            for choice in legal_choices(component)
+            if not is_lossy(choice) and (place_of(choice) != "ssd" or machine.num_ssds)
         )
         permitted = (lossy or {}).get(component)
-        if permitted is not None and permitted not in LOSSY:
+        if permitted is not None and not is_lossy(permitted):
+            inexact = tuple(filter(is_lossy, CODECS))
             raise ValueError(
-                f"lossy {component}: {permitted!r} is exact; legal: {LOSSY}. Choose one of them."
+                f"lossy {component}: {permitted!r} is exact; legal: {inexact}. Choose one of them."
             )
         found[component] = exact if permitted is None else (*exact, permitted)
     return found | {component: (choice,) for component, choice in (fixed or {}).items()}
@@ -105,9 +105,8 @@ def fits(problem: Problem, allowed: Allowed) -> bool:
     Decided by the plans that hold least on the GPU, which compute everything again that may be and treat
     layers' inputs alike; the program is asked only where these fit the GPU and overflow host or SSD.
     """
-    inputs: tuple[Choice, ...] = ("recompute", "keep", "int8", "fp8", "swap_host", "swap_ssd")
     over: list[dict[Memory, float]] = []
-    for choice in inputs:
+    for choice in ("recompute", *CODECS):
         policy = {
             c: "recompute" if c in _MADE_AGAIN and "recompute" in given else _least(given, choice)
             for c, given in allowed.items()
@@ -180,11 +179,10 @@ def _solution(
     free = {name: getattr(problem.budget, name) - sum(static[name].values()) for name in MEMORIES}
     stagings: list[tuple[int, frozenset[Choice]]] = [(0, frozenset())]
     if engine is not None:
-        stagings = [
-            (engine.staging, frozenset({"swap_ssd"})),
-            (0, frozenset({"swap_host", "swap_ssd"})),
-        ]
-        if any("swap_ssd" in given for given in allowed.values()):
+        on_ssd = frozenset(name for name, row in CODECS.items() if row.place == "ssd")
+        moved = frozenset(name for name, row in CODECS.items() if row.is_moved)
+        stagings = [(engine.staging, on_ssd), (0, moved)]
+        if not all(on_ssd.isdisjoint(given) for given in allowed.values()):
             stagings.insert(0, (engine.ssd_staging, frozenset()))
     for staging, without in stagings:
         if staging > max(0.0, free["host"]):
@@ -208,7 +206,7 @@ class _Columns:
 
     Attributes:
         choices: N of them. forward, backward: (N, amounts). held: (N, memories) bytes. working: (N,) bytes.
-        inexact: (N,), part of the layer's bytes that is held in 8 bits.
+        inexact: (N,), part of the layer's bytes that is held with a loss.
     """
 
     choices: tuple[Choices, ...]
@@ -237,7 +235,7 @@ def _columns(
     loads = [layer_load(part, chosen, setup) for chosen in choices]
     total = sum(site.nbytes for site in part.sites)
     inexact = [
-        sum(s.nbytes for s in part.sites if chosen[s.component] in LOSSY) / total
+        sum(s.nbytes for s in part.sites if is_lossy(chosen[s.component])) / total
         for chosen in choices
     ]
     return _Columns(
@@ -277,7 +275,7 @@ def _program(
             seconds=seconds,
             bytes=options.held,
             working=options.working,
-            # Seconds that resources are busy, and far dearer: bytes held in 8 bits where exact ones are as fast.
+            # Seconds that resources are busy, and far dearer: bytes held with a loss where exact ones are as fast.
             # So nothing is moved, computed again or made less exact for nothing, and SSDs are spared.
             tie=seconds.sum(1) + 1e3 * options.inexact,
         )

@@ -22,6 +22,7 @@ from hmt_deepspeed.activations.codecs import Codec, Held
 from hmt_deepspeed.activations.contiguous import Contiguous
 from hmt_deepspeed.activations.partition import Partitioned, Replicas
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.config.codecs import CODECS
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["LayerInputs", "Service", "restore_stock"]
@@ -95,11 +96,11 @@ class LayerInputs:
         """The codec of these keys. Saved on the host, memory that is allocated once is the host store's."""
         if keys.cpu_checkpointing and inner.choice == "keep":
             inner = self._swap_host()
-        elif keys.cpu_checkpointing and not inner.choice.startswith("swap"):
+        elif keys.cpu_checkpointing and not CODECS[inner.choice].is_moved:
             raise _conflict("cpu_checkpointing", inner)
         elif keys.contiguous_memory_optimization and inner.choice == "keep":
             inner = self._slots(keys, position)
-        elif keys.contiguous_memory_optimization and not inner.choice.startswith("swap"):
+        elif keys.contiguous_memory_optimization and not CODECS[inner.choice].is_moved:
             raise _conflict("contiguous_memory_optimization", inner)
         if keys.partition_activations:
             return Partitioned(inner, self._model_parallel_ranks())
@@ -127,9 +128,10 @@ class LayerInputs:
 
 
 def _conflict(key: str, inner: Codec) -> ValueError:
+    moved = " or ".join(f'"{name}"' for name, row in CODECS.items() if row.is_moved)
     return ValueError(
         f"activation_checkpointing.{key} is true, but hmt.activations holds what enters a layer as "
-        f'{inner.choice!r}: legal with it is "keep", "swap_host" or "swap_ssd" for "residual" and "embedding". '
+        f'{inner.choice!r}: legal with it is "keep", {moved} for "residual" and "embedding". '
         "Change these, or remove the key."
     )
 

@@ -20,8 +20,8 @@ from hmt_deepspeed.activations.policy import check_overrides
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.config.codecs import CODECS
 from hmt_deepspeed.config.components import POLICY_COMPONENTS, Choice, Component
-from hmt_deepspeed.memory.tiered import Store
 from hmt_deepspeed.report.metrics import format_bytes, format_table
 from hmt_deepspeed.zero.activations.boundary import Boundary
 from hmt_deepspeed.zero.activations.checkpointing import LayerInputs, Service
@@ -100,9 +100,7 @@ class Activations:
             self._undo = undo.pop_all()
 
     def _swap_host(self) -> Codec:
-        return self._codecs.get("swap_host") or build_codec(
-            "swap_host", stores={"swap_host": self.memory.host}
-        )
+        return self._codecs.get("swap_host") or build_codec("swap_host", self.memory.host)
 
     def _begin_step(self, module: nn.Module, _: Any) -> None:
         """Before a forward: the report is of the window that it belongs to."""
@@ -188,14 +186,9 @@ def build_codecs(
     """Of the choices that occur; raw for whatever has no component."""
     chosen: set[Choice] = {"keep", *policy.values()}
     chosen.update(*(choices.values() for choices in overrides.values()))
-    stores: dict[Choice, Store] = {}
-    if "swap_host" in chosen:
-        stores["swap_host"] = memory.host
-    if "swap_ssd" in chosen:
-        stores["swap_ssd"] = memory.host_then_files
     return {
-        choice: build_codec(choice, stores=stores)
-        for choice in sorted(chosen - {"recompute", "project"})
+        choice: build_codec(choice, memory.store(CODECS[choice].place))
+        for choice in sorted(chosen & CODECS.keys())
     }
 
 
@@ -216,9 +209,10 @@ def _wrapped(text: str) -> str:
 
 def describe_swap(codecs: Mapping[Choice, Codec], memory: SwapMemory) -> list[str]:
     """A line about where tensors are swapped to, if any are."""
-    if not {"swap_host", "swap_ssd"} & codecs.keys():
+    places = {CODECS[choice].place for choice in codecs}
+    if places == {"device"}:
         return []
-    ssd = memory.nvme_path if "swap_ssd" in codecs else None
+    ssd = memory.nvme_path if "ssd" in places else None
     line = f"swap: up to {format_bytes(memory.limit)} of host memory per rank"
     return [line + ("" if ssd is None else f", then files in {ssd}")]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hmt_deepspeed.config.codecs import Place
 from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.counters import Counters
 from hmt_deepspeed.memory.growing import GrowingHostStore
@@ -79,6 +80,12 @@ class SwapMemory:
     @cached_property
     def host_then_files(self) -> Store:
         return TieredStore([self.host, self.files])
+
+    def store(self, place: Place) -> Store | None:
+        """Where codecs of a place move tensors to; None for the device."""
+        if place == "device":
+            return None
+        return self.host if place == "host" else self.host_then_files
 
     def begin_step(self) -> None:
         """What :meth:`numbers` says of moved bytes starts anew."""

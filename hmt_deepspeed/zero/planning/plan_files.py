@@ -38,8 +38,7 @@ def read_plan(hmt: HMTConfig, facts: RunFacts, shapes: Shapes) -> str | None:
     try:
         plan = plan_from_json(text)
         plan.check_fits(facts.workload(*shapes))
-        uses_files = any("swap_ssd" in counts for counts in plan.counts().values())
-        if uses_files and hmt.activations.nvme_path is None:
+        if plan.uses_ssd and hmt.activations.nvme_path is None:
             raise ValueError(
                 "the plan swaps to an SSD, for which hmt.activations.nvme_path names no folder. Set it."
             )

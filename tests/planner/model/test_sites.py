@@ -6,6 +6,7 @@ import pytest
 import torch
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, flops, saved_bytes, tokens
 
+from hmt_deepspeed.config.codecs import held_bytes
 from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -14,7 +15,6 @@ from hmt_deepspeed.planner.model.layer_sites import OUTSIDE
 from hmt_deepspeed.planner.model.shapes import num_parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
 from hmt_deepspeed.planner.run.memory import OptimizerMode
-from hmt_deepspeed.sites import held_bytes
 
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}
 KEPT = {
@@ -70,7 +70,7 @@ def test_sites_have_the_shapes_of_their_tensors(layer):
 
 def test_bytes_of_choices_are_those_of_the_codecs(layer):
     qkv, output = layer.sites[1], layer.sites[2]
-    sizes = (qkv.tokens, qkv.channels, qkv.itemsize, 256)
+    sizes = (qkv.tokens, qkv.channels, qkv.itemsize)
     for choice in qkv.legal:
         assert qkv.device_bytes(choice) == held_bytes(choice, *sizes)
     log_sum_exp = (
