@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from hmt_deepspeed.fpdt import families
+from hmt_deepspeed.fpdt import layer as families
 from hmt_deepspeed.fpdt.attention import OnlineAttention
 from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory, Chunks
-from hmt_deepspeed.fpdt.families import Family, Rotary
 from hmt_deepspeed.fpdt.gradients import (
     Around,
     ParameterGradients,
@@ -39,6 +38,7 @@ from hmt_deepspeed.fpdt.inputs import (
     in_turn,
     tokens,
 )
+from hmt_deepspeed.fpdt.layer import Family, Rotary
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 

@@ -18,9 +18,9 @@ from hmt_deepspeed import ownership
 from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
-from hmt_deepspeed.fpdt.families import FAMILIES, Family, check_layer, heads_of, resolve
 from hmt_deepspeed.fpdt.gradients import Around
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
+from hmt_deepspeed.fpdt.layer import FAMILIES, Family, check_layer, heads_of, resolve
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise

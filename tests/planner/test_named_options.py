@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import COMPONENTS
-from hmt_deepspeed.fpdt.families import FAMILIES as CHUNKED
+from hmt_deepspeed.fpdt.layer import FAMILIES as CHUNKED
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner import command
 from hmt_deepspeed.planner.advise.advise import Advice, advise
