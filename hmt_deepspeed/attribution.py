@@ -1,21 +1,25 @@
 """Which component of a decoder layer the outputs of its modules belong to.
 
-Known families are rows of :data:`RULES`: a module of a layer belongs to the component of the first row
-whose name pattern and kind both fit it. What fits no row is listed as unattributed, never guessed.
+A module of a layer belongs to the component of the first rule whose name pattern and kind both fit it: the rules
+are made of the names in the model's own row of :data:`~hmt_deepspeed.families.table.FAMILIES`, then of those in all
+rows together, since models of other families use the same words. What fits no rule is listed as unattributed, never
+guessed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hmt_deepspeed.config.components import COMPONENTS, Component
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.families.table import FAMILIES, family_of
 
-__all__ = ["RULES", "Attribution", "Layer", "Rule", "attribute"]
+__all__ = ["Attribution", "Layer", "Rule", "attribute"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Attribution:
     unattributed: tuple[str, ...]
 
 
-# -- the table ----------------------------------------------------------------------------------------
+# -- the rules ----------------------------------------------------------------------------------------
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -82,35 +86,40 @@ class Rule(NamedTuple):
     component: Component | None
 
 
-_ATTENTION = r"(?:self_attn|self_attention|attention|attn(?:\.attention)?)"
-_MLP = r"(?:mlp|ffn|feed_forward)(?:\.shared_experts?)?"
 _NORM = r"[\w.]*(?:norm|ln|layernorm)(?:_\w+)?"
 
-RULES: tuple[Rule, ...] = (
-    # Llama, Mistral, Qwen2, Qwen3, Gemma, Phi, OPT and most others; GPT-J, GPT-Neo
-    Rule(rf"{_ATTENTION}\.[qkv]_proj", _is_linear, "attention_qkv"),
-    # Phi-3, CodeGen; GPT-NeoX, Bloom, Falcon; GPT-2; MPT
-    Rule(
-        rf"{_ATTENTION}\.(?:qkv_proj|query_key_value|c_attn|Wqkv)",
-        _is_linear,
-        "attention_qkv",
-    ),
-    # Llama's line; OPT, GPT-J; Phi, GPT-NeoX; GPT-2
-    Rule(rf"{_ATTENTION}\.(?:o_proj|out_proj|dense|c_proj)", _is_linear, "residual"),
-    # Llama's line, GLM; Phi, OPT (without an MLP module); GPT-J; GPT-2; GPT-NeoX
-    Rule(
-        rf"(?:{_MLP}\.)(?:gate_proj|up_proj|gate_up_proj|fc_in|c_fc|dense_h_to_4h)|(?:{_MLP}\.)?fc1",
-        _is_linear,
-        "mlp_intermediate",
-    ),
-    Rule(
-        rf"(?:{_MLP}\.)(?:down_proj|fc_out|c_proj|dense_4h_to_h)|(?:{_MLP}\.)?fc2",
-        _is_linear,
-        None,
-    ),
-    Rule(_ATTENTION, _is_attention, "attention_output"),
-    Rule(_NORM, _is_norm, "layernorm"),
-)
+
+def _rules(rows: Iterable[Family]) -> tuple[Rule, ...]:
+    """Of the words that families have together: any one's attention with any one's linears in it."""
+    rows = tuple(rows)
+    attention = _one_of(row.attention for row in rows)
+    experts = r"(?:\.shared_experts?)?"  # a mixture's MLP that all tokens pass
+    mlp = _one_of(up.rpartition(".")[0] for row in rows for up in row.up) + experts
+
+    def in_mlp(paths: Iterable[str]) -> str:
+        """Linears in any one's MLP; those that lie in the layer itself are there under their own name too."""
+        paths = tuple(paths)
+        own = _one_of(path for path in paths if "." not in path)
+        return rf"{mlp}\.{_one_of(path.rpartition('.')[2] for path in paths)}|{own}"
+
+    def in_attention(names: Iterable[str]) -> str:
+        return rf"{attention}\.{_one_of(names)}"
+
+    return (
+        Rule(in_attention(q for row in rows for q in row.qkv), _is_linear, "attention_qkv"),
+        Rule(in_attention(row.output for row in rows), _is_linear, "residual"),
+        Rule(in_mlp(up for row in rows for up in row.up), _is_linear, "mlp_intermediate"),
+        Rule(in_mlp(row.down for row in rows), _is_linear, None),
+        Rule(attention, _is_attention, "attention_output"),
+        Rule(rf"{_one_of(n for row in rows for n in row.norms)}|{_NORM}", _is_norm, "layernorm"),
+    )
+
+
+def _one_of(words: Iterable[str]) -> str:
+    """A pattern for any of the words that there are; for none, one that nothing fits."""
+    found = dict.fromkeys(re.escape(word) for word in words if word)
+    return f"(?:{'|'.join(found)})" if found else r"(?!)"
+
 
 # Gemma-2 and -3, OLMo-2, GLM-4: a norm between the MLP and the residual stream reads the MLP's output.
 _POST_NORM = re.compile(r"post_(?:feedforward|mlp|ffn)_(?:layer)?norm")
@@ -129,7 +138,7 @@ def attribute(model: nn.Module, overrides: Mapping[str, Component] | None = None
     Args:
         model: any Hugging Face causal model, or a module whose layers are in an ``nn.ModuleList``.
         overrides: regular expressions searched in a module's full name, and the component of the
-            matches; the first match decides, before :data:`RULES`. ``lm_head`` and ``layernorm`` may name
+            matches; the first match decides, before the rules. ``lm_head`` and ``layernorm`` may name
             the head and the final norm; a match in another ``nn.ModuleList`` makes that one's items layers too.
 
     Raises:
@@ -139,20 +148,26 @@ def attribute(model: nn.Module, overrides: Mapping[str, Component] | None = None
     chosen = _Overrides(overrides or {})
     names = {name: module for name, module in model.named_modules() if name}
     lists = _layer_lists(model, names, chosen)
+    row = family_of(getattr(model, "config", None))
+    rules = (*_rules([] if row is None else [row]), *_rules(FAMILIES.values()))
     layers = tuple(
-        _layer(f"{list_name}.{index}", module, chosen)
+        _layer(f"{list_name}.{index}", module, chosen, rules)
         for list_name in lists
         for index, module in names[list_name].named_children()
     )
     outside = {n: m for n, m in names.items() if not any(_within(n, held) for held in lists)}
     head = chosen.only(outside, "lm_head") or _head(model, outside)
     parent = lists[0].rpartition(".")[0]
+    own_norm = "" if row is None else row.final_norm.rpartition(".")[2]
     final_norm = chosen.only(outside, "layernorm") or next(
         (
             name
             for name, module in outside.items()
             if name.rpartition(".")[0] == parent
-            and _FINAL_NORM.fullmatch(name.rpartition(".")[2])
+            and (
+                name.rpartition(".")[2] == own_norm
+                or _FINAL_NORM.fullmatch(name.rpartition(".")[2])
+            )
             and _is_norm(module)
         ),
         None,
@@ -203,7 +218,7 @@ def _size(module: nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
 
 
-def _layer(name: str, module: nn.Module, chosen: _Overrides) -> Layer:
+def _layer(name: str, module: nn.Module, chosen: _Overrides, rules: tuple[Rule, ...]) -> Layer:
     components: dict[str, Component] = {}
     exits: set[str] = set()
     inner = {name: module for name, module in module.named_modules() if name}
@@ -213,7 +228,7 @@ def _layer(name: str, module: nn.Module, chosen: _Overrides) -> Layer:
     )
     for inner_name, inner_module in inner.items():
         component = chosen.component(f"{name}.{inner_name}")
-        rule = _rule(_ADAPTER.sub("", inner_name), inner_module)
+        rule = _rule(rules, _ADAPTER.sub("", inner_name), inner_module)
         if component is None and rule is not None:
             component = "residual" if rule.component is None and post_norm else rule.component
         if component is not None:
@@ -223,8 +238,8 @@ def _layer(name: str, module: nn.Module, chosen: _Overrides) -> Layer:
     return Layer(name, module, components, frozenset(exits))
 
 
-def _rule(name: str, module: nn.Module) -> Rule | None:
-    return next((r for r in RULES if re.fullmatch(r.pattern, name) and r.kind(module)), None)
+def _rule(rules: tuple[Rule, ...], name: str, module: nn.Module) -> Rule | None:
+    return next((r for r in rules if re.fullmatch(r.pattern, name) and r.kind(module)), None)
 
 
 def _head(model: nn.Module, outside: Mapping[str, nn.Module]) -> str | None:

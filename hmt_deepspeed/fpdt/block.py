@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from hmt_deepspeed.fpdt import layer as families
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.fpdt import layer as tokenwise
 from hmt_deepspeed.fpdt.attention import OnlineAttention
 from hmt_deepspeed.fpdt.chunks import AttentionShape, ChunkMemory, Chunks
 from hmt_deepspeed.fpdt.gradients import (
@@ -38,7 +39,7 @@ from hmt_deepspeed.fpdt.inputs import (
     in_turn,
     tokens,
 )
-from hmt_deepspeed.fpdt.layer import Family, Rotary
+from hmt_deepspeed.fpdt.layer import Rotary
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 
@@ -114,7 +115,7 @@ class ChunkedLayer:
                     outputs.hold(shard, log_sum_exp)
                 attended = self._own_tokens(shard, parts)
                 for part, piece in in_turn(whole, self._pieces(span)):
-                    out[:, part[0] : part[1]] = families.finish(
+                    out[:, part[0] : part[1]] = tokenwise.finish(
                         self.layer, self.family, piece, tokens(attended, part, span[0])
                     )
                     if held is not None:
@@ -173,13 +174,13 @@ class ChunkedLayer:
         def project() -> tuple[Tensor, Tensor, Tensor]:
             turn = self._pieces(span)
             pieces = [
-                families.project(self.layer, self.family, piece, _rotary_of(rotary, part))
+                tokenwise.project(self.layer, self.family, piece, _rotary_of(rotary, part))
                 for part, piece in in_turn(x, turn, then=next(iter(turn), None))
             ]
             if not pieces:
                 q, k, v = self._no_tokens(x)
             elif len(pieces) == 1:
-                q, k, v = map(families.owned, pieces[0])
+                q, k, v = map(tokenwise.owned, pieces[0])
             else:
                 q, k, v = (torch.cat(tensors, dim=2) for tensors in zip(*pieces, strict=True))
             to_heads = self.sequence.to_heads
@@ -204,7 +205,7 @@ class ChunkedLayer:
                 tokens(attended, part, span[0]).detach().requires_grad_(),
             ]
             with sums.computing():
-                out = families.finish(self.layer, self.family, *inputs)
+                out = tokenwise.finish(self.layer, self.family, *inputs)
             d_x, d_part = sums.differentiate([out], [tokens(grad, part)], inputs)
             assert d_part is not None
             d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
@@ -232,7 +233,7 @@ class ChunkedLayer:
         for part, piece in pieces:
             x_part = piece.detach().requires_grad_(dx is not None)
             with sums.computing():
-                outs = families.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
+                outs = tokenwise.project(self.layer, self.family, x_part, _rotary_of(rotary, part))
             begin, end = part[0] - span[0], part[1] - span[0]
             d_outs = [d[:, :, begin:end].to(out.dtype) for d, out in zip(grads, outs, strict=True)]
             (d_x,) = sums.differentiate(outs, d_outs, [x_part])
@@ -262,11 +263,11 @@ class ChunkedLayer:
 
     @property
     def _scale(self) -> float:
-        return families.scale_of(self.layer, self.family)
+        return tokenwise.scale_of(self.layer, self.family)
 
     @property
     def _heads(self) -> tuple[int, int, int]:
-        return families.heads_of(self.layer, self.family)
+        return tokenwise.heads_of(self.layer, self.family)
 
     def _own_tokens(self, shard: Tensor, parts: Sequence[int]) -> Tensor:
         """Attention's output for this rank's heads as [B, T, Hq D] of its tokens."""

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hmt_deepspeed import ownership
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.families.table import family_of, in_chunks
 from hmt_deepspeed.fpdt.attention import chunked_attention
 from hmt_deepspeed.fpdt.block import ChunkedLayer
 from hmt_deepspeed.fpdt.chunks import ChunkMemory
 from hmt_deepspeed.fpdt.gradients import Around
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
-from hmt_deepspeed.fpdt.layer import FAMILIES, Family, check_layer, heads_of, resolve
+from hmt_deepspeed.fpdt.layer import check_layer, heads_of, resolve
 from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, loss_chunk_size, shifted
 from hmt_deepspeed.fpdt.masks import visibility_of_mask
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
@@ -138,7 +140,7 @@ def install(
     their input only. ``use_cache`` is off until :meth:`Installation.remove`.
 
     Args:
-        model: of transformers, one of ``FAMILIES``.
+        model: of transformers, of a family whose row names its layer.
         chunk_size: tokens of a chunk in attention.
         piece_size: tokens that projections, MLP and loss take at once; default a quarter of a chunk, since
             MLP and vocabulary are several times as wide as the rest.
@@ -378,11 +380,12 @@ def _set_checkpointing(before: Callable[..., None], layers: Iterable[Any]) -> Ca
 
 
 def _family_of(model: Any) -> Family:
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    family = FAMILIES.get(kind)
-    if family is None:
+    config = getattr(model, "config", None)
+    family = family_of(config)
+    if family is None or not family.layer:
+        kind = getattr(config, "model_type", type(model).__name__)
         raise ValueError(
-            f"FPDT replaces the layers of {', '.join(FAMILIES)}; this model is {kind!r}: leave hmt.fpdt "
+            f"FPDT replaces the layers of {', '.join(in_chunks())}; this model is {kind!r}: leave hmt.fpdt "
             f'out, or load it with attn_implementation="{ATTENTION}" for chunked attention alone'
         )
     if model.get_output_embeddings() is None or not hasattr(model, "loss_function"):

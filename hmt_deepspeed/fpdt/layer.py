@@ -1,4 +1,4 @@
-"""The decoder layers that can run in chunks, as data: what their parts are called and how they join.
+"""One decoder layer token by token, by its family's row: what runs before attention and after it.
 
 What works token by token is done by the layer's own submodules, called as modules, and by the rotary
 function of its own file: LoRA, projected backward and hooks see what they always see.
@@ -7,16 +7,15 @@ function of its own file: LoRA, projected backward and hooks see what they alway
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed.families.family import Family
+
 __all__ = [
-    "FAMILIES",
-    "Family",
     "Rotary",
     "check_layer",
     "finish",
@@ -30,86 +29,6 @@ __all__ = [
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1 or B, T, D]
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names within a decoder layer, and where the model keeps its layers.
-
-    Attributes:
-        layer: class of the decoder layer in transformers.
-        layers, final_norm: paths within the base model.
-        norms: before (or after) attention, and the MLP's.
-        qkv: one linear each, or one for all.
-        fused: how one linear's output is split: all queries, then keys, then values; or head by head.
-        head_norms: norms of each head of Q and K.
-        mlp: modules that follow one another.
-        scaled_query: queries are scaled before attention, which then does not scale.
-        mask_positions: positions are counted from the padding mask, and the attention mask is made without
-            them: documents see each other.
-        dropouts: names in the config of probabilities that must be 0.
-        forbidden: further names in the config that must be false or null.
-    """
-
-    layer: str
-    layers: str = "layers"
-    final_norm: str = "norm"
-    attention: str = "self_attn"
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    fused: Literal["thirds", "per_head"] | None = None
-    head_norms: tuple[str, str] | None = None
-    output: str = "o_proj"
-    mlp: tuple[str, ...] = ("mlp",)
-    rotary: bool = True
-    scaled_query: bool = False
-    mask_positions: bool = False
-    dropouts: tuple[str, ...] = ("attention_dropout",)
-    forbidden: tuple[str, ...] = ()
-
-
-# By ``config.model_type``.
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaDecoderLayer"),
-    "mistral": Family("MistralDecoderLayer"),
-    "qwen2": Family("Qwen2DecoderLayer"),
-    "qwen3": Family("Qwen3DecoderLayer", head_norms=("q_norm", "k_norm")),
-    "gemma": Family("GemmaDecoderLayer", forbidden=("use_bidirectional_attention",)),
-    "gpt2": Family(
-        "GPT2Block",
-        layers="h",
-        final_norm="ln_f",
-        attention="attn",
-        norms=("ln_1", "ln_2"),
-        qkv=("c_attn",),
-        fused="thirds",
-        output="c_proj",
-        rotary=False,
-        dropouts=("attn_pdrop", "resid_pdrop"),
-        forbidden=("add_cross_attention",),
-    ),
-    "gpt_neox": Family(
-        "GPTNeoXLayer",
-        final_norm="final_layer_norm",
-        attention="attention",
-        qkv=("query_key_value",),
-        fused="per_head",
-        output="dense",
-        dropouts=("attention_dropout", "hidden_dropout"),
-    ),
-    "opt": Family(
-        "OPTDecoderLayer",
-        layers="decoder.layers",
-        final_norm="decoder.final_layer_norm",
-        norms=("self_attn_layer_norm", "final_layer_norm"),
-        output="out_proj",
-        mlp=("fc1", "activation_fn", "fc2"),
-        rotary=False,
-        scaled_query=True,
-        mask_positions=True,
-        dropouts=("attention_dropout", "dropout"),
-    ),
-}
-
-
 def resolve(root: nn.Module, path: str) -> Any:
     """The attribute at a dotted path."""
     return reduce(getattr, path.split("."), root)
@@ -117,10 +36,10 @@ def resolve(root: nn.Module, path: str) -> Any:
 
 def check_layer(layer: nn.Module, family: Family) -> None:
     """Raises ValueError when a layer is not exactly what the family describes."""
-    found = type(layer).__name__
-    if found != family.layer or not type(layer).__module__.startswith("transformers."):
+    found, module = type(layer).__name__, type(layer).__module__
+    if found != family.layer or module.partition(".")[0] != family.package:
         raise ValueError(
-            f"FPDT replaces the forward of transformers' {family.layer}, this model's layers are {found} "
+            f"FPDT replaces the forward of {family.layer} of {family.package}, this model's layers are {found} "
             f"of {type(layer).__module__}: leave hmt.fpdt out, or use attn_implementation='hmt_fpdt'"
         )
     if "forward" in vars(layer):
@@ -152,7 +71,7 @@ def project(
         if family.scaled_query:
             parts[0] = parts[0] * attention.scaling
         parts = [_heads(part, size) for part in parts]
-    if family.head_norms is not None:
+    if family.head_norms:
         for index, name in enumerate(family.head_norms):
             parts[index] = getattr(attention, name)(parts[index])
     q, k, v = (part.transpose(1, 2) for part in parts)
@@ -206,7 +125,7 @@ def owned(tensor: Tensor) -> Tensor:
 
 def _mlp(layer: nn.Module, family: Family, h: Tensor) -> Tensor:
     for name in family.mlp:
-        h = getattr(layer, name)(h)
+        h = resolve(layer, name)(h)
     return h
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.fpdt.layer import Family
+from hmt_deepspeed.families.family import Family
 from hmt_deepspeed.fpdt.masks import shared_sequence, visibility_of_batch
 from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import COMPONENTS
-from hmt_deepspeed.fpdt.layer import FAMILIES as CHUNKED
+from hmt_deepspeed.families.table import FAMILIES
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner import command
 from hmt_deepspeed.planner.advise.advise import Advice, advise
@@ -25,7 +26,7 @@ from hmt_deepspeed.planner.advise.describe import describe
 from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.shapes import plain_shape
-from hmt_deepspeed.planner.run.fpdt import IN_CHUNKS
+from hmt_deepspeed.planner.run.fpdt import runs_in_chunks
 from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,5 +145,7 @@ def test_every_field_that_is_named_exists(walked: list[Advice]) -> None:
 
 
 def test_chunks_are_named_for_families_that_have_them() -> None:
-    assert set(CHUNKED) <= set(IN_CHUNKS)
-    assert {name for name in IN_CHUNKS if not name.startswith("plain")} == set(CHUNKED)
+    shape = plain_shape(layers=2, hidden=64, heads=4, vocab=9)
+    assert runs_in_chunks(shape)
+    for name, row in FAMILIES.items():
+        assert runs_in_chunks(replace(shape, family=name)) == bool(row.layer)

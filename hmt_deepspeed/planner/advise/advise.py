@@ -19,7 +19,7 @@ from hmt_deepspeed.planner.advise.setups import (
     stock_setups,
 )
 from hmt_deepspeed.planner.model.listed import ListedShape, workload_of
-from hmt_deepspeed.planner.run.fpdt import IN_CHUNKS, longest_fpdt_sequence
+from hmt_deepspeed.planner.run.fpdt import longest_fpdt_sequence, runs_in_chunks
 from hmt_deepspeed.planner.run.host import usual_memory
 from hmt_deepspeed.planner.run.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
@@ -292,7 +292,7 @@ def longest_in_chunks(answer: Answer) -> int:
     """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
     problem, held = answer.problem, answer.estimate.memory
     shape, setup = answer.problem.workload.shape, answer.problem.setup
-    if isinstance(shape, ListedShape) or shape.family not in IN_CHUNKS:
+    if isinstance(shape, ListedShape) or not runs_in_chunks(shape):
         return 0
     # FPDT has its own in their place
     passing = ("activations", "working", "outside the layers", "staging")

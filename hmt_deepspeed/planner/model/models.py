@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hmt_deepspeed.architectures import meta_model, read_config
-from hmt_deepspeed.planner.model.families import FAMILIES, shape_of_config
+from hmt_deepspeed.families.table import family_of
+from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import ModelShape, parameters, plain_shape
 
 __all__ = ["SIZES", "model_shape", "shape_of_architecture"]
@@ -80,8 +81,9 @@ def shape_of_architecture(config: Any) -> ModelShape:
     from hmt_deepspeed.planner.model.structure import listed_shape
 
     model = meta_model(config)
-    if config.model_type in FAMILIES:
-        with suppress(ValueError):  # an activation that the row does not know
+    row = family_of(config)
+    if row is not None and row.sizes is not None:
+        with suppress(ValueError):  # an activation that the planner does not know
             shape = shape_of_config(config)
             if _sizes(shape) == {name: tuple(p.shape) for name, p in model.named_parameters()}:
                 return shape

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.families.table import FAMILIES
 from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "by_layer",
     "is_selected",
     "layer_linears",
+    "names_of",
     "num_parameters",
     "parameters",
     "plain_shape",
@@ -61,16 +64,28 @@ class Names:
     head_norms: tuple[str, ...] = ()
 
 
-LLAMA_NAMES = Names(
-    layer="model.layers.*",
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    norms=("input_layernorm", "post_attention_layernorm"),
-)
+def names_of(row: Family, has_final_norm: bool = True, has_head_norms: bool = False) -> Names:
+    """Of a family, as its row says; some models of it may have fewer norms."""
+
+    def within(root: str, name: str) -> str:
+        return f"{root}.{name}" if root and name else name
+
+    return Names(
+        layer=f"{within(row.base, row.layers)}.*",
+        embedding=within(row.base, row.embedding),
+        positions=within(row.base, row.positions),
+        final_norm=within(row.base, row.final_norm) if has_final_norm else "",
+        head=row.head,
+        qkv=tuple(within(row.attention, name) for name in row.qkv),
+        out=within(row.attention, row.output),
+        up=row.up,
+        down=row.down,
+        norms=row.norms,
+        head_norms=tuple(within(row.attention, name) for name in row.head_norms if has_head_norms),
+    )
+
+
+LLAMA_NAMES = names_of(FAMILIES["llama"])
 
 
 @dataclass(frozen=True)

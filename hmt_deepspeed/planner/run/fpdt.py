@@ -30,35 +30,28 @@ from dataclasses import dataclass
 
 from hmt_deepspeed.config.codecs import held_bytes, place_of
 from hmt_deepspeed.config.components import Choice
+from hmt_deepspeed.families.table import in_chunks
 from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, layer_linears, parameters
 
 __all__ = [
-    "IN_CHUNKS",
     "FpdtBytes",
     "HeldInChunks",
     "fpdt_bytes",
     "fpdt_chunk_size",
     "longest_fpdt_sequence",
+    "runs_in_chunks",
 ]
 
-# Families whose layers FPDT replaces, and sizes given by numbers alone, which are like one of them.
-IN_CHUNKS = (
-    "plain",
-    "plain, gated",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-)
 FP32 = 4
 PIECES = 4  # of a chunk, for projections, MLP and loss
 LOGITS = 2**27  # of one piece at most
 _SMALLEST_CHUNK = 256  # tokens; below it kernels do not fill a GPU
 _GRANULE = 256  # tokens, to which the longest sequence is found
+
+
+def runs_in_chunks(shape: ModelShape) -> bool:
+    """Whether FPDT replaces its layers; sizes given by numbers alone are like a family whose layers it does."""
+    return shape.family.startswith("plain") or shape.family in in_chunks()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Model families: one row each, which attribution, FPDT and the planner ask."""
