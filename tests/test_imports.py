@@ -49,7 +49,11 @@ ALLOWED["zero"] = set(ALLOWED) - {"train", "doctor", "__init__", "__main__"}
 # Of the planner one file reads a model, which takes torch; the others are numbers.
 READS_MODELS, OF_READING = "structure.py", {"optim", "attribution"}
 MAY_IMPORT_DEEPSPEED = {"zero", "train", "doctor"}
-FORBIDDEN_LIBRARIES = {"optim": ("torch.distributed",), "config": ("torch",)}
+FORBIDDEN_LIBRARIES = {
+    "optim": ("torch.distributed",),
+    "config": ("torch",),
+    "families": ("torch",),
+}
 
 
 # Of a room with inner rooms: these by floors, the lowest first. An inner room imports those on lower floors only.

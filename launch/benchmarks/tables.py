@@ -15,6 +15,10 @@ from benchmarks.suites import SUITES
 from comparison.cells import Store
 from comparison.headline import headline
 from hmt_deepspeed.config import HMTConfig, describe_fields
+from hmt_deepspeed.config.codecs import CODECS
+from hmt_deepspeed.config.components import WITHOUT_CODEC, legal_choices
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.families.table import FAMILIES
 from papers.zero_fpdt import Row, table
 from reliability.results import markdown, read_records
 
@@ -54,6 +58,33 @@ def config_table() -> str:
     return "\n".join([*lines, ""])
 
 
+def codecs_table() -> str:
+    """Every choice of a policy: what is held, and what that costs."""
+    rows = {name: (row.held, row.costs) for name, row in CODECS.items()} | WITHOUT_CODEC
+    lines = ["| choice | between forward and backward | costs |", "|---|---|---|"]
+    for name in legal_choices("residual") + legal_choices("projected_inputs")[:1]:
+        cells = (f"`{name}`", *rows[name])
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def families_table() -> str:
+    """Which families each room knows."""
+
+    def named(known: Callable[[Family], object]) -> str:
+        return ", ".join(f"`{name}`" for name, row in FAMILIES.items() if known(row))
+
+    return "\n".join(
+        [
+            "| who knows it | families (`model_type` of the config) |",
+            "|---|---|",
+            f"| `activations`, by its modules' names | {named(lambda row: True)} |",
+            f"| `fpdt`, in chunks | {named(lambda row: row.layer)} |",
+            f"| `planner`, by its config alone | {named(lambda row: row.sizes)} |",
+        ]
+    )
+
+
 def planner_table() -> str:
     """How many of the papers' figures the planner finds, and those that it does not."""
     path = RESULTS / "planner" / "reproduce.json"
@@ -82,6 +113,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "presets": lambda: preset_table(RESULTS),
     "recipes": lambda: recipe_table(RESULTS),
     "config": config_table,
+    "codecs": codecs_table,
+    "families": families_table,
 }
 
 
