@@ -22,7 +22,9 @@ from hmt_deepspeed.fpdt.ops import AttentionOps, attention_ops
 from hmt_deepspeed.fpdt.schedule import Step, Unit, backward_steps, forward_steps, seen_by
 from hmt_deepspeed.fpdt.visibility import Span, Tile, Visibility, spans_of
 
-__all__ = ["OnlineAttention", "chunked_attention"]
+__all__ = ["ATTENTION", "OnlineAttention", "chunked_attention"]
+
+ATTENTION = "hmt_fpdt"  # chunked attention alone, as transformers knows it
 
 
 @dataclass

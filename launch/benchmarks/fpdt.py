@@ -20,7 +20,8 @@ from benchmarks.setting import TOY, Batches, Setting, Shape, llama
 from benchmarks.timing import Sample, column, interleave, median_of, now, paired_spread
 from hmt_deepspeed.activations.codecs import SwapHost
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
-from hmt_deepspeed.fpdt.install import Installation, install
+from hmt_deepspeed.fpdt.install import install
+from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.fpdt.visibility import Visibility
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.memory.transfer import TransferEngine

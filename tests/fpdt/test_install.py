@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny import batch, error, fpdt, step, tiny
 
-from hmt_deepspeed.fpdt.install import ATTENTION, install, register_attention
+from hmt_deepspeed.fpdt.attention import ATTENTION
+from hmt_deepspeed.fpdt.install import install, register_attention
 
 
 def test_removal_restores_the_model():

@@ -12,7 +12,8 @@ from torch import nn
 
 from hmt_deepspeed.config import FpdtConfig
 from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
-from hmt_deepspeed.fpdt.install import Installation, clear_for_fpdt, decoder_layers, install
+from hmt_deepspeed.fpdt.install import clear_for_fpdt, decoder_layers, install
+from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.fpdt.sequence import TorchGroup
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 

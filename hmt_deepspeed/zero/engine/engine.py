@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
-from hmt_deepspeed.fpdt.install import Installation
+from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.memory.counters import in_background
 from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.hmt import HMT
