@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed import ownership
-from hmt_deepspeed.activations.caching import RecordMode, ReplayMode, active_mode
+from hmt_deepspeed.activations.caching import active_mode
 from hmt_deepspeed.activations.checkpoint import (
     HeldInputs,
     activations_among,
@@ -25,7 +25,9 @@ from hmt_deepspeed.activations.head import hold_head_input
 from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import LayerSites, Policy
+from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, Site
+from hmt_deepspeed.activations.replay import ReplayMode
 from hmt_deepspeed.attribution import Attribution
 from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed

@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from hmt_deepspeed.activations.caching import RecordMode, ReplayMode
 from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, storage_of
+from hmt_deepspeed.activations.replay import ReplayMode
 
 __all__ = ["HeldInputs", "activations_among", "run_checkpointed", "with_positional_activations"]
 
