@@ -18,7 +18,8 @@ from hmt_deepspeed.planner.advise.setups import (
     setups,
     stock_setups,
 )
-from hmt_deepspeed.planner.model.listed import ListedShape, workload_of
+from hmt_deepspeed.planner.model.listed import ListedShape
+from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.run.fpdt import longest_fpdt_sequence, runs_in_chunks
 from hmt_deepspeed.planner.run.host import usual_memory
 from hmt_deepspeed.planner.run.memory import MemoryBudget, OptimizerMode, Sharding, temporary_bytes

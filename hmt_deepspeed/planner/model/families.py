@@ -10,7 +10,8 @@ from typing import Any
 
 from hmt_deepspeed.families.family import Family
 from hmt_deepspeed.families.table import FAMILIES, family_of
-from hmt_deepspeed.planner.model.shapes import Activation, ModelShape, names_of
+from hmt_deepspeed.planner.model.names import names_of
+from hmt_deepspeed.planner.model.shapes import Activation, ModelShape
 
 __all__ = ["shape_of_config"]
 

@@ -15,16 +15,13 @@ only when what the layer before the last swapped has left, and three layers' sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hmt_deepspeed.planner.model.workload import Layer
 from hmt_deepspeed.planner.run.loads import (
     BACKWARD_PASSES,
     FORWARD_PASSES,
     Amount,
-    LayerLoad,
-    layer_load,
     static_bytes,
     sums_before_sending,
     update_traffic,
@@ -36,11 +33,11 @@ from hmt_deepspeed.planner.solve.cost import (
     ADDED_SHARE,
     Estimate,
     estimate,
-    grouped_layers,
     ranks_per_node,
 )
 from hmt_deepspeed.planner.solve.plan import Plan
 from hmt_deepspeed.planner.timeline.timeline import Contention, Task, Timeline, play
+from hmt_deepspeed.planner.timeline.units import Unit, units_of
 
 __all__ = ["AGREEMENT", "Simulation", "predict", "simulate"]
 
@@ -85,7 +82,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     if plan.partition_activations != problem.setup.partition_activations:
         setup = replace(problem.setup, partition_activations=plan.partition_activations)
         problem = replace(problem, setup=setup)
-    builder = _Builder(problem, _units(problem, plan))
+    builder = _Builder(problem, units_of(problem, plan))
     setup = problem.setup
     overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
     if overlap == "forward":
@@ -118,51 +115,6 @@ def predict(problem: Problem, plan: Plan) -> tuple[Plan, Estimate, Simulation]:
     return replace(plan, seconds=played.seconds, source="simulator"), by_formula, played
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A layer or the head.
-
-    Attributes:
-        saved: bytes that autograd would save. share: its part of the model's weights. load: of its choices.
-        host: what of it ``offload_optimizer`` takes off the device, by rule.
-    """
-
-    name: str
-    forward_flops: float
-    backward_flops: float
-    saved: float
-    share: float
-    load: LayerLoad
-    host: Mapping[Rule, HostShare]
-
-    @property
-    def off_device(self) -> HostShare:
-        """Of all rules."""
-        return sum(self.host.values(), HostShare())
-
-
-def _units(problem: Problem, plan: Plan) -> list[_Unit]:
-    workload = problem.workload
-    units = []
-    found: dict[int, tuple[Layer, LayerLoad]] = {}
-    for layer, group in grouped_layers(workload, plan):
-        load = layer_load(layer, group.choices, problem.setup)
-        found |= dict.fromkeys(group.layers, (layer, load))
-    for number, (layer, load) in sorted(found.items()):
-        share = layer.parameters / workload.parameters
-        work = (
-            layer.forward_flops + layer.projection_flops,
-            layer.backward_flops,
-            layer.saved_bytes,
-        )
-        units.append(_Unit(f"layer {number}", *work, share, load, problem.offloaded.layer))
-    head = workload.head
-    outside = 1 - sum(unit.share for unit in units)
-    load = layer_load(head, plan.head, problem.setup)
-    work = (head.forward_flops, head.backward_flops, head.saved_bytes)
-    return [*units, _Unit("head", *work, outside, load, problem.offloaded.outside)]
-
-
 def _contention(problem: Problem) -> Contention:
     machine = problem.machine
     one_way = machine.device_to_host + machine.host_to_device
@@ -182,7 +134,7 @@ class _Builder:
     """Appends the tasks of an iteration in the order in which they are wanted."""
 
     problem: Problem
-    units: list[_Unit]
+    units: list[Unit]
     tasks: list[Task] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # compute tasks, in order of time
     written: list[int] = field(default_factory=list)  # last task of each update
@@ -237,7 +189,7 @@ class _Builder:
         return len(self.tasks) - 1
 
     def chain(
-        self, unit: _Unit, steps: Iterable[tuple[str, str, float]], after: Iterable[int | None]
+        self, unit: Unit, steps: Iterable[tuple[str, str, float]], after: Iterable[int | None]
     ) -> int | None:
         """Append steps (name, resource, size) one after another; the last one's index."""
         last: int | None = None
@@ -251,7 +203,7 @@ class _Builder:
         """The compute task after which a buffer of the layer ``distance`` before this one is free."""
         return self.computed[-distance] if len(self.computed) >= distance else None
 
-    def fetch(self, unit: _Unit) -> tuple[list[int | None], float]:
+    def fetch(self, unit: Unit) -> tuple[list[int | None], float]:
         """Bring a unit's weights; (what compute waits for, bytes of the GPU they take)."""
         setup, problem = self.problem.setup, self.problem
         mine = problem.of_rank.weights * unit.share
@@ -270,7 +222,7 @@ class _Builder:
         takes = problem.total.weights * unit.share if last is not None else 0.0
         return [last, updated], takes
 
-    def compute_seconds(self, unit: _Unit, forward: bool) -> float:
+    def compute_seconds(self, unit: Unit, forward: bool) -> float:
         """Of a unit's products and other ops, and of what its choices add: recompute and codecs."""
         machine = self.problem.machine
         factors, memory = machine.overheads, machine.gpu_bandwidth
@@ -352,7 +304,7 @@ class _Builder:
             if with_update:
                 self.update(unit, left[-1], 1.0, ("adamw",))
 
-    def reduce(self, unit: _Unit, done: int, last: bool, held: float) -> int | None:
+    def reduce(self, unit: Unit, done: int, last: bool, held: float) -> int | None:
         """Gradients to the ranks and places that update them; what ends it. ``held``: bytes freed by then."""
         setup, problem = self.problem.setup, self.problem
         if setup.zero_stage < 2 and not last:
@@ -373,7 +325,7 @@ class _Builder:
 
     # -- the optimizer --------------------------------------------------------------------------
 
-    def update(self, unit: _Unit, arrived: int | None, times: float, rules: Iterable[Rule]) -> None:
+    def update(self, unit: Unit, arrived: int | None, times: float, rules: Iterable[Rule]) -> None:
         """One unit's update on the host: its states' way from and to SSD, what is sent, the new weights."""
         setup = self.problem.setup
         share = sum((unit.host[rule] for rule in rules), HostShare()).times(times)

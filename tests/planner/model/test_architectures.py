@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hmt_deepspeed.architectures import meta_model, model_class, read_config
 from hmt_deepspeed.doctor import examine
 from hmt_deepspeed.planner.command import main
-from hmt_deepspeed.planner.model.listed import ListedShape, workload_of
+from hmt_deepspeed.planner.model.listed import ListedShape
+from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.models import shape_of_architecture
 from hmt_deepspeed.planner.model.shapes import num_parameters, parameters
 from hmt_deepspeed.planner.model.structure import listed_shape

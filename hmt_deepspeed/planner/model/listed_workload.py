@@ -1,0 +1,293 @@
+"""What one micro-batch of a :class:`~hmt_deepspeed.planner.model.listed.ListedShape` asks of a rank.
+
+Counted are products, norms and attention, as the modules have them; see ``coarse`` of the shape for what is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
+from hmt_deepspeed.planner.model.flops import Attention, Projected
+from hmt_deepspeed.planner.model.layer_sites import OUTSIDE, Site
+from hmt_deepspeed.planner.model.listed import (
+    AttentionOp,
+    LayerGroup,
+    Length,
+    ListedShape,
+    Tokens,
+)
+from hmt_deepspeed.planner.model.shapes import ModelShape, Role
+from hmt_deepspeed.planner.model.workload import (
+    Head,
+    Layer,
+    Workload,
+    build_workload,
+    check_sizes,
+)
+
+__all__ = ["workload_of"]
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a workload is made of."""
+
+    shape: ListedShape
+    micro_batch: int
+    seq_length: int
+    itemsize: int
+    projected: Projected | None
+
+    def count(self, length: Length) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * length.of(self.seq_length)
+
+    def attention_flops(self, work: Tokens, length: Length, whole: bool = False) -> int:
+        """Of a forward; ``whole``: of all pairs, as MFU counts them."""
+        queries = length.of(self.seq_length)
+        return sum(
+            replace(op, causal=op.causal and not whole).flops(
+                self.micro_batch, queries, self._keys(op, queries)
+            )
+            for op in work.attentions
+        )
+
+    def saved(self, work: Tokens, length: Length, freed: frozenset[str] = frozenset()) -> int:
+        """Bytes that autograd saves.
+
+        Args:
+            freed: names of linears that do without their input.
+        """
+        queries = length.of(self.seq_length)
+        channels = work.activations + work.norms + work.centred_norms
+        for product in work.products:
+            channels += 0 if product.shares_input or product.name in freed else product.inputs
+            channels += product.outputs if product.place in ("qkv", "up", "other") else 0
+        nbytes = channels * self.itemsize + FP32 * work.norms
+        for op in work.attentions:
+            scores = self._keys(op, queries) * (FP32 + self.itemsize)
+            nbytes += op.heads * (scores if self.shape.eager else FP32)
+        return round(self.micro_batch * queries * nbytes)
+
+    def _keys(self, op: AttentionOp, queries: int) -> int:
+        return self.shape.source.of(self.seq_length) if op.crossing else queries
+
+
+def workload_of(
+    shape: ModelShape,
+    *,
+    micro_batch: int,
+    seq_length: int,
+    attention: Attention = "fused",
+    projected: Projected | None = None,
+) -> Workload:
+    """As :func:`~hmt_deepspeed.planner.model.workload.build_workload` in 16 bits, of a listed model too."""
+    if not isinstance(shape, ListedShape):
+        return build_workload(
+            shape,
+            micro_batch=micro_batch,
+            seq_length=seq_length,
+            attention=attention,
+            projected=projected,
+        )
+    check_sizes(shape, micro_batch, seq_length)
+    given = _Given(shape, micro_batch, seq_length, 2, projected)
+    groups = [
+        (group, numbers)
+        for group in shape.groups
+        for numbers in _parted(
+            group.numbers
+        )  # what enters the first layer is a component of its own
+    ]
+    return Workload(
+        shape=shape,
+        micro_batch=micro_batch,
+        seq_length=seq_length,
+        itemsize=given.itemsize,
+        attention="eager" if shape.eager else "fused",
+        projected=projected,
+        layers=tuple(_layer(given, group, numbers) for group, numbers in groups),
+        head=_head(given),
+        shared_bytes=sum(given.saved(part.tokens, part.length) for part in shape.parts),
+    )
+
+
+def _parted(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if numbers[0] != 0 or len(numbers) == 1:
+        return [numbers]
+    return [numbers[:1], numbers[1:]]
+
+
+@dataclass
+class _Projection:
+    """What projected backward makes of the linears of a layer; FLOPs and columns for one token."""
+
+    flops: float = 0.0
+    columns: float = 0.0
+    gradient_flops: float = 0.0
+    largest: int = 0
+    freed: frozenset[str] = frozenset()
+
+
+def _projection(given: _Given, work: Tokens) -> _Projection:
+    found, projected, names = _Projection(), given.projected, given.shape.names
+    for product in work.products:
+        linear = product.linear
+        side = None if projected is None or linear is None else projected.side_of(linear, names)
+        if projected is None or linear is None or side is None:
+            found.gradient_flops += 2 * product.elements
+            found.largest = max(found.largest, round(product.elements))
+            continue
+        width, times = projected.width(linear, side, names), product.elements / linear.elements
+        if side == "left":
+            found.gradient_flops += 2 * times * width * (linear.inputs + linear.outputs)
+            found.largest = max(found.largest, linear.inputs * width)
+            continue
+        found.gradient_flops += 2 * times * linear.outputs * width
+        found.largest = max(found.largest, linear.outputs * width)
+        found.flops += 2 * times * linear.inputs * width
+        found.columns += times * width
+        found.freed |= {product.name}
+    return found
+
+
+def _layer(given: _Given, group: LayerGroup, numbers: tuple[int, ...]) -> Layer:
+    shape, work, length = given.shape, group.tokens, given.shape.length
+    tokens = given.count(length)
+    projection = _projection(given, work)
+    forward = round(2 * tokens * work.elements())
+    attention = given.attention_flops(work, length)
+    columns = round(projection.columns)
+    saved = given.saved(work, length, projection.freed) + tokens * columns * given.itemsize
+    # the backend runs again what it has no component for
+    again = round(2 * tokens * work.elements("other")) if shape.is_managed else 0
+    widest = max((product.outputs for product in work.products), default=0)
+    freed: dict[Role, int] = {}
+    for product in work.products:
+        role = product.role
+        if role is not None and role != "down" and product.name in projection.freed:
+            own = 0 if product.shares_input else round(product.inputs * tokens * given.itemsize)
+            freed[role] = freed.get(role, 0) + own
+    return Layer(
+        layers=numbers,
+        sites=tuple(_sites(given, work, numbers, tokens, saved, columns, projection.flops)),
+        forward_flops=forward + attention,
+        projection_flops=round(tokens * projection.flops),
+        backward_flops=forward
+        + again
+        + round(tokens * projection.gradient_flops)
+        + 5 * attention // 2,
+        model_flops=3 * (forward + given.attention_flops(work, length, whole=True)),
+        parameters=sum(parameter.numel for parameter in group.parameters),
+        freed_inputs=freed,
+        weight_gradient_bytes=projection.largest * given.itemsize,
+        saved_bytes=saved,
+        # two gradients as wide as the widest product, and the stream's
+        working_bytes=saved + round(tokens * (2 * widest + shape.hidden)) * given.itemsize,
+    )
+
+
+def _sites(
+    given: _Given,
+    work: Tokens,
+    numbers: tuple[int, ...],
+    tokens: int,
+    saved: int,
+    columns: int,
+    projections: float,
+) -> Iterator[Site]:
+    """Of a layer, those that it has of a decoder's; where the backend has no components, all that it saves as one."""
+    shape = given.shape
+    entering: Component = "embedding" if numbers == (0,) else "residual"
+    rows: list[tuple[str, Component, int, float, tuple[str, ...]]] = [
+        ("layer_input", entering, shape.hidden, 0.0, ())
+    ]
+    if not shape.is_managed:
+        rest = max(0, saved // (tokens * given.itemsize) - shape.hidden)
+        rows.append(("saved", "mlp_intermediate", rest, 0.0, ("layer_input",)))
+    else:
+        qkv, up = work.outputs("qkv"), work.outputs("up")
+        known = replace(work, attentions=tuple(op for op in work.attentions if op.is_known))
+        width = sum(op.width for op in known.attentions)
+        attention = given.attention_flops(known, shape.length) / tokens
+        if qkv:
+            rows += [
+                ("attention_qkv", "attention_qkv", qkv, 2 * work.elements("qkv"), ("layer_input",))
+            ]
+        if width:
+            rows += [("attention_output", "attention_output", width, attention, (rows[-1][0],))]
+        if work.outputs("out"):
+            before = rows[-1][0]
+            rows += [("residual", "residual", shape.hidden, 2 * work.elements("out"), (before,))]
+        if up:
+            made = 2 * work.elements("up")
+            rows += [("mlp_intermediate", "mlp_intermediate", up, made, (rows[-1][0],))]
+        if work.outputs("mlp_out"):
+            made = 2 * work.elements("mlp_out")
+            rows += [("mlp_output", "residual", shape.hidden, made, (rows[-1][0],))]
+        if columns:
+            read = tuple(row[0] for row in rows)
+            rows += [("projected_inputs", "projected_inputs", columns, projections, read)]
+    heads = sum(op.heads for op in work.attentions if op.is_known)
+    for name, component, channels, flops, depends in rows:
+        legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
+        if name == "layer_input":
+            legal = tuple(choice for choice in legal if choice != "recompute")
+        yield Site(
+            name=name,
+            component=component,
+            layers=numbers,
+            tokens=tokens,
+            channels=channels,
+            itemsize=given.itemsize,
+            flops=round(tokens * flops),
+            raw_bytes=tokens * heads * FP32
+            if name == "attention_output" and not shape.eager
+            else 0,
+            depends=depends,
+            legal=legal,
+        )
+
+
+def _head(given: _Given) -> Head:
+    """The language-model head, and the work of all that is outside the layers."""
+    shape = given.shape
+    tokens = given.count(shape.length)
+    outside = [
+        (
+            round(2 * given.count(part.length) * part.tokens.elements()),
+            given.attention_flops(part.tokens, part.length),
+        )
+        for part in shape.parts
+    ]
+    products, attention = (sum(each) for each in zip(*outside, strict=True)) if outside else (0, 0)
+    vocab = shape.vocab if shape.has_head else 0
+    products += 2 * tokens * shape.hidden * vocab
+    inputs: list[tuple[str, Component]] = [("final_norm", "layernorm")]
+    inputs += [("lm_head", "lm_head")] if shape.is_managed and shape.has_head else []
+    return Head(
+        sites=tuple(
+            Site(
+                name=name,
+                component=component,
+                layers=(OUTSIDE,),
+                tokens=tokens,
+                channels=shape.hidden,
+                itemsize=given.itemsize,
+                flops=0,
+                raw_bytes=0,
+                depends=(),
+                legal=legal_choices(component),
+            )
+            for name, component in inputs
+        ),
+        forward_flops=products + attention,
+        backward_flops=2 * products + 5 * attention // 2,
+        # the logits, and in fp32 their log-softmax, its gradient and theirs
+        logits_bytes=tokens * vocab * (given.itemsize + 3 * FP32),
+        saved_bytes=tokens * (vocab * FP32 + 2 * shape.hidden * given.itemsize),
+    )
