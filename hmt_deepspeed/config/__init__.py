@@ -5,19 +5,17 @@ every problem by its full key. `read_json_config` reads the file the block came 
 """
 
 from hmt_deepspeed.config.activations import ActivationsConfig
+from hmt_deepspeed.config.block import HMTConfig, describe_fields
+from hmt_deepspeed.config.fields import BLOCK_NAME
 from hmt_deepspeed.config.json_file import read_json_config
-from hmt_deepspeed.config.models import (
-    BLOCK_NAME,
+from hmt_deepspeed.config.models import ModuleRule, OptimizerConfig
+from hmt_deepspeed.config.planner import PlannerConfig
+from hmt_deepspeed.config.sections import (
     BasisCacheConfig,
     FpdtConfig,
-    HMTConfig,
-    ModuleRule,
     OffloadConfig,
-    OptimizerConfig,
     SnapshotConfig,
-    describe_fields,
 )
-from hmt_deepspeed.config.planner import PlannerConfig
 
 __all__ = [
     "BLOCK_NAME",

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
+    "BLOCK_NAME",
     "Auto",
     "NonEmptyRegexList",
     "PositiveFloat",
@@ -18,6 +19,8 @@ __all__ = [
     "Regex",
     "StrictModel",
 ]
+
+BLOCK_NAME = "hmt"  # the key of the DeepSpeed config
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]

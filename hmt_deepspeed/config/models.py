@@ -1,19 +1,15 @@
-"""The block as strict, frozen models: every field bounded and documented."""
+"""`hmt.optimizer`: every field bounded and documented."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hmt_deepspeed.config.activations import (
-    ActivationsConfig,
-    activation_conflicts,
-)
-from hmt_deepspeed.config.conflicts import conflict_problems, snapshot_conflicts
+from hmt_deepspeed.config.conflicts import conflict_problems
 from hmt_deepspeed.config.fields import (
+    BLOCK_NAME,
     Auto,
     NonEmptyRegexList,
     PositiveFloat,
@@ -24,23 +20,10 @@ from hmt_deepspeed.config.fields import (
     StrictModel,
 )
 from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
-from hmt_deepspeed.config.planner import PlannerConfig
-from hmt_deepspeed.config.presets import Preset, overridden, with_preset
-from hmt_deepspeed.config.problems import field_problems, unknown_key_text, walk_fields
+from hmt_deepspeed.config.problems import field_problems, unknown_key_text
 
-__all__ = [
-    "BLOCK_NAME",
-    "BasisCacheConfig",
-    "FpdtConfig",
-    "HMTConfig",
-    "ModuleRule",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "SnapshotConfig",
-    "describe_fields",
-]
+__all__ = ["ModuleRule", "OptimizerConfig"]
 
-BLOCK_NAME = "hmt"
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
 
 Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
@@ -320,210 +303,3 @@ class OptimizerConfig(StrictModel):
         if conflicts:
             raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
         return self
-
-
-class FpdtConfig(StrictModel):
-    """`hmt.fpdt`: where the block has this section, every stage of the decoder layers, the last norm and the loss
-    run in chunks of tokens; a layer keeps its input, and attention's output where `hmt.activations` says so.
-    """
-
-    chunk_size: Auto | PositiveInt = Field(
-        default=65536,
-        description="Tokens of a chunk in attention; projections and MLP take a quarter at once. auto: the "
-        "largest power of two that fits the device at the model's longest sequence.",
-        json_schema_extra={
-            "who": "Less: devices that a chunk overfills; bytes fall as one over the chunks (case layer_memory)."
-        },
-    )
-    offload_kv: bool = Field(
-        default=True,
-        description="Keep a layer's chunks (keys, values and what backward needs) in pinned host memory "
-        "between their uses.",
-        json_schema_extra={"who": "false: keys and values that fit the device."},
-    )
-    sequence_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Consecutive ranks that share each sequence; they get the same rows, each computes its "
-        "part of every chunk.",
-        json_schema_extra={"who": "Sequences that are too long, or too slow, for one device."},
-    )
-
-
-class OffloadConfig(StrictModel):
-    """`hmt.offload`: how the work on states in host memory or on an SSD goes beside the device's."""
-
-    overlap: Literal["auto", "backward", "forward", "none"] = Field(
-        default="auto",
-        description="When states that zero_optimization.offload_optimizer keeps in host memory or on an SSD are "
-        "updated: during backward, before clipping and overflow are decided; after that, beside the next "
-        "forward; or inside step. Every choice gives the same numbers.",
-        json_schema_extra={
-            "who": "backward: runs that clip, with 12 bytes an element of host memory to spare."
-        },
-    )
-
-
-_NOTHING_PLANS = 'Nothing is planned: remove it, or set "activations": {"policy": "plan"}.'
-
-
-_PLANNED_CHUNKS = (
-    "A layer in chunks (hmt.fpdt) holds its input only, so there is nothing to plan: write the policy out, or "
-    "remove hmt.fpdt."
-)
-
-
-def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
-    """Of a raw block whose planner section nobody reads, or whose plan FPDT would not follow."""
-    activations = block.get("activations")
-    if any(".activations.policy" in key for key in known_bad):
-        return {}
-    if isinstance(activations, dict) and activations.get("policy") == "plan":
-        key = f"{BLOCK_NAME}.activations.policy"
-        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if "fpdt" in block else {}
-    if block.get("planner", {}) == {} or any(".planner" in key for key in known_bad):
-        return {}
-    if PlannerConfig.model_validate(block["planner"]) == PlannerConfig():
-        return {}
-    return {f"{BLOCK_NAME}.planner": f"got {block['planner']!r}. {_NOTHING_PLANS}"}
-
-
-class BasisCacheConfig(StrictModel):
-    """`hmt.basis_cache`: bases wait in host memory where the block has this section."""
-
-    history: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="Bases of each matrix, the last it has left, that are kept with their moments: where the basis "
-        "turns back to one, its second moments come back, and where the rank rises again, the range finder starts "
-        "from the wider basis before. They make room for current bases. 0: none.",
-        json_schema_extra={
-            "who": "Gradients that return to old subspaces: second moments were 3 to 4 % off, without it 11 to "
-            "12 % (synthetic)."
-        },
-    )
-
-
-class SnapshotConfig(StrictModel):
-    """`hmt.snapshot`: the state of training to an SSD in the background."""
-
-    path: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Folder of this run's snapshots, which all ranks share; the last two are kept, beside those whose "
-        "weights they are differences to.",
-        json_schema_extra={
-            "legal": "null or the path of a folder",
-            "who": "Runs that may be killed; with interval.",
-        },
-    )
-    interval: int = Field(
-        default=0,
-        ge=0,
-        description="Optimizer steps between two snapshots; 0: none.",
-        json_schema_extra={"who": "Runs that may be killed: the steps that a crash may cost."},
-    )
-
-    @model_validator(mode="after")
-    def _refuse_conflicts(self) -> SnapshotConfig:
-        conflicts = snapshot_conflicts({key: getattr(self, key) for key in self.model_fields_set})
-        if conflicts:
-            raise ValueError(" ".join(f"{c.key}: {c.advice}" for c in conflicts))
-        return self
-
-
-class HMTConfig(StrictModel):
-    """The whole "hmt" block."""
-
-    preset: Preset = Field(
-        default="balanced",
-        description="Whole settings by one word, which the fields beside it override: balanced, the defaults; "
-        "memory, the least bytes; paper, the HMT paper's settings.",
-        json_schema_extra={
-            "who": "Everyone who wants one word instead of a dozen fields: the README's first table measures them."
-        },
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig,
-        description="What the optimizer does with each linear's gradient, and how it stores its states.",
-    )
-    activations: ActivationsConfig = Field(
-        default_factory=ActivationsConfig,
-        description="What is held between forward and backward. The section turns this on; {} is the HMT paper's table.",
-    )
-    planner: PlannerConfig = Field(
-        default_factory=PlannerConfig,
-        description='Limits and the file of a run that plans its activations ("policy": "plan").',
-    )
-    fpdt: FpdtConfig = Field(
-        default_factory=FpdtConfig,
-        description="Decoder layers in chunks of tokens. The section turns this on.",
-    )
-    offload: OffloadConfig = Field(
-        default_factory=OffloadConfig,
-        description="When states that zero_optimization.offload_optimizer keeps off the device are updated.",
-    )
-    basis_cache: BasisCacheConfig = Field(
-        default_factory=BasisCacheConfig,
-        description="Bases wait in host memory between their uses. The section turns this on.",
-    )
-    snapshot: SnapshotConfig = Field(
-        default_factory=SnapshotConfig,
-        description="The state of training, written to a disk in the background.",
-    )
-
-    @model_validator(mode="after")
-    def _refuse_idle_planner(self) -> HMTConfig:
-        if self.planner != PlannerConfig() and not self.activations.is_planned:
-            raise ValueError(_NOTHING_PLANS)
-        if self.activations.is_planned and self.gives("fpdt"):
-            raise ValueError(_PLANNED_CHUNKS)
-        return self
-
-    def describe_preset(self) -> str:
-        """The preset's name and, a line each, what of it is not in force; nothing under the default one."""
-        if self.preset == "balanced":
-            return ""
-        lost = [f"  {line}" for line in overridden(self.preset, self.model_dump())]
-        return "\n".join([f'hmt.preset "{self.preset}"' + (", but for:" if lost else ""), *lost])
-
-    def gives(self, section: str) -> bool:
-        """Whether the block has the section, if only as {}."""
-        return section in self.model_fields_set
-
-    @classmethod
-    def from_block(cls, block: object) -> HMTConfig:
-        """Validate the parsed value of the DeepSpeed config's "hmt" key.
-
-        Raises:
-            ValueError: one message with a line for every problem: the full key, the value given,
-                what is legal and what to do.
-        """
-        if not isinstance(block, dict):
-            raise ValueError(
-                f'The "{BLOCK_NAME}" key of the DeepSpeed config: got {block!r}. Legal: an object. '
-                f'Write "{BLOCK_NAME}": {{}} to use every default.'
-            )
-        block = with_preset(block)
-        try:
-            return cls.model_validate(block)
-        except ValidationError as error:
-            problems = field_problems(error, cls, BLOCK_NAME)
-        for section, find in (
-            ("optimizer", conflicts_of),
-            ("activations", activation_conflicts),
-            ("snapshot", snapshot_conflicts),
-        ):
-            prefix = f"{BLOCK_NAME}.{section}"
-            problems |= conflict_problems(block.get(section), prefix, problems, find)
-        problems |= _planner_problems(block, problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"  - {key}: {text}" for key, text in problems.items()]
-        raise ValueError(
-            f'The "{BLOCK_NAME}" block of the DeepSpeed config has {count}:\n' + "\n".join(lines)
-        )
-
-
-def describe_fields() -> list[tuple[str, str, str, str, str]]:
-    """Rows (key, legal values, default as JSON, description, who needs it) of every field of the block."""
-    return [
-        (path, field["legal"], json.dumps(field["default"]), field["description"], field["who"])
-        for path, field in walk_fields(HMTConfig, BLOCK_NAME)
-    ]
