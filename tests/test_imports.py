@@ -204,7 +204,7 @@ def module_name(path: Path) -> str:
 
 
 def test_the_walk_finds_the_package():
-    assert REPO / PACKAGE / "config" / "models.py" in package_files()
+    assert REPO / PACKAGE / "config" / "optimizer.py" in package_files()
 
 
 @pytest.mark.parametrize("path", package_files(), ids=module_name)
@@ -268,11 +268,11 @@ def check(file: str, source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("config/models.py", "from .. import version"),
-        ("config/models.py", "import torch"),
-        ("config/models.py", "from torch import nn"),
-        ("config/models.py", "from hmt_deepspeed import sites"),
-        ("config/models.py", "from ..optim.settings import MatrixSettings"),
+        ("config/optimizer.py", "from .. import version"),
+        ("config/optimizer.py", "import torch"),
+        ("config/optimizer.py", "from torch import nn"),
+        ("config/optimizer.py", "from hmt_deepspeed import sites"),
+        ("config/optimizer.py", "from ..optim.settings import MatrixSettings"),
         ("sites.py", "from .optim import settings"),
         ("sites.py", "import hmt_deepspeed"),
         ("kernels/__init__.py", "from ..optim import basis"),
@@ -323,7 +323,7 @@ def test_checker_refuses(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("config/models.py", "import pydantic"),
+        ("config/optimizer.py", "import pydantic"),
         ("planner/solve/cost.py", "from ... import sites"),
         (OPTIM, "from . import basis\nfrom .basis import refresh\nfrom ..kernels.op import op"),
         (OPTIM, "import torch\nfrom torch import nn\nx = torch.distributions"),

@@ -8,7 +8,7 @@ from hmt_deepspeed.config.activations import ActivationsConfig
 from hmt_deepspeed.config.block import HMTConfig, describe_fields
 from hmt_deepspeed.config.fields import BLOCK_NAME
 from hmt_deepspeed.config.json_file import read_json_config
-from hmt_deepspeed.config.models import ModuleRule, OptimizerConfig
+from hmt_deepspeed.config.optimizer import ModuleRule, OptimizerConfig
 from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.sections import (
     BasisCacheConfig,

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from hmt_deepspeed.config.activations import ActivationsConfig, activation_conflicts
 from hmt_deepspeed.config.conflicts import conflict_problems, snapshot_conflicts
 from hmt_deepspeed.config.fields import BLOCK_NAME, StrictModel
-from hmt_deepspeed.config.models import OptimizerConfig
+from hmt_deepspeed.config.optimizer import OptimizerConfig
 from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
 from hmt_deepspeed.config.planner import PlannerConfig
 from hmt_deepspeed.config.presets import Preset, overridden, with_preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from hmt_deepspeed.config.models import Method, Projection, Residual, SecondMoment, StateDtype
+from hmt_deepspeed.config.optimizer import Method, Projection, Residual, SecondMoment, StateDtype
 from hmt_deepspeed.planner.model.flops import (
     Projected,
     check_probes,
