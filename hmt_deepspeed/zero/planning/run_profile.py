@@ -15,6 +15,7 @@ import torch
 
 from hmt_deepspeed.activations.codecs import build_codec
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.codecs import place_of
 from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.planner.advise.calibrate import IterationSeconds, calibrated, with_rerun_rates
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates, Overheads
@@ -123,7 +124,8 @@ class RunProfile:
         work = self._samples[-1].workload
         seconds = [s.phases.total for s in self._samples if s.phases is not None]
         least, most = _BUFFER_BYTES
-        lossy = next(iter(self._hmt.planner.lossy.values()), None)
+        # of one that stays on the device: encoding and decoding alone are to be timed
+        lossy = next((c for c in self._hmt.planner.lossy.values() if place_of(c) == "device"), None)
         sites = [site for layer in work.layers for site in layer.sites]
         shape = work.shape
         folder = self._facts.ssd_folder
