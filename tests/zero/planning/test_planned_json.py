@@ -97,10 +97,8 @@ def test_states_on_an_ssd_are_ours_and_the_json_trains(
 ) -> None:
     limits = ("--gpu_memory", "0.08", "--host_memory", "0.25", "--method", "adamw")
     config = ask(model_folder, tmp_path, *limits)
-    said = capsys.readouterr().out
-    recommended = next(line for line in said.splitlines() if line.startswith("fits. Recommended"))
-    assert "CPU Adam, states on nvme, overlap" in recommended
-    assert "DeepSpeed's" not in recommended
+    said = " ".join(capsys.readouterr().out.split())  # whatever its lines
+    assert "Recommended (the fastest exact one): ZeRO-3, CPU Adam, states on nvme." in said
     assert "DeepSpeed's CPU Adam, states on nvme" in said  # tried, and slower
     assert config["optimizer"]["type"] == "HMT"
     offload = config["zero_optimization"]["offload_optimizer"]
@@ -108,7 +106,6 @@ def test_states_on_an_ssd_are_ours_and_the_json_trains(
 
     (found,) = ranks.run(train, 1, str(tmp_path / "ds.json"), CONFIG)
     assert found["is_ours"]
-    assert f"overlap {found['overlap']}" in recommended
     parameters = 2 * VOCABULARY * 384 + 2 * (4 * 384**2 + 3 * 384 * 768 + 2 * 384) + 384
     assert found["on_ssd"] >= 2 * 12 * parameters  # two slots of each
     del config["zero_optimization"]["offload_optimizer"]
