@@ -15,8 +15,8 @@ Shapes, as a matrix is projected (from the left: everything of its transpose)
     e1, e2         evidence in M (a number) and in V (as V): Adam's 1 - beta^t, lowered by a new basis where the old
                    one had seen nothing
 
-Papers: Adam 1412.6980, AdamW 1711.05101, Halko, Martinsson and Tropp 0909.4061 (HMT), GaLore 2403.03507, Fira
-2410.01623, LDAdam 2410.16103, Adafactor 1804.04235, APOLLO 2412.05270.
+Papers: Adam 1412.6980, AdamW 1711.05101, Halko, Martinsson and Tropp 0909.4061, GaLore 2403.03507, Fira
+2410.01623, LDAdam 2410.16103, Adafactor 1804.04235, APOLLO 2412.05270; the HMT paper: cores of r x r.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def orth(x: Tensor) -> Tensor:
 
 
 def range_finder(g: Tensor, r: int, gaussian: Tensor, old: Tensor | None) -> Tensor:
-    """Q by subspace iteration (HMT, algorithms 4.4 and 5.1) from the old basis with Gaussian columns beside it."""
+    """Q by subspace iteration (Halko, Martinsson and Tropp, algorithms 4.4 and 5.1), from the old one on."""
     q = gaussian if old is None else torch.cat((old, gaussian), dim=1)
     for _ in range(2 if old is None else 1):
         q = orth(g.T @ orth(g @ q))  # Q <- orth(G^T orth(G Q))
@@ -136,6 +136,7 @@ class SimpleHMT:
         return self.adam_on(clipped(g, g.norm(), max_norm))
 
     def low_rank(self, g: Tensor, max_norm: float) -> Tensor:
+        """D of GaLore, or of the HMT paper's core, and the residual outside it."""
         n, r, k, full = g.shape[1], self.rank, self.probes, self.residual == "full"
         if self.t % self.update_interval == 0:
             self.new_bases(g)
@@ -184,12 +185,10 @@ class SimpleHMT:
         a = g @ self.draw("apollo", number, g.shape[1], self.rank) / self.rank**0.5  # N(0, 1/r)
         u = self.adam_on(a)
         each = {} if self.method == "apollo_mini" else {"dim": 1, "keepdim": True}
-        d = (
-            g * u.norm(**each) / (a.norm(**each) + 1e-8)
-        )  # s_j = ||U_j|| / ||A_j||; Mini: of the whole
-        corrected = (
-            self.adam.e2[0, 0].sqrt() / self.adam.e1
-        )  # as published, the norm is that without
+        # s_j = ||U_j|| / ||A_j|| by rows; Mini: ||U|| / ||A||
+        d = g * u.norm(**each) / (a.norm(**each) + 1e-8)
+        # as published, the norm that is limited is the one before Adam's bias correction
+        corrected = self.adam.e2[0, 0].sqrt() / self.adam.e1
         return self.scale**0.5 * d * self.limit(d.norm() / corrected)
 
     def limit(self, norm: Tensor) -> Tensor:

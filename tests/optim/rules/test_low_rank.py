@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 from typing import Any
 
+import hmt_simple
 import pytest
 from twins import LOW_RANK, TALL, WIDE, assert_same_steps
 
@@ -27,3 +29,7 @@ def test_steps_are_the_twins(
 def test_few_probes_are_not_scaled_up_without_bound() -> None:
     """(n - r)/k is 18 for one probe, and the factor on it 8."""
     assert_same_steps(TALL, residual="probe", probes=1, **LOW_RANK)
+
+
+def test_the_twin_shares_no_code_with_the_rules() -> None:
+    assert "hmt_deepspeed" not in Path(hmt_simple.__file__).read_text(encoding="utf-8")
