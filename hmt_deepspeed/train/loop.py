@@ -142,14 +142,14 @@ class TrainingLoop:
                     progress.eval_loss = self.evaluate()
                     record["eval_loss"] = progress.eval_loss
                 self._publish(record, measured, writer, bar)
-                self._check_loss(measured["skipped_steps"])
+                self.check_loss(measured["skipped_steps"])
                 if options.save_interval and (last or _due(progress.step, options.save_interval)):
                     self.save_checkpoint()
         if progress.eval_loss is None:
             progress.eval_loss = self.evaluate()
         return progress
 
-    def _check_loss(self, skipped_steps: int) -> None:
+    def check_loss(self, skipped_steps: int) -> None:
         """Say that a step with a bad loss was skipped; stop where it was not.
 
         Raises:
@@ -363,10 +363,10 @@ class TrainingLoop:
             "tokens_per_second": speed,
         }
         if self.options.peak_flops is not None:
-            record |= self._utilization(seconds, self.options.peak_flops)
+            record |= self.utilization(seconds, self.options.peak_flops)
         return record
 
-    def _utilization(self, seconds: float, peak_flops: float) -> dict[str, float]:
+    def utilization(self, seconds: float, peak_flops: float) -> dict[str, float]:
         """MFU, and HFU where it is known what is computed; nothing where the peak given cannot be the device's."""
         seq_length = self.data.train.seq_length
         micro_batch = int(self.engine.train_micro_batch_size_per_gpu())

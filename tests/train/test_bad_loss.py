@@ -15,7 +15,7 @@ def loop_at(loss: float) -> TrainingLoop:
 
 def test_a_finite_loss_passes_whether_or_not_its_step_was_skipped() -> None:
     for skipped in (2, 3):
-        loop_at(1.5)._check_loss(skipped)
+        loop_at(1.5).check_loss(skipped)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -23,7 +23,7 @@ def test_a_skipped_step_is_said_and_training_goes_on(
     loss: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = loop_at(loss)
-    loop._check_loss(3)
+    loop.check_loss(3)
     assert capsys.readouterr().out == f"step 7: the loss is {loss}; the step was skipped\n"
     with pytest.raises(ValueError, match=r"step 7: the loss is .* weights have been updated"):
-        loop._check_loss(3)  # this one was not
+        loop.check_loss(3)  # this one was not

@@ -54,7 +54,7 @@ def test_less_computed_than_ordinary_training_shows_in_both(
     ordinary = flops_per_token(llama(False), SEQ_LENGTH) * TOKENS / 2  # of one of two devices
     loop = loop_of(0.7 * ordinary, monkeypatch)
     peak = ordinary / SECONDS * 0.9
-    found = loop._utilization(SECONDS, peak)
+    found = loop.utilization(SECONDS, peak)
     assert found == {"mfu": pytest.approx(1 / 0.9), "hfu": pytest.approx(0.7 / 0.9)}
 
 
@@ -63,7 +63,7 @@ def test_no_device_is_said_to_do_more_than_its_peak(
 ) -> None:
     loop = loop_of(3e12, monkeypatch)
     for _ in range(2):
-        assert loop._utilization(SECONDS, 1e12) == {}
+        assert loop.utilization(SECONDS, 1e12) == {}
     assert capsys.readouterr().out == (
         "--peak_tflops is 1, but a device computed 1.5 TFLOP/s: no MFU and HFU are shown. Give its peak at "
         "the training dtype.\n"
@@ -74,5 +74,5 @@ def test_without_a_count_of_what_is_computed_there_is_no_hfu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = loop_of(None, monkeypatch)
-    assert set(loop._utilization(SECONDS, 1e15)) == {"mfu"}
-    assert loop._utilization(SECONDS, 1e6) == {}
+    assert set(loop.utilization(SECONDS, 1e15)) == {"mfu"}
+    assert loop.utilization(SECONDS, 1e6) == {}

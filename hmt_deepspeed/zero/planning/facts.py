@@ -45,6 +45,7 @@ __all__ = [
     "refreshing_columns",
     "run_facts",
     "shapes_of",
+    "ssd_folder",
 ]
 
 _FP32 = 4  # bytes
@@ -175,7 +176,7 @@ def run_facts(
         eager,
         elements,
         rank_is_chosen=options is not None and options["rank"] == "auto",
-        ssd_folder=_ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
+        ssd_folder=ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
     )
 
 
@@ -201,7 +202,7 @@ def _shape_of(module: Any) -> tuple[Any, ModelShape]:
     return config, shape
 
 
-def _ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
+def ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
     """One of the two folders; the planner knows one array of SSDs.
 
     Raises:

@@ -27,7 +27,15 @@ from hmt_deepspeed.zero.compat import symbol
 from hmt_deepspeed.zero.planning.disk_rates import disk_fields
 from hmt_deepspeed.zero.planning.timing import rate, rate_of_call
 
-__all__ = ["Probe", "measure_interconnect", "measure_machine"]
+__all__ = [
+    "LinkRates",
+    "Probe",
+    "link_rates",
+    "matmul_rate",
+    "measure_interconnect",
+    "measure_machine",
+    "peak_flops_of",
+]
 
 Product = tuple[int, int, int]  # tokens, inputs, outputs
 
@@ -111,18 +119,18 @@ def measure_machine(
     synchronize = accelerator.synchronize
     gpu_memory = _gpu_memory(accelerator, device)
     matmul = probe.matmul or MatmulRates(
-        **{n: _matmul_rate(probe.products, n, device, seconds, synchronize) for n in DTYPES}
+        **{n: matmul_rate(probe.products, n, device, seconds, synchronize) for n in DTYPES}
     )
     memory_rate = _memory_rate(device, probe.buffer_bytes, seconds, synchronize)
     with closing(TransferEngine(device, 4 * probe.buffer_bytes)) as engine:
-        link = _link_rates(engine, probe.buffer_bytes, seconds, synchronize)
+        link = link_rates(engine, probe.buffer_bytes, seconds, synchronize)
         disk: dict[str, Any] = {}
         if probe.file_io is not None and probe.folder is not None:
             disk = disk_fields(engine, probe.file_io, probe.folder, probe.buffer_bytes, seconds)
     name = _device_name(device)
     return Machine(
         name=name,
-        peak_flops=max(_peak_flops(name), matmul.bf16, matmul.fp16, matmul.fp32),
+        peak_flops=max(peak_flops_of(name), matmul.bf16, matmul.fp16, matmul.fp32),
         matmul=matmul,
         gpu_memory=gpu_memory,
         gpu_bandwidth=memory_rate,
@@ -178,7 +186,7 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} of {platform.node()}"
 
 
-def _peak_flops(name: str) -> float:
+def peak_flops_of(name: str) -> float:
     """Datasheet bf16 FLOP/s of a device that is known by name, else 0: what was measured stands for it."""
     plain = name.lower().replace(" ", "")
     return max(
@@ -194,7 +202,7 @@ def _gpu_memory(accelerator: Any, device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) + free
 
 
-def _matmul_rate(
+def matmul_rate(
     products: Sequence[Product],
     dtype: str,
     device: torch.device,
@@ -268,7 +276,7 @@ def _codec_overheads(
 # -- link ---------------------------------------------------------------------------------------------
 
 
-class _LinkRates(NamedTuple):
+class LinkRates(NamedTuple):
     """Bytes/s: to the host alone, to the device alone, both together."""
 
     down: float
@@ -276,9 +284,10 @@ class _LinkRates(NamedTuple):
     both: float
 
 
-def _link_rates(
+def link_rates(
     engine: TransferEngine, nbytes: int, seconds: float, synchronize: Callable[[], Any]
-) -> _LinkRates:
+) -> LinkRates:
+    """Of copies of ``nbytes`` each, over at least so many seconds each way."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=engine.device)
     held = engine.put(source, "profile, held")
     engine.host_bytes(held)
@@ -303,7 +312,7 @@ def _link_rates(
         engine.drop(transfer)
         return 2 * nbytes
 
-    return _LinkRates(*(rate(way, seconds) for way in (down, up, both)))
+    return LinkRates(*(rate(way, seconds) for way in (down, up, both)))
 
 
 # -- CPU Adam -----------------------------------------------------------------------------------------

@@ -514,10 +514,10 @@ def test_a_plan_beside_states_on_an_ssd(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_unlike_disks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="are on different file systems; legal: one SSD or array"):
-        plan_inputs._ssd_folder(str(tmp_path / "new"), "/proc/states")
-    assert plan_inputs._ssd_folder(None, None) is None
+        plan_inputs.ssd_folder(str(tmp_path / "new"), "/proc/states")
+    assert plan_inputs.ssd_folder(None, None) is None
     both = [str(tmp_path / name) for name in ("activations", "states")]
-    assert plan_inputs._ssd_folder(*both) == both[0]
+    assert plan_inputs.ssd_folder(*both) == both[0]
 
 
 # -- several ranks ------------------------------------------------------------------------------------

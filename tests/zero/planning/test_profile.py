@@ -131,7 +131,7 @@ def test_matmul_rate_is_flops_over_time(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", slow)
     products = ((8, 16, 32), (8, 32, 16))
-    rate = profile._matmul_rate(products, "fp32", torch.device("cpu"), 0.05, lambda: None)
+    rate = profile.matmul_rate(products, "fp32", torch.device("cpu"), 0.05, lambda: None)
     assert set(spent) == {2 * 8 * 16 * 32}
     assert rate <= 2 * 2 * 8 * 16 * 32 / 0.02  # both products, 10 ms each
 
@@ -180,23 +180,23 @@ def test_both_ways_move_both(monkeypatch):
 
     monkeypatch.setattr(profile, "rate", once)
     with closing(TransferEngine("cpu", 4 * BUFFER)) as engine:
-        rates = profile._link_rates(engine, BUFFER, 0.0, lambda: None)
+        rates = profile.link_rates(engine, BUFFER, 0.0, lambda: None)
     assert rates == (BUFFER, BUFFER, 2 * BUFFER)
     assert moved == [(BUFFER, 0), (0, BUFFER), (BUFFER, BUFFER)]
 
 
 def test_both_ways_are_never_faster_than_their_sum(monkeypatch):
     """Noise must not make a machine that is refused."""
-    monkeypatch.setattr(profile, "_link_rates", lambda *_: profile._LinkRates(10.0, 20.0, 31.0))
+    monkeypatch.setattr(profile, "link_rates", lambda *_: profile.LinkRates(10.0, 20.0, 31.0))
     probe = Probe(products=((1, 1, 1),), seconds=0.01, adam_parameters=1, adam=SlowAdam)
     assert measure_machine(ACCELERATOR, "cpu", probe).both_directions == 30.0
 
 
 def test_known_devices_have_their_datasheet_peak():
-    assert profile._peak_flops("NVIDIA H200") == named_machine("h200").peak_flops
-    assert profile._peak_flops("NVIDIA GeForce RTX 4090") == named_machine("rtx4090").peak_flops
-    assert profile._peak_flops("NVIDIA A100-SXM4-80GB") == named_machine("a100-80g").peak_flops
-    assert profile._peak_flops("cpu of a node") == 0
+    assert profile.peak_flops_of("NVIDIA H200") == named_machine("h200").peak_flops
+    assert profile.peak_flops_of("NVIDIA GeForce RTX 4090") == named_machine("rtx4090").peak_flops
+    assert profile.peak_flops_of("NVIDIA A100-SXM4-80GB") == named_machine("a100-80g").peak_flops
+    assert profile.peak_flops_of("cpu of a node") == 0
 
 
 def test_interconnect_needs_ranks():
