@@ -214,11 +214,14 @@ class TwinStreams:
     or one after it in its stream, is waited for, or when the host waits for room; memory that may not be
     read holds 0xFF bytes (NaN in every float type). Whoever forgets to wait reads those, whoever frees or
     overwrites too early loses the data, every time and not once in a thousand runs.
+
+    Attributes:
+        pending: copies that have not run, by direction, oldest first.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pending: dict[Direction, deque[_TwinCopy]] = {d: deque() for d in Direction}
+        self.pending: dict[Direction, deque[_TwinCopy]] = {d: deque() for d in Direction}
 
     def current(self) -> None:
         return None
@@ -232,13 +235,13 @@ class TwinStreams:
         event = _TwinEvent(self, direction)
         with self._lock:
             copy = _TwinCopy(direction, destination, source, after, event)
-            self._pending[direction].append(copy)
+            self.pending[direction].append(copy)
         return event
 
     def keep(self, tensor: Tensor, direction: Direction) -> None:
         with self._lock:
-            if pending := self._pending[direction]:
-                pending[-1].kept.append(tensor)
+            if copies := self.pending[direction]:
+                copies[-1].kept.append(tensor)
 
     def use(self, tensor: Tensor, event: Event, home: None) -> None:
         event.wait()
@@ -251,12 +254,12 @@ class TwinStreams:
 
     def drain(self) -> None:
         with self._lock:
-            for direction, pending in self._pending.items():
-                while pending:
+            for direction, copies in self.pending.items():
+                while copies:
                     self._run_oldest(direction)
 
     def _run_oldest(self, direction: Direction) -> None:
-        copy = self._pending[direction].popleft()
+        copy = self.pending[direction].popleft()
         try:
             copy.run()
         except Exception as error:

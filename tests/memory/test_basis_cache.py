@@ -137,9 +137,9 @@ def test_a_new_basis_goes_beside_the_one_before_while_there_is_room(make):
     for pages, waited in ((5, False), (4, True)):
         cache = filled(make(pages=pages))
         cache.begin_round(["a"])  # a copy under way; the twin runs it when it is waited for
-        assert len(cache.engine.streams._pending[Direction.TO_DEVICE]) == 1
+        assert len(cache.engine.streams.pending[Direction.TO_DEVICE]) == 1
         assert cache.put("a", basis(5))
-        assert (not cache.engine.streams._pending[Direction.TO_DEVICE]) == waited
+        assert (not cache.engine.streams.pending[Direction.TO_DEVICE]) == waited
         assert torch.equal(cache.get("a"), basis(5))
         assert cache.host_bytes == 4 * PAGE
 
@@ -177,7 +177,7 @@ def test_what_is_kept_together_comes_back_and_goes_together(make):
     assert cache.keep("x", parts)
     cache.expect("x")
     assert (
-        len(cache.engine.streams._pending[Direction.TO_DEVICE]) >= 2
+        len(cache.engine.streams.pending[Direction.TO_DEVICE]) >= 2
     )  # the empty one moves nothing
     for found, part in zip(cache.kept("x"), parts, strict=True):
         assert torch.equal(found, part)

@@ -207,7 +207,7 @@ def test_an_abandoned_prefetch_keeps_its_memory_until_the_copy_is_done(make, on_
     if on_file:
         store._entries["x"].pieces[0].read.result()
     streams = store.engine.streams
-    (copy,) = streams._pending[Direction.TO_DEVICE]
+    (copy,) = streams.pending[Direction.TO_DEVICE]
     target = copy.device
     store.drop("x")
     io.writes.set()
@@ -312,7 +312,7 @@ def test_a_failed_copy_is_raised_at_the_user_of_the_tensor(make):
                 def fail():
                     raise RuntimeError("the cable is out")
 
-                self._pending[direction][-1].run = fail
+                self.pending[direction][-1].run = fail
             return event
 
     store = make(streams=Faulty())

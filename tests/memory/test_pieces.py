@@ -149,7 +149,7 @@ def test_an_abandoned_prefetch_keeps_its_memory_until_every_copy_is_done(make):
     store.prefetch("x")
     for piece in store._entries["x"].pieces:
         piece.read.result()
-    copies = list(store.engine.streams._pending[Direction.TO_DEVICE])
+    copies = list(store.engine.streams.pending[Direction.TO_DEVICE])
     assert len(copies) == 2
     store.drop("x")
     store.engine.streams.drain()
@@ -258,7 +258,7 @@ def test_a_copy_of_a_piece_that_fails(make, broken):
                     def fail():
                         raise RuntimeError("the cable is out")
 
-                    self._pending[direction][-1].run = fail
+                    self.pending[direction][-1].run = fail
                 return event
 
     store = make(streams=Faulty())

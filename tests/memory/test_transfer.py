@@ -18,7 +18,7 @@ def make(pages=16, streams=None):
 
 
 def pending(engine, direction=Direction.TO_HOST):
-    return len(engine.streams._pending[direction])
+    return len(engine.streams.pending[direction])
 
 
 @pytest.mark.parametrize("kind", tensors())
@@ -117,7 +117,7 @@ def test_an_abandoned_fetch_keeps_its_memory_until_the_copy_is_done():
     engine = make()
     handle = engine.put(pattern(10), "x")
     engine.prefetch(handle)
-    copies = engine.streams._pending[Direction.TO_DEVICE]
+    copies = engine.streams.pending[Direction.TO_DEVICE]
     event, target = copies[0].event, weakref.ref(handle._arrival.flat)
     engine.drop(handle)
     del handle
@@ -215,7 +215,7 @@ class Faulty(TwinStreams):
             def fail():
                 raise RuntimeError("the cable is out")
 
-            self._pending[direction][-1].run = fail
+            self.pending[direction][-1].run = fail
         return event
 
 

@@ -143,7 +143,7 @@ def held_beside_the_run(folder: str, stage: int, variant: str, most: int) -> dic
         nonlocal peak, largest
         staged = stage_one(self, value, *name)
         held = {}
-        for copy in self._transfers.streams._pending[Direction.TO_HOST]:
+        for copy in self._transfers.streams.pending[Direction.TO_HOST]:
             for storage in (tensor.untyped_storage() for tensor in copy.kept):
                 if storage.data_ptr() not in self._living:
                     held[storage.data_ptr()] = storage.nbytes()
