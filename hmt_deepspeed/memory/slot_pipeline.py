@@ -69,7 +69,7 @@ class Lease:
             self._pipeline._log("update", self.piece, self._begin)
             self._pipeline._return(self)
         else:
-            self._pipeline._pool.release(self._buffer)
+            self._pipeline.pool.release(self._buffer)
             self._over.set()
 
     def cancel(self) -> None:
@@ -84,7 +84,7 @@ class Lease:
 
     def _drop(self, arriving: Future[Buffer]) -> None:
         if arriving.exception() is None:
-            self._pipeline._pool.release(arriving.result())
+            self._pipeline.pool.release(arriving.result())
         self._over.set()
 
 
@@ -118,7 +118,7 @@ class SlotPipeline:
     ) -> None:
         self.slots, self.counters = slots, Counters()
         self.events: list[Event] | None = None
-        self._pool, self._failed = pool, failed
+        self.pool, self._failed = pool, failed
         self._reader = background_threads(1, "hmt-states-read") if read_ahead else None
         self._writer = background_threads(1, "hmt-states-write") if write_behind else None
         self._last: dict[Piece, Lease] = {}  # of each piece, unless it is known to be over
@@ -128,7 +128,7 @@ class SlotPipeline:
     @property
     def buffer_bytes(self) -> int:
         """Of the buffers."""
-        return self._pool.nbytes
+        return self.pool.nbytes
 
     def expect(self, pieces: Iterable[Piece]) -> None:
         """These will be leased next, in this order, if all goes as usual: their reads may begin now.
@@ -199,13 +199,13 @@ class SlotPipeline:
             lease._before._over.wait()
             lease._before = None
         piece = lease.piece
-        buffer = self._pool.take(piece.nbytes, piece.name, lent=True)
+        buffer = self.pool.take(piece.nbytes, piece.name, lent=True)
         begin = time.perf_counter()
         try:
             with self.counters.moving("in"):
                 nbytes = self.slots.read(piece, buffer.memory)
         except BaseException:
-            self._pool.release(buffer)
+            self.pool.release(buffer)
             raise
         if nbytes:
             self.counters.count_in(whole_pages(nbytes))
@@ -232,7 +232,7 @@ class SlotPipeline:
             self.counters.count_out(whole_pages(piece.nbytes))
             self._log("write", piece, begin)
         finally:
-            self._pool.release(lease._buffer)
+            self.pool.release(lease._buffer)
             lease._over.set()
 
     def _log(self, verb: str, piece: Piece, begin: float) -> None:

@@ -41,6 +41,7 @@ class Transfer:
         name: for messages.
         layout: type and geometry of the tensor.
         stored: its bytes have arrived on the host.
+        arrival: what a prefetch has begun and nobody has taken yet.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Transfer:
         self.name, self.layout, self.stored = name, layout, stored
         self._pool, self.buffer = pool, buffer
         self._fetched: tuple[Event, ...] = ()  # the last fetch, which ends after those before it
-        self._arrival: Arrival | None = None
+        self.arrival: Arrival | None = None
         self._dropped = False
 
 
@@ -162,9 +163,9 @@ class TransferEngine:
         """
         with self._lock:
             self._check(transfer)
-            if transfer._arrival is None:
+            if transfer.arrival is None:
                 with suppress(TransferError):
-                    transfer._arrival = self.fetch(transfer)
+                    transfer.arrival = self.fetch(transfer)
 
     def get(self, transfer: Transfer) -> Tensor:
         """The tensor, on the device, ready for the caller's current stream. The host keeps its bytes.
@@ -177,7 +178,7 @@ class TransferEngine:
         """
         with self._lock:
             self._check(transfer)
-            arrival, transfer._arrival = transfer._arrival or self.fetch(transfer), None
+            arrival, transfer.arrival = transfer.arrival or self.fetch(transfer), None
         return self.receive(arrival)
 
     def host_bytes(self, transfer: Transfer) -> Tensor:
@@ -201,7 +202,7 @@ class TransferEngine:
         with self._lock:
             self._check(transfer)
             transfer._dropped = True
-            arrival, transfer._arrival = transfer._arrival, None
+            arrival, transfer.arrival = transfer.arrival, None
         if arrival is not None:
             self.abandon(arrival)
         transfer._pool.release(transfer.buffer, transfer.stored, *transfer._fetched)

@@ -244,13 +244,13 @@ def test_memory_is_recorded_where_it_could_be_reused_too_early(cuda, engine):
     engine.get(handle)
     assert len(cuda.recorded) == 1  # allocated and used on the same stream
     engine.prefetch(handle)
-    pointer = handle._arrival.tensor.data_ptr()
+    pointer = handle.arrival.tensor.data_ptr()
     with torch.cuda.stream(Stream()):
         elsewhere = cuda.now
         engine.get(handle)
     assert cuda.recorded[1:] == [(pointer, elsewhere)]
     engine.prefetch(handle)
-    pointer = handle._arrival.tensor.data_ptr()
+    pointer = handle.arrival.tensor.data_ptr()
     engine.drop(handle)
     assert cuda.recorded[2:] == [(pointer, inward)]
 

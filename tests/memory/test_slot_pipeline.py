@@ -111,7 +111,7 @@ def test_reads_ahead_stop_at_the_buffers(beside: Case) -> None:
         with lease:
             pass
     beside.pipeline.drain()
-    assert beside.pipeline._pool.peak_bytes == NUM_BUFFERS * PAGE
+    assert beside.pipeline.pool.peak_bytes == NUM_BUFFERS * PAGE
 
 
 def test_a_block_that_raises_writes_nothing(case: Case) -> None:
@@ -132,7 +132,7 @@ def test_what_is_cancelled_gives_its_buffer_back(case: Case) -> None:
         lease.cancel()
     case.pipeline.drain()
     assert case.values() == [1] * 8
-    assert case.pipeline._pool.used_bytes == 0
+    assert case.pipeline.pool.used_bytes == 0
 
 
 def test_a_write_that_fails_behind_names_its_piece(beside: Case) -> None:
@@ -245,7 +245,7 @@ def test_what_is_expected_in_vain_holds_nothing_up(beside: Case, surprise: str) 
     """Buffers full of what nobody asks for are given back when somebody asks for something else."""
     beside.fill(1)
     beside.pipeline.expect(beside.pieces)
-    _until(lambda: beside.pipeline._pool.used_bytes == NUM_BUFFERS * PAGE)
+    _until(lambda: beside.pipeline.pool.used_bytes == NUM_BUFFERS * PAGE)
     if surprise == "roll_back":
         with beside.pipeline.lease(beside.pieces[0]) as memory:
             memory.fill_(9)
@@ -257,7 +257,7 @@ def test_what_is_expected_in_vain_holds_nothing_up(beside: Case, surprise: str) 
             memory.add_(1)
     beside.pipeline.drain()
     assert beside.values() == [2] * 8
-    _until(lambda: beside.pipeline._pool.used_bytes == 0)
+    _until(lambda: beside.pipeline.pool.used_bytes == 0)
 
 
 def test_an_expected_read_sees_the_write_before_it(beside: Case) -> None:

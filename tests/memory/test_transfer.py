@@ -57,7 +57,7 @@ def test_nothing_runs_before_it_is_waited_for():
     handle = engine.put(tensor, "x")
     engine.prefetch(handle)
     assert not handle.stored.done()
-    assert handle._arrival.tensor.isnan().all()
+    assert handle.arrival.tensor.isnan().all()
     assert handle.buffer.memory.view(torch.float32).isnan().all()
     assert_same(engine.get(handle), tensor)
     assert handle.stored.done()
@@ -118,7 +118,7 @@ def test_an_abandoned_fetch_keeps_its_memory_until_the_copy_is_done():
     handle = engine.put(pattern(10), "x")
     engine.prefetch(handle)
     copies = engine.streams.pending[Direction.TO_DEVICE]
-    event, target = copies[0].event, weakref.ref(handle._arrival.flat)
+    event, target = copies[0].event, weakref.ref(handle.arrival.flat)
     engine.drop(handle)
     del handle
     assert target() is not None

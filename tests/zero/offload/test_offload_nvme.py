@@ -69,7 +69,7 @@ def run(
         entry["model"] = model_weights(engine)
         ssd = engine.optimizer.zero.host.ssd
         if ssd is not None:
-            entry["buffers"] = (ssd._pool.peak_bytes, ssd._pool.nbytes)
+            entry["buffers"] = (ssd.pool.peak_bytes, ssd.pool.nbytes)
         entry["table"] = engine.optimizer.describe()
         engine.destroy()
         found.append(entry)
