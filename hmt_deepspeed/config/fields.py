@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from hmt_deepspeed.rules import methods
 
 __all__ = [
     "BLOCK_NAME",
     "Auto",
+    "Method",
     "NonEmptyRegexList",
     "PositiveFloat",
     "PositiveFraction",
@@ -58,6 +62,22 @@ RankList = Annotated[
     BeforeValidator(_list_to_tuple),
     AfterValidator(_strictly_increasing),
 ]
+
+
+def _in_the_table(method: str) -> str:
+    if method not in methods():
+        raise PydanticCustomError("literal_error", "no rule has this method")
+    return method
+
+
+class _LegalMethods:
+    """Lists the methods of the table as it is when the schema is asked for."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(methods()), "type": "string"}
+
+
+Method = Annotated[str, AfterValidator(_in_the_table), _LegalMethods()]
 
 
 class StrictModel(BaseModel):

@@ -11,6 +11,7 @@ from hmt_deepspeed.config.conflicts import conflict_problems
 from hmt_deepspeed.config.fields import (
     BLOCK_NAME,
     Auto,
+    Method,
     NonEmptyRegexList,
     PositiveFloat,
     PositiveFraction,
@@ -21,12 +22,24 @@ from hmt_deepspeed.config.fields import (
 )
 from hmt_deepspeed.config.optimizer_conflicts import conflicts_of
 from hmt_deepspeed.config.problems import field_problems, unknown_key_text
+from hmt_deepspeed.rules import DEFAULT, RULES, methods, rule_of
 
 __all__ = ["ModuleRule", "OptimizerConfig"]
 
 _MAX_SEED = 2**63 - 1  # the largest seed a torch.Generator takes as a signed 64-bit integer
 
-Method = Literal["lowrank_adamw", "apollo", "apollo_mini", "adamw"]
+_FIRST_ROWS = [rule_of(method) for method in methods()]
+_OF_METHODS = "; ".join(f"{rule.method}: {rule.text}" for rule in _FIRST_ROWS)
+_OF_RANKS = "".join(
+    f' "auto" of "{rule.method}" is {rule.fixed_rank or f"{rule.auto_share} of the smaller side"}.'
+    for rule in _FIRST_ROWS
+    if not rule.chooses_rank and not rule.is_dense
+)
+_OF_SCALES = "".join(
+    f' Of "{rule.method}" auto is the published {rule.scale:g}, at its published rate.'
+    for rule in _FIRST_ROWS
+    if not rule.is_dense and rule.lr_ratio == 1
+)
 Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
@@ -61,12 +74,10 @@ class OptimizerConfig(StrictModel):
     """
 
     method: Method = Field(
-        default="lowrank_adamw",
-        description="Update rule of the matrices: AdamW in a low-rank space, APOLLO (a scale per "
-        "channel, or one per matrix: Mini) on whole gradients, or plain AdamW.",
+        default=DEFAULT,
+        description=f"Update rule of the matrices. {_OF_METHODS}.",
         json_schema_extra={
-            "who": "adamw: whoever offloads every state, or compares. apollo_mini: the least state, 0.4 % of "
-            "AdamW's moments; its loss ended 5 to 17 % above."
+            "who": " ".join(f"{rule.method}: {rule.who}." for rule in RULES.values() if rule.who)
         },
     )
     projection: Projection = Field(
@@ -82,8 +93,7 @@ class OptimizerConfig(StrictModel):
         default="auto",
         description="Rank of each basis: a fixed number, lowered to the smaller side of a narrower matrix, a "
         "share of that side, or "
-        'chosen per matrix from the candidates; "auto" of "apollo" is a quarter of the smaller side, of '
-        '"apollo_mini" 1.',
+        f"chosen per matrix from the candidates.{_OF_RANKS}",
         json_schema_extra={
             "who": "Everyone, first: half the width with INT8 moments ended 2 to 11 % below AdamW, an eighth 18 "
             "% above."
@@ -197,7 +207,7 @@ class OptimizerConfig(StrictModel):
         default="auto",
         description='Factor on the update. "auto": AdamW\'s lr and weight_decay hold. A low-rank update is then '
         "multiplied by 2.5, and embeddings, heads and vectors beside it have ten times the rate: GaLore's alpha of 0.25 "
-        "at ten times AdamW's rate. Of APOLLO auto is the published value, 1, of Mini 128, at their published rates. A "
+        f"at ten times AdamW's rate.{_OF_SCALES} A "
         "number is GaLore's alpha, 1 in the HMT paper, and all parameters have the rate that is given.",
         json_schema_extra={
             "who": "A number: whoever goes on with GaLore's settings and learning rate."

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
+from hmt_deepspeed.rules import DEFAULT, Rule, methods, rule_of
+
 __all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
 
-LOW_RANK = "lowrank_adamw"
 Given = Mapping[str, object]  # the fields that were written down, not the defaults
 
 
@@ -27,7 +28,7 @@ class Conflict(NamedTuple):
     unread: bool = False
 
 
-class _Rule(NamedTuple):
+class _Pair(NamedTuple):
     """Conflicts of `keys`, each where it is given and `applies`; see :class:`Conflict`."""
 
     keys: tuple[str, ...]
@@ -45,25 +46,15 @@ def _all(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:
     return lambda given: all(condition(given) for condition in conditions)
 
 
-_READ_BY_ALL = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
-_READ_BY_APOLLO = _READ_BY_ALL | {
-    "rank",
-    "update_interval",
-    "scale",
-    "projected_backward",
-    "target_modules",
-}
-
-_READ_BY = {"adamw": _READ_BY_ALL, "apollo": _READ_BY_APOLLO, "apollo_mini": _READ_BY_APOLLO}
 # What a module rule of another method does not take from the others: it means something else to it.
 OWN_OF_METHOD = ("rank", "scale")
 _NOT_FOR_RULES = ("method", "module_rules", "target_modules")
 # What contradicts the field it depends on within one matrix, so that a module rule may bring it about.
 _OF_A_MATRIX = ("range_finder", "second_moment", "residual", "probes")
 
-# Rules of lowrank_adamw; `{}` in an advice is the value of the field it depends on.
-_RULES = (
-    _Rule(
+# Of methods that read both fields; `{}` in an advice is the value of the field it depends on.
+_PAIRS = (
+    _Pair(
         (
             "rank_candidates",
             "energy_threshold",
@@ -76,7 +67,7 @@ _RULES = (
         'With "rank": {} it is ignored: remove it or set "rank": "auto".',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("range_finder",),
         "rank",
         lambda given: (
@@ -84,7 +75,7 @@ _RULES = (
         ),
         'A random basis has no spectrum to choose a rank by: set "rank" to a number.',
     ),
-    _Rule(
+    _Pair(
         ("full_rank_budget",),
         "rank_budget",
         lambda given: (
@@ -94,76 +85,76 @@ _RULES = (
         '"rank_budget": null, or remove it.',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("full_rank_budget",),
         "projection",
         lambda given: given.get("projection") == "two_sided" and bool(given["full_rank_budget"]),
         'A core has no full rank to fall back to: remove it or set "projection": "right".',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("second_moment",),
         "projection",
         _all(_is("second_moment", "factored"), _is("projection", "two_sided")),
         'A core is small already and is not factored: set "second_moment": "full".',
     ),
-    _Rule(
+    _Pair(
         ("share_basis",),
         "projection",
         lambda given: given["share_basis"] is True and given.get("projection", "right") != "right",
         'A shared basis is one of the input: set "projection": "right".',
     ),
-    _Rule(
+    _Pair(
         ("share_basis",),
         "projected_backward",
         _all(_is("share_basis", True), _is("projected_backward", False)),
         'Who reads the same input shows only in a projected backward: set that to "auto".',
     ),
-    _Rule(
+    _Pair(
         ("share_basis",),
         "residual",
         _all(_is("share_basis", True), _is("residual", "full")),
         'No projected backward shows who shares: set "residual": "probe".',
     ),
-    _Rule(
+    _Pair(
         ("share_basis",),
         "range_finder",
         _all(_is("share_basis", True), _is("range_finder", "random")),
         "Random bases take no storage to be saved: set it to false.",
     ),
-    _Rule(
+    _Pair(
         ("weight_dtype",),
         "projected_backward",
         _all(_is("weight_dtype", "int8"), _is("projected_backward", False)),
         'Codes are decoded in the projected linears: set "auto", or "weight_dtype": "auto".',
     ),
-    _Rule(
+    _Pair(
         ("weight_dtype",),
         "residual",
         _all(_is("weight_dtype", "int8"), _is("residual", "full")),
         "The full residual has no projected linears, whose forward would decode: use probe.",
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("projected_backward",),
         "residual",
         _all(_is("residual", "full"), _is("projected_backward", True)),
         '"residual": "full" needs the whole gradient, which it never forms: set "auto".',
     ),
-    _Rule(
+    _Pair(
         ("residual",),
         "projection",
         _all(_is("residual", "full"), _is("projection", "two_sided")),
         'The core of "projection": "two_sided" has the exact residual inside its span already: set "probe" or "none".',
     ),
-    _Rule(
+    _Pair(
         ("probes",),
         "residual",
         _is("residual", "full"),
         'With "residual": "full" there are no probes: remove it or set "probe".',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("energy_estimate",),
         "probes",
         lambda given: (
@@ -174,14 +165,14 @@ _RULES = (
         'Without probes nothing shows what a basis captures of later gradients: set it to "in_sample".',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("energy_estimate",),
         "update_interval",
         _all(_is("energy_estimate", "out_of_sample"), _is("update_interval", 1)),
         'With a basis for every step there is no later gradient to look at: set it to "in_sample", or '
         '"update_interval" to 2 or more.',
     ),
-    _Rule(
+    _Pair(
         ("max_full_gradient_bytes",),
         "range_finder",
         lambda given: (
@@ -190,7 +181,7 @@ _RULES = (
         'A random basis needs no gradient: remove it or set "auto".',
         unread=True,
     ),
-    _Rule(
+    _Pair(
         ("probes",),
         "residual",
         lambda given: given["probes"] == 0 and given.get("residual", "probe") == "probe",
@@ -205,7 +196,7 @@ def conflicts_of(given: Given) -> list[Conflict]:
 
     What nothing reads under the global method is legal where a module rule takes it over and reads it.
     """
-    method = str(given.get("method", LOW_RANK))
+    method = _method_of(given, DEFAULT)
     rules = cast("Mapping[str, Given]", given.get("module_rules", {}))
     written = {
         pattern: {key: value for key, value in rule.items() if value is not None}
@@ -222,9 +213,15 @@ def conflicts_of(given: Given) -> list[Conflict]:
     return found
 
 
+def _method_of(given: Given, otherwise: str) -> str:
+    """Of fields that may not have been validated yet: an unknown method is reported as such, and nothing else is."""
+    method = given.get("method", otherwise)
+    return str(method) if method in methods() else DEFAULT
+
+
 def _taken_over(rule: Given, given: Given, method: str) -> dict[str, object]:
     """Global fields that a module rule takes over."""
-    own = str(rule.get("method", method))
+    own = _method_of(rule, method)
     left = {*_NOT_FOR_RULES, *rule, *(OWN_OF_METHOD if own != method else ())}
     return {key: value for key, value in given.items() if key not in left}
 
@@ -232,20 +229,17 @@ def _taken_over(rule: Given, given: Given, method: str) -> dict[str, object]:
 def _read_by(rule: Given, given: Given, method: str) -> set[str]:
     """Global fields that a module rule takes over and reads."""
     taken = _taken_over(rule, given, method)
-    own = str(rule.get("method", method))
+    own = _method_of(rule, method)
     return taken.keys() - {c.key for c in _conflicts({**taken, **rule}, own)}
 
 
 def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> Iterator[Conflict]:
     """`where`: the rule's key. `method`: of a rule that names none."""
-    own = str(rule.get("method", method))
-    if own in _READ_BY:
-        for conflict in _method_conflicts(own, rule):
-            yield conflict._replace(key=f"{where}.{conflict.key}")
-        return
+    own = _method_of(rule, method)
     for conflict in _conflicts({**_taken_over(rule, given, method), **rule}, own):
         other = conflict.depends_on[0]
-        if conflict.key in rule and (conflict.unread or conflict.key in _OF_A_MATRIX):
+        of_a_matrix = conflict.key in _OF_A_MATRIX or other == "method"
+        if conflict.key in rule and (conflict.unread or of_a_matrix):
             yield conflict._replace(key=f"{where}.{conflict.key}")
         elif other in rule and not conflict.unread and conflict.key in _OF_A_MATRIX:
             key, depends_on = f"{where}.{other}", (conflict.key, "module_rules")
@@ -254,29 +248,29 @@ def _conflicts_of_rule(where: str, rule: Given, given: Given, method: str) -> It
 
 def _conflicts(given: Given, method: str) -> list[Conflict]:
     """Of the fields of one set of matrices."""
-    if method in _READ_BY:
-        return _method_conflicts(method, given)
-    return [
+    rule = rule_of(method, given)
+    return _method_conflicts(given, rule) + [
         Conflict(
             key,
             given[key],
-            (rule.depends_on, "module_rules") if rule.unread else (rule.depends_on,),
-            rule.advice.replace("{}", str(given.get(rule.depends_on))),
-            rule.unread,
+            (conflict.depends_on, "module_rules") if conflict.unread else (conflict.depends_on,),
+            conflict.advice.replace("{}", str(given.get(conflict.depends_on))),
+            conflict.unread,
         )
-        for rule in _RULES
-        for key in rule.keys
-        if key in given and rule.applies(given)
+        for conflict in _PAIRS
+        for key in conflict.keys
+        if rule.reads_field(key) and rule.reads_field(conflict.depends_on)
+        if key in given and conflict.applies(given)
     ]
 
 
-def _method_conflicts(method: str, given: Given) -> list[Conflict]:
-    """Of a method that is not lowrank_adamw."""
+def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
+    """What the method does not read, and the values that its rule cannot have."""
 
     def conflict(key: str, advice: str) -> Conflict:
         return Conflict(key, given[key], ("method",), advice)
 
-    ruled = bool(given.get("module_rules"))
+    ruled, method = bool(given.get("module_rules")), rule.method
     nothing = f'It means nothing with "method": "{method}": remove it or set '
     own = "it in the rules of another method, which do not take it over."
     conflicts = [
@@ -284,16 +278,21 @@ def _method_conflicts(method: str, given: Given) -> list[Conflict]:
             key,
             given[key],
             ("method", "module_rules"),
-            nothing + (own if ruled and key in OWN_OF_METHOD else '"lowrank_adamw" there.'),
+            nothing + (own if ruled and key in OWN_OF_METHOD else f'"{DEFAULT}" there.'),
             unread=True,
         )
         for key in given
-        if key not in _READ_BY[method]
+        if not rule.reads_field(key)
     ]
-    if method != "adamw" and given.get("projected_backward") is True:
-        advice = f'"{method}" scales whole gradients, which a projected backward never forms: '
+    if (
+        rule.reads_field("projected_backward")
+        and rule.gradient == "whole"
+        and given.get("projected_backward") is True
+    ):
+        advice = f'"{method}" takes whole gradients, which a projected backward never forms: '
         conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
-    if method == "apollo_mini" and given.get("rank") not in (None, "auto", 1):
-        advice = '"apollo_mini" is rank 1: remove it, or set "method": "apollo".'
+    fixed = rule.fixed_rank
+    if fixed is not None and given.get("rank") not in (None, "auto", fixed):
+        advice = f'"{method}" is rank {fixed}: remove it, or set another method.'
         conflicts.append(conflict("rank", advice))
     return conflicts

@@ -16,10 +16,10 @@ from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_, new_dense_state, state_keys
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, site_projection
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, site_projection
 from hmt_deepspeed.optim.settings.assign import Assignment
+from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
 __all__ = ["ParameterRow", "Slot"]
 
@@ -107,7 +107,7 @@ class Slot:
     def redraw(self, number: int) -> None:
         """Take basis ``number`` of a rule that redraws from a seed."""
         assert self.matrix is not None
-        if isinstance(self.matrix, LowRankMatrix):
+        if isinstance(self.matrix, ProjectedMatrix):
             basis = self.matrix.seeded_basis(self.matrix.rank, number).to(self.param.dtype)
             self.matrix.adopt(basis, self.matrix.overlap_sum(basis, slice(None)))
         self.matrix.draw = number  # only now: the old number gives the basis that moments come from
@@ -173,7 +173,7 @@ class Slot:
         if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
         update, sums = matrix.advance(reduced, 1.0, betas=hyper["betas"], eps=hyper["eps"])
-        update = matrix.finish(update, sums.sum(dim=0))
+        update = matrix.finish(update, sums)
         lr, decay = hyper["lr"], hyper["weight_decay"]
         key = matrix.rounding_key(step)
         left, right = update, matrix.projection
@@ -279,13 +279,13 @@ class Slot:
         fits = saved["rule"] == self.assigned.layout
         if fits and self.matrix is None:
             fits = tuple(saved["exp_avg"].shape) == shape
-        elif fits and isinstance(self.matrix, LowRankMatrix) and "basis" in saved:
+        elif fits and isinstance(self.matrix, ProjectedMatrix) and "basis" in saved:
             fits = saved["basis"].shape[0] == self.matrix.shape[1]
         if not fits:
+            states = {key: tuple(v.shape) for key, v in saved.items() if isinstance(v, Tensor)}
             raise ValueError(
-                f"{self.name}: the state dict has {saved['rule']} states of "
-                f"{tuple(saved['exp_avg'].shape)}, this optimizer's rule is {self.assigned.layout} for "
-                f"{shape}: construct it with the options and the model of the saved run"
+                f"{self.name}: the state dict has {saved['rule']} states {states}, this optimizer's rule is "
+                f"{self.assigned.layout} for {shape}: construct it with the options and the model of the saved run"
             )
         if self.encoded is not None:
             if "codes" in saved:

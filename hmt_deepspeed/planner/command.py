@@ -19,10 +19,11 @@ from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import MACHINES, Machine, machine_from_json, named_machine
 from hmt_deepspeed.planner.model.models import SIZES, model_shape
 from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters
-from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
+from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import plan_from_json
 from hmt_deepspeed.planner.timeline.simulate import simulate
+from hmt_deepspeed.rules import DEFAULT, DENSE, methods
 
 __all__ = ["main"]
 
@@ -97,12 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group(
         "how; the fastest that fits is chosen where nothing is said"
     ).add_argument
-    methods = ("auto", "adamw", "lowrank_adamw", "apollo", "apollo_mini")
     add(
         "--method",
-        choices=methods,
+        choices=("auto", *methods()),
         default="auto",
-        help="auto: lowrank_adamw or adamw (default: %(default)s)",
+        help=f"auto: {DEFAULT} or {DENSE} (default: %(default)s)",
     )
     add(
         "--rank",
@@ -183,7 +183,7 @@ def _request(args: argparse.Namespace) -> Request:
         global_batch=args.global_batch,
         modes=_modes(args),
         lossy_modes=_lossy_modes(args),
-        cpu_adam=args.method in ("auto", "adamw"),
+        cpu_adam=args.method in ("auto", DENSE),
         zero_stage=args.zero_stage,
         offload_param=args.offload_param,
         lossy={c: x for c, x in PAPER_POLICY.items() if is_lossy(x)} if args.lossy else None,
@@ -198,9 +198,8 @@ def _usual_length(shape: ModelShape) -> int:
 
 
 def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
-    auto: tuple[Method, ...] = ("lowrank_adamw", "adamw")
-    methods = auto if args.method == "auto" else (args.method,)
-    return tuple(OptimizerMode(method=method, rank=args.rank) for method in methods)
+    asked = (DEFAULT, DENSE) if args.method == "auto" else (args.method,)
+    return tuple(OptimizerMode(method=method, rank=args.rank) for method in asked)
 
 
 def _lossy_modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
@@ -210,7 +209,7 @@ def _lossy_modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
         no_masters = replace(mode, master_weights="none")
         both = replace(no_masters, state_dtype="int8")
         found += [no_masters, replace(mode, state_dtype="int8"), both]
-        if mode.method == "lowrank_adamw":
+        if mode.rule.reads_field("weight_dtype"):
             found.append(replace(both, weight_dtype="int8"))
     return tuple(found)
 

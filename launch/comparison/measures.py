@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from comparison.contenders import Contender
 from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
 
 ADAMW_MOMENT_BYTES = 8  # two fp32 moments per element
@@ -69,7 +69,7 @@ def _hmt_bytes(optimizer: HMT, names: set[str]) -> dict[str, int]:
     """As stored: 8- and 16-bit moments, a shared basis once, nothing of one that is redrawn."""
     matrices = [matrix for name, matrix in optimizer.matrices.items() if name in names]
     moments = sum(state.nbytes for matrix in matrices for state in matrix.states().values())
-    evidence = sum(matrix.moments.evidence.nbytes for matrix in matrices)
+    evidence = sum(matrix.moments.nbytes for matrix in matrices) - moments
     total = sum(matrix.state_bytes() for matrix in matrices)
     held = {row.name: row.state_bytes for row in optimizer.describe()}
     own = {matrix.name for matrix in matrices}
@@ -122,7 +122,9 @@ def captured_energy(contender: Contender) -> dict[str, float]:
         return {
             name: float(matrix.smoothed_energy())
             for name, matrix in contender.optimizer.matrices.items()
-            if isinstance(matrix, LowRankMatrix) and matrix.measures_energy and matrix.energy_weight
+            if isinstance(matrix, ProjectedMatrix)
+            and matrix.measures_energy
+            and matrix.energy_weight
         }
     gradients = dict(contender.model.named_parameters())
     found = {}
@@ -156,7 +158,7 @@ def _why_without(matrix: MatrixRule, module: nn.Module) -> str:
     # A patched linear has HMT's forward in its own dictionary; `can_project` knows it from others.
     if "forward" not in vars(module) or not can_project(module):
         return "the input is saved as it is: no projected backward"
-    if matrix.settings.projection == "two_sided":
+    if matrix.settings.rule.gradient == "core":
         return "the captured energy is the core's, which also lacks rows"
     return ""
 

@@ -27,7 +27,7 @@ from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.shapes import plain_shape
 from hmt_deepspeed.planner.run.fpdt import runs_in_chunks
-from hmt_deepspeed.planner.run.modes import Method, OptimizerMode
+from hmt_deepspeed.planner.run.modes import OptimizerMode
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -38,7 +38,7 @@ KEPT: dict[Any, Any] = {**dict.fromkeys(COMPONENTS, "keep"), "projected_inputs":
 def plans() -> list[Advice]:
     """One GPU and several, exact and lossy, with SSDs and without, and one that does not fit."""
     found = []
-    methods: tuple[Method, ...] = ("lowrank_adamw", "adamw", "apollo")
+    methods: tuple[str, ...] = ("lowrank_adamw", "adamw", "apollo")
     shape = plain_shape(layers=2, hidden=128, heads=4, vocab=256, gated=True, tied=False)
     for gpus, ssds, method in (
         (1, 1, methods[0]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+
+from hmt_deepspeed.rules import rank_at
 
 __all__ = [
     "HYSTERESIS",
@@ -12,7 +13,6 @@ __all__ = [
     "legal_candidates",
     "misses_threshold",
     "select_rank",
-    "share_of_side",
 ]
 
 # A rank changes only when its energy passes the threshold by this share of what the threshold leaves out.
@@ -20,17 +20,11 @@ HYSTERESIS = 0.1
 # Candidates of "rank_candidates": "auto", as shares of a matrix's smaller side. Ranks of one share hold about the
 # same energy at any width; from two thirds of it on, moments and basis of a square matrix take as much as AdamW's.
 SIDE_SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
-_MULTIPLE = 8  # of ranks: what a kernel's tiles take
-
-
-def share_of_side(share: float, side: int) -> int:
-    """Rank that is a share, in (0, 1), of a matrix's smaller side: in multiples of 8, rounded up."""
-    return min(_MULTIPLE * ceil(share * side / _MULTIPLE), side)
 
 
 def candidates_of_side(side: int) -> tuple[int, ...]:
     """Candidates of a matrix by its smaller side: :data:`SIDE_SHARES` of it."""
-    return tuple(sorted({share_of_side(share, side) for share in SIDE_SHARES}))
+    return tuple(sorted({rank_at(share, side, side) for share in SIDE_SHARES}))
 
 
 def legal_candidates(candidates: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
 __all__ = ["column_energies"]
 
 
-def column_energies(members: Sequence[LowRankMatrix], counted: Sequence[slice]) -> Tensor | None:
+def column_energies(members: Sequence[ProjectedMatrix], counted: Sequence[slice]) -> Tensor | None:
     """Second moments along each direction of a basis, over the matrices that share it: (r,) fp32.
 
     Of the rows held here: the whole is the sum over all holders. None before the first basis from a gradient and
-    its first Adam step, and at full rank.
+    its first Adam step, at full rank, and of a rule without second moments.
 
     Args:
         members: of one basis, the first leads. counted: of each, its rows that no other holder counts.
@@ -29,5 +29,6 @@ def column_energies(members: Sequence[LowRankMatrix], counted: Sequence[slice]) 
     leader = members[0]
     if not leader.measured or not leader.steps or leader.full_rank:
         return None
-    parts = [m.moments.column_energies(rows) for m, rows in zip(members, counted, strict=True)]
-    return torch.stack(parts).sum(0)
+    parts = [m.column_energies(rows) for m, rows in zip(members, counted, strict=True)]
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).sum(0) if known else None

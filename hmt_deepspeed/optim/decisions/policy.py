@@ -27,8 +27,8 @@ from hmt_deepspeed.optim.decisions.rank_history import (
     prior_rank,
 )
 from hmt_deepspeed.optim.decisions.windows import Windows, group_energy
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
 __all__ = ["RankPolicy", "build_policy"]
 
@@ -95,9 +95,9 @@ class RankPolicy:
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
 
-    def _leader(self, index: int) -> LowRankMatrix:
+    def _leader(self, index: int) -> ProjectedMatrix:
         leader = self.groups[index][0]
-        assert isinstance(leader, LowRankMatrix)
+        assert isinstance(leader, ProjectedMatrix)
         return leader
 
     # -- a refresh ------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ class RankPolicy:
         known = self._windows.curve(leader) is not None
         return 0.0 if known else own_energy(threshold, self._windows.exponent(leader))
 
-    def _curve(self, leader: LowRankMatrix) -> Sequence[float] | None:
+    def _curve(self, leader: ProjectedMatrix) -> Sequence[float] | None:
         """Energies of later gradients at the candidates, where windows have shown them."""
         return None if self._windows is None else self._windows.curve(leader)
 
-    def _expected(self, leader: LowRankMatrix, energies: Sequence[float]) -> Sequence[float]:
+    def _expected(self, leader: ProjectedMatrix, energies: Sequence[float]) -> Sequence[float]:
         """Captured energies to choose by, at as many candidates as are known; ``energies``: of the own gradient."""
         if self._windows is None:
             return energies
@@ -204,7 +204,7 @@ class RankPolicy:
             self.log_norms[leader.name] = self._log_norm(index)
         return rank
 
-    def _choose(self, index: int, leader: LowRankMatrix, energies: Sequence[float]) -> int:
+    def _choose(self, index: int, leader: ProjectedMatrix, energies: Sequence[float]) -> int:
         if leader.settings.rank is not None:
             return leader.candidates[0]
         if self.rank_budget is not None:
@@ -217,7 +217,7 @@ class RankPolicy:
             return leader.shape[1]
         return min(self._reaching(leader, expected), leader.candidates[len(energies) - 1])
 
-    def _reaching(self, leader: LowRankMatrix, energies: Sequence[float]) -> int:
+    def _reaching(self, leader: ProjectedMatrix, energies: Sequence[float]) -> int:
         current = leader.rank if leader.measured and not leader.full_rank else None
         return select_rank(energies, leader.candidates, leader.settings.energy_threshold, current)
 
@@ -225,7 +225,7 @@ class RankPolicy:
 
     def bytes_at(self, index: int, rank: int) -> int:
         """State bytes of group ``index`` at a rank: everyone's moments, one right basis."""
-        members = [m for m in self.groups[index] if isinstance(m, LowRankMatrix)]
+        members = [m for m in self.groups[index] if isinstance(m, ProjectedMatrix)]
         return sum(m.moment_bytes_at(rank) for m in members) + members[0].basis_bytes_at(rank)
 
     def least_bytes(self) -> int:
@@ -247,10 +247,10 @@ class RankPolicy:
         return self.least_bytes() - least + max(usual, least)
 
     def _budgeted(self) -> list[int]:
-        return [i for i, g in enumerate(self.groups) if isinstance(g[0], LowRankMatrix)]
+        return [i for i, g in enumerate(self.groups) if isinstance(g[0], ProjectedMatrix)]
 
     def _within_budget(
-        self, index: int, leader: LowRankMatrix, energies: Sequence[float], budget: int
+        self, index: int, leader: ProjectedMatrix, energies: Sequence[float], budget: int
     ) -> int:
         """This group's part of the plan, as far as the others' present ranks and what was sketched leave room."""
         planned, legal = self._plan(index, energies, budget)
@@ -319,7 +319,7 @@ class RankPolicy:
         return Spectrum(ranks, energies, sizes)
 
     def _affords_full_rank(self, index: int) -> bool:
-        if any(m.settings.projection == "two_sided" for m in self.groups[index]):
+        if not all(m.is_full_at(m.shape[1]) for m in self.groups[index]):
             return False
         taken = sum(
             self.bytes_at(i, self._leader(i).shape[1])
@@ -369,9 +369,9 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
 
 def _dense_bytes(group: Sequence[MatrixRule]) -> int:
     """Of AdamW's moments of a group's low-rank matrices."""
-    return sum(8 * m.shape[0] * m.shape[1] for m in group if isinstance(m, LowRankMatrix))
+    return sum(8 * m.shape[0] * m.shape[1] for m in group if isinstance(m, ProjectedMatrix))
 
 
-def _is_full(leader: LowRankMatrix) -> bool | None:
+def _is_full(leader: ProjectedMatrix) -> bool | None:
     """None before the first refresh."""
     return leader.full_rank if leader.measured else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.optim.slot import Slot
 
 __all__ = ["refresh_bases"]
@@ -41,8 +41,8 @@ def refresh_bases(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: i
     return {i for i in order if _refresh(i, due[i], policy, step)}
 
 
-def _matrices(slots: Sequence[Slot]) -> list[LowRankMatrix]:
-    return [cast(LowRankMatrix, slot.matrix) for slot in slots]
+def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:
+    return [cast(ProjectedMatrix, slot.matrix) for slot in slots]
 
 
 def _refresh(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
 __all__ = ["regroup", "share_bases", "stacked_gradient"]
@@ -56,7 +56,7 @@ def _shareable(
         alike: dict[MatrixSettings, list[str]] = {}
         for name in names:
             matrix = matrices[name]
-            if isinstance(matrix, LowRankMatrix) and matrix.SHARES and not matrix.redraws:
+            if isinstance(matrix, ProjectedMatrix) and matrix.SHARES and not matrix.redraws:
                 alike.setdefault(matrix.settings, []).append(name)
         shared = [part for part in alike.values() if len(part) > 1]
         parts += [sorted(part, key=leads) for part in shared]
@@ -92,11 +92,11 @@ def share_bases(groups: Sequence[Sequence[MatrixRule]]) -> None:
     its own."""
     for group in groups:
         leader, *others = group
-        if isinstance(leader, LowRankMatrix):
+        if isinstance(leader, ProjectedMatrix):
             leader.unshare()
         for other in others:
-            assert isinstance(leader, LowRankMatrix)
-            assert isinstance(other, LowRankMatrix)
+            assert isinstance(leader, ProjectedMatrix)
+            assert isinstance(other, ProjectedMatrix)
             if other.columns is not leader.columns:
                 other.share(leader)
 

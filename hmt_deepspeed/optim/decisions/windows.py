@@ -15,8 +15,8 @@ from hmt_deepspeed.optim.decisions.later_energy import (
     later_curve,
 )
 from hmt_deepspeed.optim.decisions.rank_history import RankHistory, layer_type
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import OWN_WEIGHT, MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
 __all__ = ["Windows", "group_energy"]
 
@@ -42,7 +42,7 @@ class Windows:
 
     def __init__(
         self,
-        leaders: Mapping[int, LowRankMatrix],
+        leaders: Mapping[int, ProjectedMatrix],
         groups: Sequence[Sequence[MatrixRule]],
         histories: Mapping[str, RankHistory],
     ) -> None:
@@ -67,7 +67,7 @@ class Windows:
                 self._note(self.leaders[index], *values.tolist())
         self._learn()
 
-    def _tells(self, leader: LowRankMatrix) -> bool:
+    def _tells(self, leader: ProjectedMatrix) -> bool:
         refreshed = self.histories[leader.name].latest is not None
         return refreshed and leader.measures_energy and leader.rank in leader.candidates
 
@@ -78,13 +78,13 @@ class Windows:
         cuts = [leader.rank // 2, *(r for r in leader.candidates if r <= leader.rank)]
         leading = torch.nn.functional.pad(column_energies.cumsum(0), (1, 0))
         shares = torch.stack([leading[cut] for cut in cuts]) / leading[-1].clamp_min(_TINY)
-        if leader.settings.projection == "two_sided":
+        if leader.settings.rule.gradient == "core":
             # A smaller core lacks as much on the left, where directions are in no order.
             shares = shares.square()
         return torch.cat((group_energy(self.groups[index]), shares))
 
     def _note(
-        self, leader: LowRankMatrix, inside: float, total: float, weight: float, *shares: float
+        self, leader: ProjectedMatrix, inside: float, total: float, weight: float, *shares: float
     ) -> None:
         if weight <= OWN_WEIGHT:
             return
@@ -105,7 +105,7 @@ class Windows:
 
     # -- what is expected -------------------------------------------------------------------------
 
-    def curve(self, leader: LowRankMatrix) -> list[float] | None:
+    def curve(self, leader: ProjectedMatrix) -> list[float] | None:
         """E of later gradients at each candidate of a group: its own, else the median of its layer type's.
 
         None before there is any, and for a matrix of full rank, of which no window has shown a basis since.
@@ -118,7 +118,7 @@ class Windows:
         others = [c for n, c in self._curves.items() if self._types[n] == kind and len(c) == length]
         return [median(at) for at in zip(*others, strict=True)] or None
 
-    def exponent(self, leader: LowRankMatrix) -> float:
+    def exponent(self, leader: ProjectedMatrix) -> float:
         """Of a group without a curve: its own as last seen, else the median of all, else the usual one."""
         if leader.name in self._exponents:
             return self._exponents[leader.name]

@@ -11,7 +11,7 @@ The smaller side is projected: a weight with more columns than rows arrives as i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,26 +20,25 @@ from hmt_deepspeed.optim.bases.basis import keyed_generator
 from hmt_deepspeed.optim.rules.formulas import growth_factor
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
-from hmt_deepspeed.optim.settings.matrix import APOLLO_MINI
 
-__all__ = ["ApolloMatrix"]
+__all__ = ["ApolloMatrix", "ApolloMiniMatrix"]
 
 _EPS = 1e-8  # beside ||R_j||, as published
-_MINI_SCALE = 128.0  # as published
 
 
 class ApolloMatrix(MatrixRule):
-    """States and step of one matrix under APOLLO or APOLLO-Mini.
+    """States and step of one matrix under APOLLO.
 
     Attributes:
         draw: number of the projection in force; a new one is drawn every ``update_interval`` steps.
     """
 
-    NUM_SUMS = 3
+    per_tensor: ClassVar[bool] = False  # whether the scale is one of the tensor
+
+    moments: Moments
 
     def _start(self) -> None:
         settings = self.settings
-        self.per_tensor = settings.method == APOLLO_MINI
         self.candidates = settings.ranks(*self.shape)
         (self.rank,) = self.candidates
         self.draw = 0
@@ -85,9 +84,15 @@ class ApolloMatrix(MatrixRule):
         return sums[0]
 
     def advance(
-        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+        self,
+        gradient: Tensor,
+        factor: Tensor | float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """The rows times their channel scale (one for the tensor: unscaled), and sums per row:
+        """The rows times their channel scale (one for the tensor: unscaled), and sums over rows:
         ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
         gradient = gradient.float().mul_(factor)
         projected = gradient @ self.seeded_basis(self.rank, self.draw)
@@ -96,17 +101,14 @@ class ApolloMatrix(MatrixRule):
         if not self.per_tensor:
             gradient *= (moved / (seen + _EPS)).unsqueeze(1)
         squares = (moved.square(), seen.square(), gradient.square().sum(dim=1))
-        return gradient, torch.stack(squares, dim=1)
-
-    @property
-    def limits(self) -> bool:
-        return True  # a tensor's scale is a sum over rows too
+        return gradient, torch.stack(squares, dim=1)[counted].sum(dim=0)
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
-        norm = sums[2].sqrt()
+        moved, seen, square = sums
+        norm = square.sqrt()
         if self.per_tensor:
-            ratio = sums[0].sqrt() / (sums[1].sqrt() + _EPS)
+            ratio = moved.sqrt() / (seen.sqrt() + _EPS)
             update *= ratio
             norm = norm * ratio
         # As published, the norm is that of the step before Adam's bias correction.
@@ -119,9 +121,8 @@ class ApolloMatrix(MatrixRule):
 
     @property
     def scale(self) -> float:
-        """Published: 1 for channels, 128 for Mini."""
-        published = _MINI_SCALE if self.per_tensor else 1.0
-        return published if self.settings.scale is None else self.settings.scale
+        """As published, unless one is given."""
+        return self.settings.rule.scale if self.settings.scale is None else self.settings.scale
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -131,3 +132,9 @@ class ApolloMatrix(MatrixRule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.draw = int(state["draw"])
+
+
+class ApolloMiniMatrix(ApolloMatrix):
+    """States and step of one matrix under APOLLO-Mini: rank 1, one scale."""
+
+    per_tensor = True

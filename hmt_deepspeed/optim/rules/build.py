@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
-from hmt_deepspeed.optim.rules.apollo import ApolloMatrix
-from hmt_deepspeed.optim.rules.factored import FactoredMatrix
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.optim.rules.two_sided import TwoSidedMatrix
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
+from hmt_deepspeed.rules import Rule
 
 __all__ = ["build_matrix"]
 
@@ -26,12 +25,12 @@ def build_matrix(
 
     ``rows`` are those of ``settings.oriented(*shape)``.
     """
-    kind: type[MatrixRule] = LowRankMatrix
-    if settings.is_apollo:
-        kind = ApolloMatrix
-    elif settings.projection == "two_sided":
-        kind = TwoSidedMatrix
-    elif settings.is_factored:
-        kind = FactoredMatrix
+    kind = _class_of(settings.rule)
     oriented, transposed = settings.oriented(*shape), settings.transposes(*shape)
     return kind(name, oriented, rows, settings, dtype, device, transposed)
+
+
+def _class_of(rule: Rule) -> type[MatrixRule]:
+    module, _, name = rule.carried_out_by.partition(":")
+    found: type[MatrixRule] = getattr(import_module(module), name)
+    return found

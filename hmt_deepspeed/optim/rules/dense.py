@@ -9,7 +9,8 @@ from torch import Tensor
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.formulas import adamw_
-from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS, StateTensor
+from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
 __all__ = ["DenseState", "dense_adamw_", "new_dense_state", "state_keys"]
 

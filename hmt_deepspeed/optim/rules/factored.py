@@ -20,7 +20,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, LeftMoments, Moments, restored_state
-from hmt_deepspeed.optim.rules.state import StateTensor, stored_bytes
+from hmt_deepspeed.optim.rules.state import StateTensor
 
 __all__ = ["FactoredMatrix", "FactoredMoments"]
 
@@ -113,16 +113,11 @@ class FactoredMatrix(LowRankMatrix):
     holders see one second moment.
     """
 
-    ROW_STATES = ("exp_avg", ROW_MEANS)
     moments: FactoredMoments
 
-    def _new_moments(self) -> FactoredMoments:
+    def _new_states(self) -> FactoredMoments:
         shape = (self.num_rows, self.rank)
         return FactoredMoments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
-
-    def moment_bytes_at(self, rank: int) -> int:
-        first = stored_bytes(self.shape[0] * rank, self.state_dtype)
-        return first + stored_bytes(self.shape[0] + rank + 1, "fp32")
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
         """Squared norms of ``A`` and of the rest, then of each column of ``A``."""
@@ -134,11 +129,17 @@ class FactoredMatrix(LowRankMatrix):
         return torch.cat((torch.stack((inside_square, rest)), columns))
 
     def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        self._column_squares = sums[2:] / self.shape[0]
+        self._column_squares = self.named(sums, early=True)["columns"] / self.shape[0]
         return super().observe(sums, scale)
 
     def advance(
-        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+        self,
+        gradient: Tensor,
+        factor: Tensor | float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
         self.moments.column_squares = self._column_squares * factor**2
-        return super().advance(gradient, factor, betas=betas, eps=eps)
+        return super().advance(gradient, factor, betas=betas, eps=eps, counted=counted)

@@ -2,7 +2,8 @@
 
 A rule holds the optimizer states of a range of rows of an m x n matrix and never knows who holds the
 others. Sums over all rows go through the caller, in two places: :meth:`MatrixRule.measure` before
-clipping and the sums that :meth:`MatrixRule.advance` returns before :meth:`MatrixRule.finish`.
+clipping and the sums that :meth:`MatrixRule.advance` returns before :meth:`MatrixRule.finish`. Its row of
+:mod:`hmt_deepspeed.rules` says which they are, and which states it keeps.
 
 A weight that is projected from the left is handed over as its transpose (``transposed``): every rule
 works on rows, with bases of the columns.
@@ -13,14 +14,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import log
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.optim.bases.basis import keyed_seed
-from hmt_deepspeed.optim.rules.moments import Moments
-from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 
 __all__ = ["MatrixRule"]
@@ -45,22 +45,18 @@ class MatrixRule(ABC):
         transposed: the gradient handed in and the update handed out are those of the transpose.
 
     Attributes:
-        rank: in force. candidates: legal ranks. draw: number of a seeded basis. moments: Adam's, of the rows held
-            here. state_dtype: how they are stored.
+        rank: in force. candidates: legal ranks. draw: number of a seeded basis. measured: the basis, if any, is no
+            random one that waits for a gradient. moments: states of the rows held here. state_dtype: how they are
+            stored.
         projection: n x width columns that backward projects on, constant over an accumulation window;
             None when the rule takes whole gradient rows. A rule that redraws makes it anew each time.
     """
 
-    ROW_STATES: ClassVar[tuple[str, ...]] = (
-        "exp_avg",
-        "exp_avg_sq",
-    )  # kept by rows; the rest is whole
-    NUM_SUMS: ClassVar[int]  # columns of the sums that `advance` returns
-
     rank: int
     candidates: tuple[int, ...]
     draw: int
-    moments: Moments
+    moments: KeptStates
+    measured = True
 
     def __init__(
         self,
@@ -75,7 +71,7 @@ class MatrixRule(ABC):
         self.name, self.shape, self.rows = name, shape, rows
         self.settings, self.dtype, self.device = settings, dtype, device
         self.transposed = transposed
-        self.state_dtype = settings.moments_dtype(*shape)
+        self.state_dtype = settings.states_dtype(*shape)
         self.captured_energy = torch.zeros((), device=device)
         self.mean_square_norm = torch.zeros((), device=device)
         self.energy_weight = torch.zeros((), device=device)
@@ -108,12 +104,21 @@ class MatrixRule(ABC):
         """Whether a new basis is drawn from its seed, without a gradient."""
         return False
 
+    def is_full_at(self, rank: int) -> bool:
+        """Whether a basis of that rank would span everything, so that plain AdamW takes its place."""
+        return self.settings.rule.becomes_dense and rank == self.shape[1]
+
     @property
     @abstractmethod
     def projection(self) -> Tensor | None: ...
 
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """Factor on the update."""
+
     def states(self) -> dict[str, StateTensor]:
-        """Stored moments by Adam's names."""
+        """Stored states by their names in the table."""
         return self.moments.states()
 
     def move_states(self, place: Callable[[Tensor], Tensor]) -> None:
@@ -122,18 +127,18 @@ class MatrixRule(ABC):
             state.move(place)
 
     @property
-    @abstractmethod
     def limits(self) -> bool:
         """Whether :meth:`finish` needs the sums over all rows."""
+        return any(not one.early for one in self.settings.rule.sums)
 
     @property
     def steps(self) -> int:
-        """Adam steps taken."""
+        """Steps taken."""
         return self.moments.steps
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Bytes of moments, evidence and bases held here."""
+        """Bytes of states and bases held here."""
 
     # -- a window -------------------------------------------------------------------------------
 
@@ -177,16 +182,22 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def advance(
-        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+        self,
+        gradient: Tensor,
+        factor: Tensor | float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """Adam on the rows held here.
+        """Let the states of the rows held here take the gradient.
 
         Args:
-            gradient: rows x width, reduced; used up. factor: unscales and clips it.
+            gradient: rows x width, reduced; used up. factor: unscales and clips it. counted: as in :meth:`measure`.
 
         Returns:
             ``(update, sums)``: the update before :meth:`finish`, rows x width fp32; and what is to be
-            summed over all rows, rows x (number of sums) fp32.
+            summed over all holders, a flat fp32 vector of fixed length.
         """
 
     @abstractmethod
@@ -199,6 +210,11 @@ class MatrixRule(ABC):
     def rounding_key(self, step: int) -> int:
         """Seed of stochastic rounding of this matrix's weights at a step."""
         return keyed_seed(self.settings.seed, self.name, "round", step)
+
+    def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
+        """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each flat, by their names in the table."""
+        lengths = self.settings.rule.sum_lengths(early, *self.shape, self.rank)
+        return dict(zip(lengths, sums.split(list(lengths.values())), strict=True))
 
     # -- energy ---------------------------------------------------------------------------------
 
@@ -240,7 +256,7 @@ class MatrixRule(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; ``exp_avg`` and ``exp_avg_sq`` hold the rows of this object."""
+        """Restore; states by rows hold those of this object."""
         self.moments.load_state_dict(state)
         self.rank = int(state["rank"])
         for key in ("limited_norm", "captured_energy", "mean_square_norm", "energy_weight"):

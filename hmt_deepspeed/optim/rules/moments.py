@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
-from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor
 
 __all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled", "restored_state"]
 
@@ -101,7 +101,7 @@ class Recalled(NamedTuple):
     decay: float
 
 
-class Moments:
+class Moments(KeptStates):
     """Running means of ``A`` and ``A o A`` with the weight of evidence in each.
 
     Adam's bias correction ``1 - beta^t`` is the weight of evidence in a running mean. It is carried

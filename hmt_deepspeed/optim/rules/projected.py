@@ -1,12 +1,12 @@
-"""A matrix whose gradient is projected: one basis, where it lies, and the probe columns beside it.
+"""A matrix whose gradient is projected: one basis, where it lies, the probe columns beside it, and the next basis.
 
-What Adam then does in that space is :class:`~hmt_deepspeed.optim.rules.low_rank.LowRankMatrix`.
+What is done in that space is a subclass's: :class:`~hmt_deepspeed.optim.rules.low_rank.LowRankMatrix` runs Adam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,39 +22,13 @@ from hmt_deepspeed.optim.bases.basis import (
     random_basis,
     widened,
 )
+from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.moments import Recalled
+from hmt_deepspeed.optim.rules.state import KeptStates
 
-__all__ = ["Columns", "ProjectedMatrix"]
-
-
-@dataclass(eq=False)
-class Columns:
-    """``[Q | P]`` of one matrix, or of several that share a basis.
-
-    whole: n x (r + k), None where whole gradient rows are taken. basis: its first r columns, or all
-    there is; None where it is redrawn from a seed, and for full rank. owner: name of the matrix whose bytes
-    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta
-    tensor while they are in host memory. fetch: brings the whole from there, where no other process has a
-    part of it.
-    """
-
-    owner: str
-    whole: Tensor | None = None
-    basis: Tensor | None = None
-    parked: Tensor | None = None
-    fetch: Callable[[], Tensor] | None = None
-
-    def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for what is on the device: the same elsewhere."""
-        if self.parked is not None:
-            self.parked = self.parked if self.parked.is_meta else place(self.parked)
-        elif self.whole is not None:
-            width = 0 if self.basis is None else self.basis.shape[1]
-            self.whole = place(self.whole)
-            self.basis = self.whole[:, :width]
-        elif self.basis is not None:
-            self.basis = place(self.basis)
+__all__ = ["ProjectedMatrix", "adopt_together", "overlap_of", "site_projection"]
 
 
 class ProjectedMatrix(MatrixRule):
@@ -79,6 +53,11 @@ class ProjectedMatrix(MatrixRule):
         self.draw = 0
         self._window = 0  # step of the window: seeds the probes
         self._install(self.seeded_basis(self.candidates[0], 0))
+        self.moments = self._new_states()
+
+    @abstractmethod
+    def _new_states(self) -> KeptStates:
+        """Empty ones at the present rank."""
 
     # -- shapes ---------------------------------------------------------------------------------
 
@@ -104,14 +83,33 @@ class ProjectedMatrix(MatrixRule):
         """Whether what lies outside the basis is seen between refreshes; without probes nobody knows E."""
         return self.takes_whole or self.num_probes > 0 or self.rank == self.shape[1]
 
+    def column_energies(self, counted: slice) -> Tensor | None:
+        """Energy of past gradients along each direction of the basis, summed over the ``counted`` rows of those held:
+        (r,) fp32; None of a rule whose states do not tell."""
+        return None
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def state_bytes(self) -> int:
+        parked, basis = self.columns.parked, self.columns.basis
+        if self.columns.owner != self.name or basis is None:
+            return self.moments.nbytes
+        held = basis if parked is None else parked[:, : self.rank]
+        return self.moments.nbytes + held.nbytes
+
+    def moment_bytes_at(self, rank: int) -> int:
+        """Bytes at a rank of the states of all rows that a budget counts."""
+        counted = (s for s in self.settings.rule.states if s.in_budget and s.stored != "model")
+        return sum(state.nbytes(*self.shape, rank, self.state_dtype) for state in counted)
+
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
-        n = self.shape[1]
-        return 0 if self.is_full_at(rank) or self.redraws else n * rank * self.dtype.itemsize
-
-    def is_full_at(self, rank: int) -> bool:
-        """Whether a basis of that rank would span everything: plain AdamW then takes its place."""
-        return rank == self.shape[1]
+        if self.is_full_at(rank) or self.redraws:
+            return 0
+        itemsize = self.dtype.itemsize
+        more = (s for s in self.settings.rule.states if s.stored == "model")
+        beside = sum(state.nbytes(*self.shape, rank, "fp32", itemsize) for state in more)
+        return self.shape[1] * rank * itemsize + beside
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -239,6 +237,50 @@ class ProjectedMatrix(MatrixRule):
         columns[:, : self.rank].copy_(basis)
         self.columns.whole, self.columns.basis = columns, columns[:, : self.rank]
 
+    # -- from one basis to the next --------------------------------------------------------------
+
+    @property
+    def recalls_moments(self) -> bool:
+        """Whether the states of a basis that was left can be carried into a later one."""
+        return not self.redraws and any(s.recalled for s in self.settings.rule.states)
+
+    def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
+        """What is to be summed over all rows before :meth:`adopt`; None when nothing is."""
+        return None
+
+    def adopt(self, basis: Tensor | None, overlap_sum: Tensor | None = None) -> None:
+        """Replace the basis by ``basis`` (n x r'), None for full rank, and carry the moments over."""
+        adopt_together([self], basis, [overlap_sum])
+
+    def share(self, leader: ProjectedMatrix) -> None:
+        """Take over the leader's basis, now and from now on."""
+        if self.columns.owner != leader.name:
+            self.adopt(leader.basis)  # else a checkpoint gave it a copy of the leader's
+        self.measured, self.columns = leader.measured, leader.columns
+        self.candidates = leader.candidates
+
+    def unshare(self) -> None:
+        """Have the basis as its own, which no other matrix replaces."""
+        if self.columns.owner != self.name:
+            basis, self.columns = self.basis, Columns(self.name)
+            self.candidates = self.settings.ranks(*self.shape)
+            self._install(basis)
+
+    def _transfer_moments(
+        self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
+    ) -> None:
+        assert not recalled
+        self.moments.rotate(self._overlap(basis))
+
+    def _overlap(self, basis: Tensor | None) -> Tensor:
+        """``Q_old^T Q_new``; the basis of a full-rank matrix, which is not left for another such, is the
+        identity."""
+        old = self.basis
+        if old is None:
+            assert basis is not None
+            return basis.float()
+        return overlap_of(old, basis)
+
     # -- gradient -------------------------------------------------------------------------------
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
@@ -298,3 +340,43 @@ class ProjectedMatrix(MatrixRule):
 
     def _basis_in(self, state: Mapping[str, Any]) -> Tensor:
         return torch.as_tensor(state["basis"])
+
+
+def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:
+    """``Q_old^T Q_new`` in fp32; None is the identity, the basis of a full-rank matrix."""
+    return old.float().t() if new is None else old.float().t() @ new.float()
+
+
+def adopt_together(
+    members: Sequence[ProjectedMatrix],
+    basis: Tensor | None,
+    overlap_sums: Sequence[Tensor | None],
+    recalled: Sequence[Sequence[Recalled]] | None = None,
+) -> None:
+    """:meth:`ProjectedMatrix.adopt` of matrices that share a basis: all leave the old one at once.
+
+    ``recalled``: what each of them remembers of bases before, see :meth:`Moments.rotate`.
+    """
+    known = [()] * len(members) if recalled is None else recalled
+    for matrix, overlap_sum, older in zip(members, overlap_sums, known, strict=True):
+        stays_full = matrix.full_rank and basis is None
+        if matrix.steps and not stays_full:
+            matrix._transfer_moments(basis, overlap_sum, older)
+    members[0]._install(basis)  # the columns are everyone's
+    for matrix in members:
+        matrix._resize(basis)
+        if not matrix.steps:
+            matrix.moments = matrix._new_states()
+        matrix.measured = True
+        matrix.forget_energy()
+
+
+def site_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
+    """What the site of a matrix projects on: its columns (this process's rows of them while they are parked), or
+    how to make them; None where it takes whole gradients."""
+    if not isinstance(matrix, ProjectedMatrix) or matrix.takes_whole:
+        return None
+    if matrix.redraws:
+        return matrix.make_projection
+    columns = matrix.columns
+    return columns.whole if columns.parked is None else columns.parked

@@ -7,9 +7,11 @@ to nearest would freeze it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +19,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.int8_state import BLOCK, decode_state, encode_state
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
-__all__ = ["MIN_INT8_ELEMENTS", "StateTensor", "stored_bytes"]
-
-MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
-
-
-def stored_bytes(numel: int, dtype: str) -> int:
-    """Bytes of a state of ``numel`` elements, scales included."""
-    if dtype == "int8":
-        return numel + 4 * -(-numel // BLOCK)
-    return {"fp32": 4, "bf16": 2}[dtype] * numel
+__all__ = ["KeptStates", "StateTensor"]
 
 
 class StateTensor:
@@ -114,3 +107,38 @@ class StateTensor:
     def nbytes(self) -> int:
         """Bytes stored."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+class KeptStates(ABC):
+    """What a rule keeps of the rows of a matrix that are held here, but for its bases.
+
+    Attributes:
+        steps: taken.
+    """
+
+    steps: int
+
+    @abstractmethod
+    def states(self) -> dict[str, StateTensor]:
+        """Those that are stored in a state dtype, by their names in the table."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of everything."""
+
+    @abstractmethod
+    def rotate(self, overlap: Tensor) -> None:
+        """Carry the states to a new basis.
+
+        Args:
+            overlap: r_old x r_new, ``Q_old^T Q_new``.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain fp32 tensors and numbers, by their names in the table."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore values of :meth:`state_dict`, at any rank; values that were 8- or 16-bit come back exactly."""

@@ -18,7 +18,6 @@ from hmt_deepspeed.optim.bases.basis import Subspace, keyed_generator, orthonorm
 from hmt_deepspeed.optim.rules.formulas import TINY
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.state import stored_bytes
 
 __all__ = ["TwoSidedMatrix"]
 
@@ -30,27 +29,17 @@ class TwoSidedMatrix(LowRankMatrix):
         left_basis: the rows held here of ``P`` (m x r), in the basis dtype; made anew by a rule that redraws.
     """
 
-    ROW_STATES = ("left_basis",)
     SHARES = False  # the left basis is a matrix's own
 
     _held_left_basis: Tensor | None
 
-    def _new_moments(self) -> Moments:
+    def _new_states(self) -> Moments:
         shape = (self.rank, self.rank)
         return Moments(shape, self.state_dtype, self.device, self.name, self.settings.seed, True)
 
     def state_bytes(self) -> int:
         held = self._held_left_basis
         return super().state_bytes() + (0 if held is None else held.nbytes)
-
-    def is_full_at(self, rank: int) -> bool:
-        return False  # a core of all columns still lacks rows
-
-    def moment_bytes_at(self, rank: int) -> int:
-        return 2 * stored_bytes(rank * rank, self.state_dtype)
-
-    def basis_bytes_at(self, rank: int) -> int:
-        return 0 if self.redraws else sum(self.shape) * rank * self.dtype.itemsize
 
     def move_states(self, place: Callable[[Tensor], Tensor]) -> None:
         """As of every rule; the left basis goes with them, for only a step reads it."""
@@ -98,10 +87,6 @@ class TwoSidedMatrix(LowRankMatrix):
         new = basis[self.shape[1] :][self.rows[0] : self.rows[1]]
         return self.left_basis[counted].float().t() @ new[counted].float()
 
-    @property
-    def recalls_moments(self) -> bool:
-        return False  # a core's evidence is of pairs of directions, and the left ones are dealt over ranks
-
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]
     ) -> None:
@@ -124,15 +109,22 @@ class TwoSidedMatrix(LowRankMatrix):
         return torch.cat((super().measure(gradient, counted), core.flatten()))
 
     def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        self._core = sums[2:].view(self.rank, self.rank)
+        by_name = self.named(sums, early=True)
+        self._core = by_name["core"].view(self.rank, self.rank)
         core_square = self._core.square().sum()
         total = self.square_norm(sums)
-        self._seen = torch.maximum(core_square, sums[1]).sqrt()
+        self._seen = torch.maximum(core_square, by_name["outside"].squeeze()).sqrt()
         self.follow(core_square, total, scale)
         return total
 
     def advance(
-        self, gradient: Tensor, factor: Tensor | float, *, betas: tuple[float, float], eps: float
+        self,
+        gradient: Tensor,
+        factor: Tensor | float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
         """``[P U | 0]`` plus the residual ``phi [A - P P^T A | c S]``, joined by :meth:`finish`.
 
@@ -144,13 +136,13 @@ class TwoSidedMatrix(LowRankMatrix):
         direction = self.moments.advance(core, betas=betas, eps=eps)
         self._direction = direction
         if self.settings.residual == "none" or not self._knows_residual:
-            return torch.zeros_like(gradient), gradient.new_zeros(gradient.shape[0], 1)
+            return torch.zeros_like(gradient), gradient.new_zeros(1)
         phi = direction.norm() / (self._seen * factor).clamp_min(TINY)
         gradient[:, : self.rank] -= left @ core
         if self.num_probes:
             gradient[:, self.rank :] *= self.residual_scale
         residual = gradient.mul_(phi)
-        return residual, residual.square().sum(dim=1, keepdim=True)
+        return residual, self._square(residual, counted)
 
     @property
     def limits(self) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hmt_deepspeed.optim.settings.matrix import DENSE, MatrixSettings
+from hmt_deepspeed.optim.settings.matrix import MatrixSettings
+from hmt_deepspeed.rules import DENSE
 from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = [
@@ -29,7 +30,7 @@ class Assignment:
     """Rule of one parameter.
 
     settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-    lr_scale: factor on the learning rate, see :data:`~hmt_deepspeed.optim.settings.matrix.LR_RATIO`.
+    lr_scale: factor on the learning rate, see :attr:`MatrixSettings.lr_scale`.
     """
 
     name: str
@@ -60,16 +61,16 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Method, projection, kind of second moment, and rank where bases are drawn: what must agree for a saved
-        state to fit."""
+        """Method, projection, note, and rank where bases are drawn: what must agree for a saved state to fit."""
         settings = self.settings
         if settings is None:
             return self.rule
-        side = "" if settings.is_apollo else f" {settings.projection}"
-        factored = ", factored" if settings.is_factored else ""
+        rule = settings.rule
+        side = f" {settings.projection}" if rule.side == "chosen" else ""
+        note = f", {rule.note}" if rule.note else ""
         rank = settings.drawn_rank(*self.shape)
         drawn = "" if rank is None else f", random of rank {rank}"
-        return f"{self.rule}{side}{factored}{drawn}"
+        return f"{self.rule}{side}{note}{drawn}"
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
@@ -134,7 +135,7 @@ def assign_rules(
 
     Args:
         parameters: (name, shape) of every trainable parameter.
-        settings: of the matrices; None when the method is ``adamw``.
+        settings: of the matrices; None when the method is that of dense parameters.
         module_rules: the first match decides, before the other patterns and for any matrix.
         target_modules: regexes searched in the name; None means every linear weight. Those of
             :data:`~hmt_deepspeed.sites.LEFT_TO_ADAMW` stay dense, but with "all", every matrix that is no adapter's.
@@ -153,7 +154,7 @@ def assign_rules(
 
     def reason_dense(name: str, shape: tuple[int, ...]) -> str:
         if settings is None:
-            return "method is adamw"
+            return f"method is {DENSE}"
         if target_modules == "all":
             return f"{ADAPTER!r} is left to AdamW" if ADAPTER in name else ""
         if name in heads:
@@ -171,7 +172,9 @@ def assign_rules(
         scale = settings.lr_scale if settings and _is_beside(name, shape, heads) else 1.0
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
-            return Assignment(name, shape, None, reason if settings else "method is adamw", scale)
+            return Assignment(
+                name, shape, None, reason if settings else f"method is {DENSE}", scale
+            )
         if _is_vector(shape):
             return Assignment(name, shape, None, "a vector in disguise", scale)
         rule = next((rule for rule in module_rules if re.search(rule[0], name)), None)

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from hmt_deepspeed.config import ModuleRule, OptimizerConfig
 from hmt_deepspeed.config.optimizer_conflicts import OWN_OF_METHOD
-from hmt_deepspeed.optim.settings.matrix import DENSE, MatrixSettings
+from hmt_deepspeed.optim.settings.matrix import MatrixSettings
+from hmt_deepspeed.rules import rule_of
 
 __all__ = ["check_group", "complete_options", "matrix_settings", "module_rules"]
 
@@ -35,7 +36,7 @@ def matrix_settings(
 ) -> MatrixSettings | None:
     """Settings of the matrices from ``HMT.options`` or the fields of ``hmt.optimizer``.
 
-    "auto" becomes None: the matrix decides. None for ``adamw``.
+    "auto" becomes None: the matrix decides. None where the method is that of dense parameters.
     ``written``: see :class:`MatrixSettings`.
     """
 
@@ -43,7 +44,7 @@ def matrix_settings(
         given = options[field]
         return None if field != "projection" and given == "auto" else given
 
-    if options["method"] == DENSE:
+    if rule_of(str(options["method"])).is_dense:
         return None
     values = {f.name: value(f.name) for f in fields(MatrixSettings) if f.name in options}
     return MatrixSettings(**values, written=written or {})

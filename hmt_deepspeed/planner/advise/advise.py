@@ -29,6 +29,7 @@ from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
 from hmt_deepspeed.planner.solve.solve import fits
 from hmt_deepspeed.planner.timeline.best import best_plan
 from hmt_deepspeed.planner.timeline.simulate import Simulation
+from hmt_deepspeed.rules import DENSE
 
 __all__ = [
     "Advice",
@@ -70,13 +71,13 @@ class Answer:
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
         place = setup.offload_optimizer
-        if place != "none" and mode.method == "adamw":
+        if place != "none" and mode.rule.is_dense:
             parts += ["CPU Adam"] + ["states on nvme"] * (place == "nvme")
             return ", ".join(parts + ["no masters"] * (mode.master_weights == "none"))
         if place != "none":
             what = "masters" if mode.master_weights == "fp32" else "AdamW's states"
             parts.append(f"{what} on {place}")
-        parts.append(mode.method + (f" r={mode.rank}" if mode.method != "adamw" else ""))
+        parts.append(mode.method + (f" r={mode.rank}" if not mode.rule.is_dense else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
         parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
         parts += ["factored second moments"] * (mode.second_moment == "factored")
@@ -196,7 +197,7 @@ _CHECKPOINTED: dict[Component, Choice] = {
 
 def _checkpointed(request: Request, setup: RunSetup) -> Answer:
     return evaluate(
-        replace(request, lossy=None, fixed=_CHECKPOINTED), setup, OptimizerMode(method="adamw")
+        replace(request, lossy=None, fixed=_CHECKPOINTED), setup, OptimizerMode(method=DENSE)
     )
 
 

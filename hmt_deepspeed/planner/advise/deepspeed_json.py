@@ -41,7 +41,7 @@ def deepspeed_json(
         "steps_per_print": 1_000_000,
         "optimizer": {
             "type": "AdamW" if answer.is_stock else "HMT",
-            "params": {"lr": _LEARNING_RATES[answer.mode.method]},
+            "params": {"lr": answer.mode.rule.usual_lr},
         },
         "bf16": {"enabled": True},
         "zero_optimization": _zero_block(request, setup, nvme_path, answer.is_stock),
@@ -83,15 +83,12 @@ def _zero_block(
     return zero
 
 
-# Those of ds_configs/: a start, not an answer.
-_LEARNING_RATES = {"adamw": 0.001, "lowrank_adamw": 0.001, "apollo": 0.01, "apollo_mini": 0.01}
-
-
 def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:
     block: dict[str, Any] = {"method": mode.method}
-    if mode.method in ("lowrank_adamw", "apollo"):
+    rule = mode.rule
+    if rule.reads_field("rank") and rule.fixed_rank is None:
         block["rank"] = mode.rank
-    if mode.method == "lowrank_adamw" and not mode.projected_backward:
+    if rule.gradient != "whole" and not mode.projected_backward:
         block["projected_backward"] = False
     for field, default in (
         ("state_dtype", "fp32"),

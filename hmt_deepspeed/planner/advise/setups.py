@@ -14,6 +14,7 @@ from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.problem import Place, RunSetup
 from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices
+from hmt_deepspeed.rules import DENSE
 
 # What becomes of activations that hmt.activations has no components for.
 _ALL_KEPT: Mapping[Component, Choice] = {
@@ -46,7 +47,7 @@ class Request:
     seq_length: int
     micro_batch: int = 1
     global_batch: int | None = None
-    modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method="adamw"))
+    modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method=DENSE))
     lossy_modes: tuple[OptimizerMode, ...] = ()
     cpu_adam: bool = True
     zero_stage: int | None = None
@@ -127,10 +128,10 @@ def host_modes(request: Request) -> Iterator[OptimizerMode]:
 
     Of low-rank matrices masters leave the device, of all others everything: also without masters something does.
     """
-    yield OptimizerMode(method="adamw")
+    yield OptimizerMode(method=DENSE)
     for mode in (*request.modes, *request.lossy_modes):
         in_fp32 = (mode.state_dtype, mode.weight_dtype) == ("fp32", "auto")
-        if in_fp32 and (mode.method != "adamw" or mode.is_lossy):
+        if in_fp32 and (not mode.rule.is_dense or mode.is_lossy):
             yield mode
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Literal, NamedTuple
 
 from hmt_deepspeed.config.probes import auto_probes
@@ -17,10 +16,9 @@ from hmt_deepspeed.planner.model.shapes import (
     is_selected,
     layer_linears,
 )
+from hmt_deepspeed.rules import rank_at
 
 __all__ = ["Attention", "LayerFlops", "Projected", "attention_flops", "layer_flops"]
-
-_MULTIPLE = 8  # of ranks that are shares of a side
 
 # How attention is computed:
 #   fused  one op (flash): only the pairs that the mask and the window leave; backward computes the scores
@@ -34,7 +32,7 @@ class Projected:
     """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
 
     Attributes:
-        rank, probes, residual: give r and k of every projected linear, see :func:`rank_at` and :func:`probes_at`.
+        rank, probes, residual: give r and k of every projected linear, see :func:`~hmt_deepspeed.rules.rank_at` and :func:`probes_at`.
         side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
@@ -90,12 +88,6 @@ class Projected:
         own = {name: (rank, probes) for name, rank, probes in self.others}
         rank = rank_at(self.rank, linear.inputs, linear.outputs)
         return own.get(_weight(linear, names), (rank, probes_at(rank, self.probes, self.residual)))
-
-
-def rank_at(rank: int | float, m: int, n: int) -> int:
-    """r of an m x n matrix: an integer, or a share of its smaller side in multiples of 8; lowered to that side."""
-    wanted = rank if isinstance(rank, int) else _MULTIPLE * ceil(rank * min(m, n) / _MULTIPLE)
-    return min(wanted, m, n)
 
 
 def probes_at(rank: int, probes: int | None, residual: str) -> int:

@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hmt_deepspeed.planner.model.flops import rank_at
 from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, parameters
 from hmt_deepspeed.planner.run.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.run.offloaded import Offloaded
 from hmt_deepspeed.planner.run.states import (
     FP32,
     borrowers,
-    moment_bytes,
+    kept_bytes,
     parameters_by_mode,
     projection_bytes,
     states_by_parameter,
@@ -122,7 +121,7 @@ def early_bytes(offloaded: Offloaded, on_ssd: bool, undoes: bool, itemsize: int)
     In host memory what they overwrite, where they may be undone. On an SSD the old states are in other
     files; the new weights wait in host memory, since masters are out of reach then.
     """
-    share = offloaded.whole("adamw")
+    share = offloaded.whole("dense")
     if share.sent:  # weights that are their own masters are updated after it
         return 0.0
     if on_ssd:
@@ -207,12 +206,11 @@ def _left_bytes(
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     sharded = 0.0 if borrows else _pages(basis) / sharding.world_size
     found, rank = 0.0, mode.rank_of(parameter)
-    if mode.projection != "two_sided":  # which carries no older moments over
-        sizes = moment_bytes(parameter, mode, sharding)
-        if mode.is_factored:  # evidence and column means alone are carried over
-            sizes = sizes[0], sizes[2]
-        found += room.old_moments * (sharded + sum(map(_pages, sizes)))
-    widest = rank_at(mode.rank, *parameter.shape)
+    kept = kept_bytes(parameter, mode, sharding, itemsize)
+    recalled = [size for state, size in kept.items() if state.recalled]
+    if recalled:
+        found += room.old_moments * (sharded + sum(map(_pages, recalled)))
+    widest = mode.rule.rank_at(mode.rank, *parameter.shape)
     if room.old_bases and rank < widest:  # which it may have left
         found += sharded * widest / rank
     return found
@@ -262,15 +260,10 @@ def snapshot_bytes(
 def _matrix_tensors(
     parameter: Parameter, mode: OptimizerMode, sharding: Sharding, itemsize: int
 ) -> Iterable[int]:
-    """Moments in fp32, evidence, the whole basis; two averages more, and their weight."""
-    evidence, *moments = moment_bytes(parameter, mode, sharding, in_fp32=True)
+    """States in fp32, the whole basis; two averages more, and their weight."""
+    kept = kept_bytes(parameter, mode, sharding, itemsize, in_fp32=True)
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
-    left = 0
-    if mode.projection == "two_sided" and basis:
-        rank = mode.rank_of(parameter)
-        left = -(-parameter.shape[0] // sharding.ranks(1)) * rank * itemsize
-    sizes = [evidence, *moments, FP32, FP32, FP32]
-    return [*sizes, *(size for size in (basis, left) if size)]
+    return [*kept.values(), FP32, FP32, FP32, *([basis] if basis else [])]
 
 
 def _pages(nbytes: float) -> int:

@@ -200,15 +200,15 @@ def _last_micro_step(problem: Problem) -> Amounts:
 
 def _update(problem: Problem) -> tuple[Amounts, Amounts]:
     """The optimizer's pass, wherever states live: (AdamW's on the host, which may begin early, all the rest)."""
-    setup, adamw = problem.setup, problem.offloaded.whole("adamw")
-    early = _on_host(adamw, setup)
+    setup, dense = problem.setup, problem.offloaded.whole("dense")
+    early = _on_host(dense, setup)
     late = _on_host(problem.offloaded.whole("low_rank"), setup)
     late += problem.machine.overheads.update * amounts(device=update_traffic(problem))
     if setup.offload_param != "none":
         weights = updated_on_device(problem)
         late += amounts(to_host=weights, ssd_write=weights * (setup.offload_param == "nvme"))
     if setup.zero_stage in (1, 2):
-        gathered = adamw.returned / problem.shard
+        gathered = dense.returned / problem.shard
         early += amounts(network=gathered * setup.others)
         late += amounts(network=max(0.0, problem.total.weights - gathered) * setup.others)
     return early, late

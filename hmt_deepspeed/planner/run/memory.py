@@ -14,7 +14,7 @@ from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.layer_sites import Site
 from hmt_deepspeed.planner.model.workload import Workload
-from hmt_deepspeed.planner.run.modes import REPLICATED, Method, OptimizerMode, Sharding, StateDtype
+from hmt_deepspeed.planner.run.modes import REPLICATED, OptimizerMode, Sharding, StateDtype
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.planner.run.states import (
     ModelStates,
@@ -27,7 +27,6 @@ from hmt_deepspeed.planner.run.states import (
 __all__ = [
     "ActivationBytes",
     "MemoryBudget",
-    "Method",
     "ModelStates",
     "OptimizerMode",
     "Sharding",

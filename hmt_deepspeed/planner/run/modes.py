@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Literal, cast, get_args
 
-from hmt_deepspeed.config.optimizer import Method, Projection, Residual, SecondMoment, StateDtype
-from hmt_deepspeed.planner.model.flops import (
-    Projected,
-    check_probes,
-    check_rank,
-    probes_at,
-    rank_at,
-)
+from hmt_deepspeed.config.optimizer import Projection, Residual, SecondMoment, StateDtype
+from hmt_deepspeed.planner.model.flops import Projected, check_probes, check_rank, probes_at
 from hmt_deepspeed.planner.model.shapes import (
     ModelShape,
     Parameter,
     by_layer,
     is_selected,
 )
+from hmt_deepspeed.rules import DEFAULT, Rule, methods, rule_of
 
-__all__ = ["LEAST_INT8", "REPLICATED", "Method", "OptimizerMode", "Sharding", "StateDtype"]
-
-
-LEAST_INT8 = 4096  # elements of a state; smaller ones stay in fp32
+__all__ = ["REPLICATED", "OptimizerMode", "Sharding", "StateDtype"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +50,9 @@ class OptimizerMode:
     """``hmt.optimizer`` as far as bytes depend on it; the defaults are its own.
 
     Attributes:
+        method, projection, second_moment: name the :attr:`rule`.
         rank: r of every matrix, or the one assumed for ``"auto"``; a float is a share of the smaller side,
-            in multiples of 8, of APOLLO in whole numbers.
+            in multiples of 8; None: "auto" of a rule that does not choose.
         probes: k, None for "auto".
         ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
             whose matrix has its own.
@@ -71,9 +65,9 @@ class OptimizerMode:
             have masters too.
     """
 
-    method: Method = "lowrank_adamw"
+    method: str = DEFAULT
     projection: Projection = "right"
-    rank: int | float = 128
+    rank: int | float | None = 128
     probes: int | None = None
     residual: Residual = "probe"
     state_dtype: StateDtype = "fp32"
@@ -91,19 +85,25 @@ class OptimizerMode:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an illegal value: field, value, legal values, what to do."""
-        for field, legal in _LEGAL.items():
+        for field, legal in {"method": methods(), **_LEGAL}.items():
             if getattr(self, field) not in legal:
                 raise ValueError(
                     f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
                 )
-        check_rank("hmt.optimizer.", self.rank)
+        if self.rank is not None or self.rule.chooses_rank:
+            check_rank("hmt.optimizer.", self.rank)
         check_probes("hmt.optimizer.", self.probes)
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The row of the table."""
+        return rule_of(self.method, vars(self))
 
     def is_low_rank(self, parameter: Parameter) -> bool:
         """Whether a parameter has a matrix rule."""
         if not parameter.trained:
             return False
-        if self.method == "adamw" or parameter.kind == "vector":
+        if self.rule.is_dense or parameter.kind == "vector":
             return False
         if parameter.kind in ("embedding", "head") and self.target_modules != "all":
             return False
@@ -111,16 +111,23 @@ class OptimizerMode:
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
-        takes = self.method == "lowrank_adamw" and self.residual != "full"
         patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
-        return takes and patched and self.is_low_rank(parameter)
+        return self._takes_projection and patched and self.is_low_rank(parameter)
+
+    @property
+    def _takes_projection(self) -> bool:
+        """Whether the rule takes projected gradients and gives updates in two factors."""
+        return self.rule.gradient != "whole" and self.residual != "full"
 
     def is_transposed(self, parameter: Parameter) -> bool:
-        """Whether a low-rank matrix is projected from the left; APOLLO takes the smaller side."""
+        """Whether a low-rank matrix is projected from the left."""
         m, n = parameter.shape
-        if self.method in ("apollo", "apollo_mini") or self.projection == "auto":
-            return m < n
-        return self.projection == "left"
+        return self.rule.transposes(self.projection, m, n)
+
+    def oriented(self, parameter: Parameter) -> tuple[int, int]:
+        """(m, n) of a matrix as its rule sees it."""
+        m, n = parameter.shape
+        return (n, m) if self.is_transposed(parameter) else (m, n)
 
     @property
     def is_lossy(self) -> bool:
@@ -129,36 +136,31 @@ class OptimizerMode:
         return given != ("fp32", "fp32", "full", "auto")
 
     @property
-    def is_factored(self) -> bool:
-        """Whether the second moments of low-rank matrices are row and column means."""
-        return self.second_moment == "factored" and self.method == "lowrank_adamw"
+    def finds_bases(self) -> bool:
+        """Whether bases are found in gradients and kept."""
+        return self.rule.bases == "found" and not self.redrawn
 
     @property
     def can_be_full(self) -> bool:
         """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
-        return self.projection != "two_sided" and not self.redrawn
+        return self.rule.becomes_dense and not self.redrawn
 
     def is_full(self, parameter: Parameter) -> bool:
         """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
-        if self.method != "lowrank_adamw" or not self.can_be_full:
-            return False
-        m, n = parameter.shape
-        columns = m if self.is_transposed(parameter) else n
-        return self.rank_of(parameter) == columns
+        return self.can_be_full and self.rank_of(parameter) == self.oriented(parameter)[1]
 
     def updates_whole(self, parameter: Parameter) -> bool:
         """Whether the update of a low-rank matrix is formed whole instead of as two factors."""
-        factors = self.method == "lowrank_adamw" and self.residual != "full"
-        return not factors or self.is_full(parameter)
+        return not self._takes_projection or self.is_full(parameter)
 
     def backward(self) -> Projected | None:
         """What projected backward does to the layers' linears, None without it."""
-        if self.method != "lowrank_adamw" or self.residual == "full" or not self.projected_backward:
+        if not self._takes_projection or not self.projected_backward or self.rank is None:
             return None
         return Projected(
             self.rank,
             self.probes,
-            self.residual,
+            cast(Literal["none", "probe"], self.residual),
             side="right" if self.projection == "two_sided" else self.projection,
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
@@ -189,19 +191,13 @@ class OptimizerMode:
         return self._lowered(parameter) if own is None else own
 
     def _lowered(self, parameter: Parameter) -> int:
-        if self.method == "apollo" and isinstance(self.rank, float):
-            return max(1, int(self.rank * min(parameter.shape)))
-        return 1 if self.method == "apollo_mini" else rank_at(self.rank, *parameter.shape)
+        m, n = parameter.shape
+        return self.rule.rank_at(self.rank, m, n)
 
-    def moments_dtype(self, parameter: Parameter) -> StateDtype:
-        """Storage of a low-rank matrix's moments; 8 bits only from LEAST_INT8 elements on, at the rank that is the
-        largest candidate's where it is chosen."""
-        rank, (m, n) = self._lowered(parameter), parameter.shape
-        rows = n if self.is_transposed(parameter) else m
-        if self.method == "lowrank_adamw" and self.projection == "two_sided":
-            rows = rank
-        small = self.state_dtype == "int8" and rows * rank < LEAST_INT8
-        return "fp32" if small else self.state_dtype
+    def states_dtype(self, parameter: Parameter) -> str:
+        """Storage of a low-rank matrix's states, by the rank that is the largest candidate's where it is chosen."""
+        rows, columns = self.oriented(parameter)
+        return self.rule.states_dtype(self.state_dtype, rows, columns, self._lowered(parameter))
 
     def probes_at(self, rank: int) -> int:
         """See :func:`~hmt_deepspeed.planner.model.flops.probes_at`."""
@@ -209,7 +205,6 @@ class OptimizerMode:
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {
-    "method": get_args(Method),
     "projection": get_args(Projection),
     "residual": get_args(Residual),
     "state_dtype": get_args(StateDtype),

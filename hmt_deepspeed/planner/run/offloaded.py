@@ -22,11 +22,11 @@ from hmt_deepspeed.planner.run.states import (
     states_by_parameter,
 )
 
-__all__ = ["RULES", "HostShare", "Offloaded", "Rule", "offloaded_states"]
+__all__ = ["TREATMENTS", "HostShare", "Offloaded", "Treatment", "offloaded_states"]
 
-# adamw: CPU Adam, which may begin as a gradient arrives. low_rank: an addition to the master, after the overflow decision.
-Rule = Literal["adamw", "low_rank"]
-RULES: tuple[Rule, ...] = ("adamw", "low_rank")
+# dense: CPU Adam, which may begin as a gradient arrives. low_rank: an addition to the master, after the overflow decision.
+Treatment = Literal["dense", "low_rank"]
+TREATMENTS: tuple[Treatment, ...] = ("dense", "low_rank")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HostShare:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What is off the device of a model of ``num_layers`` equal layers, by the rule of its parameters.
+    """What is off the device of a model of ``num_layers`` equal layers, by the treatment of its parameters.
 
     Attributes:
         layer: of one of them, in the mean. outside: embeddings, head, final norm. resident: the states that stay on the
@@ -69,20 +69,21 @@ class Offloaded:
     """
 
     num_layers: int
-    layer: dict[Rule, HostShare]
-    outside: dict[Rule, HostShare]
+    layer: dict[Treatment, HostShare]
+    outside: dict[Treatment, HostShare]
     resident: ModelStates
 
-    def whole(self, *rules: Rule) -> HostShare:
-        """Of the model; of all rules, or of those given."""
-        chosen = rules or RULES
-        layers = sum((self.layer[rule] for rule in chosen), HostShare())
-        return sum((self.outside[rule] for rule in chosen), layers.times(self.num_layers))
+    def whole(self, *chosen: Treatment) -> HostShare:
+        """Of the model; by all treatments, or by those given."""
+        asked = chosen or TREATMENTS
+        layers = sum((self.layer[treatment] for treatment in asked), HostShare())
+        return sum((self.outside[treatment] for treatment in asked), layers.times(self.num_layers))
 
     def passing(self, field: Literal["gradients", "formed", "states"], depth: int) -> float:
         """Bytes of buffers for ``depth`` parts of the model on their way, one of which may be the largest."""
         layer, outside = (
-            sum(getattr(part[rule], field) for rule in RULES) for part in (self.layer, self.outside)
+            sum(getattr(part[treatment], field) for treatment in TREATMENTS)
+            for part in (self.layer, self.outside)
         )
         largest = max(layer, outside)
         return min(float(getattr(self.whole(), field)), largest + (depth - 1) * layer)
@@ -107,7 +108,7 @@ def offloaded_states(
         is_offloaded: whether there is ``offload_optimizer``; without it nothing leaves.
     """
     each = gradient_itemsize or itemsize
-    layer: dict[Rule, HostShare] = dict.fromkeys(RULES, HostShare())
+    layer: dict[Treatment, HostShare] = dict.fromkeys(TREATMENTS, HostShare())
     outside = dict(layer)
     resident = dict.fromkeys((field.name for field in fields(ModelStates)), 0)
     sizes = states_by_parameter(
@@ -116,26 +117,30 @@ def offloaded_states(
     modes = (own for _, own in parameters_by_mode(shape, mode))
     factors = update_itemsize or itemsize
     for (parameter, held), own in zip(sizes, modes, strict=True):
-        rule: Rule = "low_rank" if mode.host_is_ours and mode.is_low_rank(parameter) else "adamw"
-        leaving = _leaving(parameter, held, mode, rule) if is_offloaded else ()
+        treatment: Treatment = (
+            "low_rank" if mode.host_is_ours and mode.is_low_rank(parameter) else "dense"
+        )
+        leaving = _leaving(parameter, held, mode, treatment) if is_offloaded else ()
         if leaving:
-            part = _share(parameter, held, own, sharding, rule, leaving, itemsize, each, factors)
+            part = _share(
+                parameter, held, own, sharding, treatment, leaving, itemsize, each, factors
+            )
             if parameter.name.startswith(shape.names.layer):
-                layer[rule] += part.times(parameter.count / shape.layers)
+                layer[treatment] += part.times(parameter.count / shape.layers)
             else:
-                outside[rule] += part.times(parameter.count)
+                outside[treatment] += part.times(parameter.count)
         for kind, nbytes in held.items():
             resident[kind] += 0 if kind in leaving else parameter.count * nbytes
     return Offloaded(shape.layers, layer, outside, ModelStates(**resident))
 
 
 def _leaving(
-    parameter: Parameter, held: dict[str, int], mode: OptimizerMode, rule: Rule
+    parameter: Parameter, held: dict[str, int], mode: OptimizerMode, treatment: Treatment
 ) -> tuple[str, ...]:
     """Kinds of a parameter's states that are not on the device; none of low-rank matrices without a master."""
     if not parameter.trained:
         return ()
-    if rule == "adamw":
+    if treatment == "dense":
         return ("gradients", "masters", "moments")
     return ("masters",) if held["masters"] else ()
 
@@ -145,7 +150,7 @@ def _share(
     held: dict[str, int],
     mode: OptimizerMode,
     sharding: Sharding,
-    rule: Rule,
+    treatment: Treatment,
     leaving: Iterable[str],
     itemsize: int,
     gradient_itemsize: int,
@@ -157,7 +162,7 @@ def _share(
         states=float(sum(held[kind] for kind in leaving if kind != "gradients")),
         returned=elements * itemsize,
     )
-    if rule == "low_rank":
+    if treatment == "low_rank":
         # formed in fp32; else in the dtype that its factors are multiplied in
         size = FP32 if mode.updates_whole(parameter) else update_itemsize
         return replace(found, added=elements, sent=elements * size)

@@ -80,7 +80,7 @@ def worst_refresh(shape: ModelShape, mode: OptimizerMode, gradient_itemsize: int
 
 def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Group]:
     """In the model's order; alone unless bases are shared."""
-    if mode.method != "lowrank_adamw" or mode.redrawn:
+    if not mode.finds_bases:
         return []
     if isinstance(shape, ListedShape):
         return _listed_groups(shape, mode, itemsize)

@@ -13,22 +13,29 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, num_parameters, parameters
-from hmt_deepspeed.planner.run.modes import LEAST_INT8, REPLICATED, OptimizerMode, Sharding
+from hmt_deepspeed.planner.run.modes import REPLICATED, OptimizerMode, Sharding
+from hmt_deepspeed.rules import (
+    DENSE,
+    MIN_INT8_ELEMENTS,
+    STATE_BLOCK,
+    State,
+    rule_of,
+    stored_bytes,
+)
 
 __all__ = [
     "ModelStates",
     "borrowers",
     "communication_volume",
     "gradient_columns",
+    "kept_bytes",
     "model_states",
-    "moment_bytes",
     "parameters_by_mode",
     "projection_bytes",
     "states_by_parameter",
 ]
 
 FP32 = 4
-STATE_BLOCK = 256  # elements of an int8 state, or of an int8 weight's row, that share an fp32 scale
 
 
 @dataclass(frozen=True)
@@ -152,22 +159,16 @@ def _states_of(
         return sizes | _matrix_states(
             parameter, mode, sharding, itemsize, gradient_itemsize, borrows
         )
-    dtype = mode.state_dtype if parameter.numel >= LEAST_INT8 else "fp32"
+    dtype = mode.state_dtype if parameter.numel >= MIN_INT8_ELEMENTS else "fp32"
+    each = stored_bytes(_part(parameter.numel, sharding.ranks(1)), dtype)
     return sizes | {
         "gradients": _part(parameter.numel, sharding.ranks(2)) * gradient_itemsize,
-        "moments": 2 * _state_bytes(_part(parameter.numel, sharding.ranks(1)), dtype),
+        "moments": len(rule_of(DENSE).states) * each,
     }
 
 
 def _part(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
-
-
-def _state_bytes(numel: int, dtype: str) -> int:
-    """One moment: fp32, bf16, or uint8 codes with a scale for each block."""
-    if dtype == "int8":
-        return numel + -(-numel // STATE_BLOCK) * FP32
-    return numel * (FP32 if dtype == "fp32" else 2)
 
 
 def _most_rows(rows: int, columns: int, ranks: int) -> int:
@@ -194,48 +195,39 @@ def _matrix_states(
         borrows: it projects on the basis of another.
     """
     rows, columns = gradient_columns(parameter, mode)
-    reduced_rows = _most_rows(rows, _oriented(parameter, mode)[1], sharding.ranks(2))
+    reduced_rows = _most_rows(rows, mode.oriented(parameter)[1], sharding.ranks(2))
     basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
-    left = 0
-    if mode.method == "lowrank_adamw" and mode.projection == "two_sided" and not mode.redrawn:
-        left = _rows_held(parameter, mode, sharding) * mode.rank_of(parameter) * itemsize
+    kept = kept_bytes(parameter, mode, sharding, itemsize)
+    beside = sum(size for state, size in kept.items() if state.stored == "model")
     return {
         "gradients": reduced_rows * columns * gradient_itemsize,
-        "moments": sum(moment_bytes(parameter, mode, sharding)),
-        "bases": basis + left,
+        "moments": sum(kept.values()) - beside,
+        "bases": basis + beside,
         "probes": probes,
     }
 
 
-def _oriented(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
-    """(m, n) of a matrix as its rule sees it."""
-    m, n = parameter.shape
-    return (n, m) if mode.is_transposed(parameter) else (m, n)
-
-
-def _rows_held(parameter: Parameter, mode: OptimizerMode, sharding: Sharding) -> int:
-    """Rows whose states a rank holds."""
-    return _most_rows(*_oriented(parameter, mode), sharding.ranks(1))
-
-
-def moment_bytes(
-    parameter: Parameter, mode: OptimizerMode, sharding: Sharding, *, in_fp32: bool = False
-) -> tuple[int, ...]:
-    """Bytes of a low-rank matrix's (evidence, first moments, second moments) on the rank that holds most.
-
-    A factored second moment is three: the means of its columns, of its rows, and of all of it.
+def kept_bytes(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    *,
+    in_fp32: bool = False,
+) -> dict[State, int]:
+    """Bytes of a low-rank matrix's states, its basis not counted, on the rank that holds most.
 
     Args:
-        in_fp32: as they are saved, not as they are held.
+        itemsize: of the weights. in_fp32: states as they are saved, not as they are held.
     """
-    rank = mode.rank_of(parameter)
-    two_sided = mode.method == "lowrank_adamw" and mode.projection == "two_sided"
-    core = rank * rank if two_sided else _rows_held(parameter, mode, sharding) * rank
-    each = _state_bytes(core, "fp32" if in_fp32 else mode.moments_dtype(parameter))
-    if mode.is_factored:
-        rows = _rows_held(parameter, mode, sharding)
-        return rank * FP32, each, rank * FP32, rows * FP32, FP32
-    return (rank * rank if two_sided else rank) * FP32, each, each
+    rows, columns = mode.oriented(parameter)
+    held = _most_rows(rows, columns, sharding.ranks(1))
+    rank, dtype = mode.rank_of(parameter), "fp32" if in_fp32 else mode.states_dtype(parameter)
+    return {
+        state: state.nbytes(held, columns, rank, dtype, itemsize)
+        for state in mode.rule.states
+        if not (state.stored == "model" and mode.redrawn)
+    }
 
 
 def projection_bytes(
@@ -244,11 +236,11 @@ def projection_bytes(
     """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
 
     Stage 3 shards the rows of both over ranks where backward is projected, but for those that backward itself
-    needs. None where nothing is stored: APOLLO, full rank, bases redrawn from a seed.
+    needs. None where nothing is stored: full rank, and bases drawn from a seed.
     """
-    if mode.method != "lowrank_adamw" or mode.is_full(parameter) or mode.redrawn:
+    if not mode.finds_bases or mode.is_full(parameter):
         return 0, 0
-    n, rank = _oriented(parameter, mode)[1], mode.rank_of(parameter)
+    n, rank = mode.oriented(parameter)[1], mode.rank_of(parameter)
     probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
     if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
         n = _part(n, sharding.world_size)
@@ -257,9 +249,7 @@ def projection_bytes(
 
 def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
     """(rows, columns) of the gradient that accumulates of a low-rank matrix."""
-    m, n = parameter.shape
-    if mode.is_transposed(parameter):
-        m, n = n, m
+    m, n = mode.oriented(parameter)
     if mode.updates_whole(parameter):
         return m, n
     rank = mode.rank_of(parameter)

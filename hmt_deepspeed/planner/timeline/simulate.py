@@ -27,7 +27,7 @@ from hmt_deepspeed.planner.run.loads import (
     update_traffic,
     updated_on_device,
 )
-from hmt_deepspeed.planner.run.offloaded import RULES, HostShare, Rule
+from hmt_deepspeed.planner.run.offloaded import TREATMENTS, HostShare, Treatment
 from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import (
     ADDED_SHARE,
@@ -94,11 +94,11 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     if overlap != "forward":
         builder.update_on_gpu()
     if overlap == "none":
-        builder.update_alone(1.0, RULES)
+        builder.update_alone(1.0, TREATMENTS)
     elif overlap == "backward":
         builder.update_alone(1.0, ("low_rank",))
         if setup.redo_fraction > 0:
-            builder.update_alone(setup.redo_fraction, ("adamw",))
+            builder.update_alone(setup.redo_fraction, ("dense",))
     static = static_bytes(problem)["gpu"]
     passing = static.get("gathered weights", 0.0)
     if not sums_before_sending(setup):
@@ -241,7 +241,7 @@ class _Builder:
         """One micro-step's forward; ``with_update``: each layer waits for its own update."""
         for position, unit in enumerate(self.units):
             if with_update:
-                self.update(unit, None, 1.0, RULES)
+                self.update(unit, None, 1.0, TREATMENTS)
             waits, weights = self.fetch(unit)
             load = unit.load
             before = self.units[position - _AHEAD].name if position >= _AHEAD else ""
@@ -302,7 +302,7 @@ class _Builder:
             head = done if head is None else head
             left.append(self.reduce(unit, done, last, gradients))
             if with_update:
-                self.update(unit, left[-1], 1.0, ("adamw",))
+                self.update(unit, left[-1], 1.0, ("dense",))
 
     def reduce(self, unit: Unit, done: int, last: bool, held: float) -> int | None:
         """Gradients to the ranks and places that update them; what ends it. ``held``: bytes freed by then."""
@@ -325,7 +325,9 @@ class _Builder:
 
     # -- the optimizer --------------------------------------------------------------------------
 
-    def update(self, unit: Unit, arrived: int | None, times: float, rules: Iterable[Rule]) -> None:
+    def update(
+        self, unit: Unit, arrived: int | None, times: float, rules: Iterable[Treatment]
+    ) -> None:
         """One unit's update on the host: its states' way from and to SSD, what is sent, the new weights."""
         setup = self.problem.setup
         share = sum((unit.host[rule] for rule in rules), HostShare()).times(times)
@@ -360,7 +362,7 @@ class _Builder:
         if setup.zero_stage in (1, 2):
             self.add(name, "network", nbytes / self.problem.shard * setup.others, [after])
 
-    def update_alone(self, times: float, rules: Iterable[Rule]) -> None:
+    def update_alone(self, times: float, rules: Iterable[Treatment]) -> None:
         """The host's pass after everything else."""
         rules = tuple(rules)
         if not any(unit.host[rule].returned for unit in self.units for rule in rules):

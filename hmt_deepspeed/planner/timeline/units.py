@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hmt_deepspeed.planner.model.workload import Layer
 from hmt_deepspeed.planner.run.loads import LayerLoad, layer_load
-from hmt_deepspeed.planner.run.offloaded import HostShare, Rule
+from hmt_deepspeed.planner.run.offloaded import HostShare, Treatment
 from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import grouped_layers
 from hmt_deepspeed.planner.solve.plan import Plan
@@ -30,7 +30,7 @@ class Unit:
     saved: float
     share: float
     load: LayerLoad
-    host: Mapping[Rule, HostShare]
+    host: Mapping[Treatment, HostShare]
 
     @property
     def off_device(self) -> HostShare:

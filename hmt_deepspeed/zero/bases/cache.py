@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.memory.transfer import TransferEngine
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.rules import methods, rule_of
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import CacheSettings
@@ -57,11 +58,11 @@ def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> 
     Raises:
         ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
     """
-    matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
+    matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
     stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
     if not stored:
         raise ValueError(
-            "hmt.basis_cache is given, but no parameter has a basis that it could hold: adamw and APOLLO store "
+            f"hmt.basis_cache is given, but no parameter has a basis that it could hold: {_without_bases()} store "
             'none, nor does "range_finder": "random", and with "residual": "full" they stay beside the '
             "gradients. Remove the section."
         )
@@ -74,7 +75,13 @@ def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> 
         )
 
 
-def _rises_again(matrix: LowRankMatrix) -> bool:
+def _without_bases() -> str:
+    """Methods that have none whatever else is set."""
+    *first, last = (name for name in methods() if rule_of(name).bases != "found")
+    return f"{', '.join(first)} and {last}"
+
+
+def _rises_again(matrix: ProjectedMatrix) -> bool:
     return len(matrix.candidates) > 1 and matrix.settings.range_finder != "svd"
 
 
@@ -86,7 +93,7 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
     """
     found: dict[int, int] = {}
     for param_state in param_states:
-        if not isinstance(param_state.matrix, LowRankMatrix):
+        if not isinstance(param_state.matrix, ProjectedMatrix):
             continue
         site, columns = param_state.gradient.site, param_state.matrix.columns
         joined = None if site is None else site.group.columns
@@ -133,7 +140,7 @@ def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> li
     """What the start table says of a cache."""
     cache = bases.cache
     assert cache is not None
-    names = {p.matrix.columns.owner for p in param_states if isinstance(p.matrix, LowRankMatrix)}
+    names = {p.matrix.columns.owner for p in param_states if isinstance(p.matrix, ProjectedMatrix)}
     waiting = sum(name in cache for name in names)
     told = [
         f"basis_cache: {waiting} bases, {format_bytes(cache.host_bytes)}, in pinned host memory"
@@ -142,7 +149,7 @@ def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> li
     if left:
         told.append(f"{left} have no room and stay on the device")
     recalling = sum(
-        isinstance(p.matrix, LowRankMatrix) and p.matrix.recalls_moments for p in param_states
+        isinstance(p.matrix, ProjectedMatrix) and p.matrix.recalls_moments for p in param_states
     )
     if bases.history.most and recalling:
         told.append(

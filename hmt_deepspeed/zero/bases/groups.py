@@ -11,7 +11,7 @@ from hmt_deepspeed.optim.backward.linear import SharedInputs
 from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
@@ -109,7 +109,7 @@ class BasisGroups:
         matrix = self.low_rank[index].matrix
         assert matrix is not None
         number = self.schedule.num_refreshes[index]
-        if isinstance(matrix, LowRankMatrix):
+        if isinstance(matrix, ProjectedMatrix):
             basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)
             self._refresh.adopt([index], basis)
         matrix.draw = number  # only now: the old number gives the basis that moments come from

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, overlap_of
-from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
+from hmt_deepspeed.optim.rules.moments import LeftMoments, Moments, Recalled
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, overlap_of
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -94,7 +94,7 @@ class MomentHistory:
 
     # -- at a refresh ---------------------------------------------------------------------------
 
-    def missing(self, matrix: LowRankMatrix) -> list[float]:
+    def missing(self, matrix: ProjectedMatrix) -> list[float]:
         """1 for each previous basis of the matrix that has made room on this rank, newest first; ``most`` numbers.
 
         To be summed over ranks. What is there stays until :meth:`release`.
@@ -107,7 +107,7 @@ class MomentHistory:
                 found[place] = 1.0
         return found
 
-    def expect(self, matrix: LowRankMatrix) -> None:
+    def expect(self, matrix: ProjectedMatrix) -> None:
         """Start the copies of what :meth:`recall` will ask for, as far as this rank knows, if not yet begun."""
         for previous in self._previous[matrix.columns.owner] if self.most else ():
             if self.cache.has_kept(previous.key):
@@ -145,7 +145,7 @@ class MomentHistory:
         self,
         kept: Sequence[_Previous],
         old: Sequence[Tensor | None],
-        leader: LowRankMatrix,
+        leader: ProjectedMatrix,
         basis: Tensor | None,
         param_state: ParamState,
     ) -> Sequence[Tensor]:
@@ -168,7 +168,7 @@ class MomentHistory:
         if basis is None:  # whatever comes after full rank is spanned by it
             return
         finds = group[0].gradient.owner == self.collectives.rank
-        members = {p.name: _matrix(p).moments.left() for p in group}
+        members = {p.name: _moments(p).left() for p in group}
         self._add(
             leader.columns.owner, leader.steps, basis.shape[1], members, basis if finds else None
         )
@@ -215,7 +215,8 @@ class MomentHistory:
         """
         if not self.most:
             return {}
-        matrices, saved = {p.name: _matrix(p) for p in param_states}, []
+        matrices = {p.name: p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)}
+        saved = []
         for owner, previous in self._kept():
             basis, members = previous.split(self.cache.kept(previous.key))
             saved.append(
@@ -256,7 +257,7 @@ class MomentHistory:
                 continue  # other matrices share a basis now
             members = {
                 p.name: LeftMoments.restored(
-                    entry["members"][p.name], _matrix(p).moments.dtype, _matrix(p).device
+                    entry["members"][p.name], _moments(p).dtype, _matrix(p).device
                 )
                 for p in group
             }
@@ -276,6 +277,12 @@ class MomentHistory:
                     yield owner, previous
 
 
-def _matrix(param_state: ParamState) -> LowRankMatrix:
-    assert isinstance(param_state.matrix, LowRankMatrix)
+def _moments(param_state: ParamState) -> Moments:
+    moments = _matrix(param_state).moments
+    assert isinstance(moments, Moments)  # what a rule recalls is Adam's
+    return moments
+
+
+def _matrix(param_state: ParamState) -> ProjectedMatrix:
+    assert isinstance(param_state.matrix, ProjectedMatrix)
     return param_state.matrix

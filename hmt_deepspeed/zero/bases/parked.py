@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, site_projection
-from hmt_deepspeed.optim.rules.projected import Columns
+from hmt_deepspeed.optim.rules.columns import Columns
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, site_projection
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -98,7 +98,7 @@ class ParkedBases:
         assert matrix is not None
         if (
             self.cache is None
-            or not isinstance(matrix, LowRankMatrix)
+            or not isinstance(matrix, ProjectedMatrix)
             or matrix.columns.parked is None
         ):
             return site_projection(matrix)
@@ -132,7 +132,7 @@ class ParkedBases:
     def park(self, param_state: ParamState) -> None:
         """Let the matrix's projection wait in its place; one that has not changed is there already."""
         matrix = param_state.matrix
-        if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is not None:
+        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.parked is not None:
             return
         columns, whole = matrix.columns, matrix.columns.whole
         if whole is None:  # redrawn, or full rank, perhaps of late
@@ -169,7 +169,7 @@ class ParkedBases:
     def restore(self, param_state: ParamState) -> None:
         """Make the matrix's projection whole again, on the device."""
         matrix = param_state.matrix
-        if not isinstance(matrix, LowRankMatrix) or matrix.columns.parked is None:
+        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.parked is None:
             return
         columns = matrix.columns
         was_cached = matrix.columns.parked.is_meta
@@ -181,7 +181,7 @@ class ParkedBases:
 
     def forget(self, param_state: ParamState) -> None:
         """Drop what is parked: the whole projection is about to be loaded."""
-        if isinstance(param_state.matrix, LowRankMatrix):
+        if isinstance(param_state.matrix, ProjectedMatrix):
             param_state.matrix.columns.parked = param_state.matrix.columns.fetch = None
             self._drop(param_state.matrix.columns)
 
@@ -189,7 +189,7 @@ class ParkedBases:
         """Drop what host memory holds for columns that nobody has any more, since matrices share others."""
         if self.cache is not None:
             self.history.forget()
-            matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
+            matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
             self.cache.keep_only({matrix.columns.owner for matrix in matrices})
 
     def _drop(self, columns: Columns) -> None:
@@ -217,7 +217,7 @@ class ParkedBases:
         if param_states is None:
             self.cache.begin_round()
             return
-        matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
+        matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
         self.cache.begin_round([matrix.columns.owner for matrix in matrices])
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class ParkedBases:
 
     # -- old bases ------------------------------------------------------------------------------
 
-    def _keeps_older(self, matrix: LowRankMatrix) -> bool:
+    def _keeps_older(self, matrix: ProjectedMatrix) -> bool:
         """Whether a basis that a narrower one replaces is of use: not to a full SVD, which starts from nothing."""
         return self.history.most > 0 and matrix.settings.range_finder != "svd"
 
@@ -235,7 +235,7 @@ class ParkedBases:
         """Before the matrix's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
         older one that is no wider than the new."""
         matrix = param_state.matrix
-        assert isinstance(matrix, LowRankMatrix)
+        assert isinstance(matrix, ProjectedMatrix)
         if self.cache is None or not self._keeps_older(matrix):
             return
         name = matrix.columns.owner
@@ -249,7 +249,7 @@ class ParkedBases:
     def recall(self, param_state: ParamState) -> Tensor | None:
         """The matrix's old basis, wider than the present one, or None."""
         matrix = param_state.matrix
-        assert isinstance(matrix, LowRankMatrix)
+        assert isinstance(matrix, ProjectedMatrix)
         if self.cache is None or not self._keeps_older(matrix):
             return None
         return self.cache.recall(matrix.columns.owner)
@@ -270,7 +270,7 @@ class ParkedBases:
         """
         if self.cache is None:
             return
-        matrices = [p.matrix for p in param_states if isinstance(p.matrix, LowRankMatrix)]
+        matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
         for matrix in filter(self._keeps_older, matrices):
             name = matrix.columns.owner
             self.cache.forget(name)

@@ -13,8 +13,8 @@ from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together
 from hmt_deepspeed.optim.rules.moments import Recalled
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.parameters.param_state import ParamState
@@ -130,9 +130,9 @@ class BasisRefresh:
         self.bases.history.remember(members)
         self.adopt(group, basis, recalled)
 
-    def _matrix(self, index: int) -> LowRankMatrix:
+    def _matrix(self, index: int) -> ProjectedMatrix:
         matrix = self.low_rank[index].matrix
-        assert isinstance(matrix, LowRankMatrix)
+        assert isinstance(matrix, ProjectedMatrix)
         return matrix
 
     def _gradient(self, index: int) -> Gradient:

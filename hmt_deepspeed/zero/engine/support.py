@@ -18,6 +18,7 @@ from torch import nn
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
 from hmt_deepspeed.config.activations import Policy, PolicyOverride
+from hmt_deepspeed.rules import DENSE
 from hmt_deepspeed.zero.activations.chunked import refused_beside_chunks
 from hmt_deepspeed.zero.engine.deepspeed_keys import Refusal, refused_keys
 from hmt_deepspeed.zero.offload.ssd import MIN_BUFFERS
@@ -33,7 +34,7 @@ __all__ = [
 
 def has_other_rules(options: Mapping[str, Any]) -> bool:
     """Whether ``hmt.optimizer.module_rules`` do more than leave modules to AdamW, which the planner does not know."""
-    return any(rule.get("method") != "adamw" for rule in options["module_rules"].values())
+    return any(rule.get("method") != DENSE for rule in options["module_rules"].values())
 
 
 def check_supported(
@@ -98,7 +99,7 @@ def check_activations(
     if activations.is_planned and options is not None and has_other_rules(options):
         raise ValueError(
             f"hmt.optimizer.module_rules is {options['module_rules']!r}, whose matrices the planner would take for "
-            'all others: legal with hmt.activations.policy "plan" are rules {"method": "adamw"}. Remove the others, '
+            f'all others: legal with hmt.activations.policy "plan" are rules {{"method": "{DENSE}"}}. Remove the others, '
             "or write the policy out."
         )
     if (config.get("compile") or {}).get("deepcompile"):

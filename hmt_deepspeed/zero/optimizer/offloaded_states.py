@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.weights.weight import move_parameter
 
@@ -182,7 +182,7 @@ class OffloadedStates:
             if param not in trained:
                 move_parameter(param, place)
         matrices = [
-            p.matrix for p in optimizer.zero.low_rank if isinstance(p.matrix, LowRankMatrix)
+            p.matrix for p in optimizer.zero.low_rank if isinstance(p.matrix, ProjectedMatrix)
         ]
         for columns in {id(matrix.columns): matrix.columns for matrix in matrices}.values():
             columns.move(place)

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.rules.state import MIN_INT8_ELEMENTS
 from hmt_deepspeed.report.metrics import format_bytes
+from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 from hmt_deepspeed.zero.bases.cache import describe_bases
 from hmt_deepspeed.zero.offload.states import RamStates
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -158,13 +157,13 @@ def _rule(param_state: ParamState) -> list[str]:
     reason = param_state.assignment.reason
     told = [f"{param_state.assignment.rule}: {reason}" if reason else param_state.assignment.rule]
     rate = param_state.assignment.lr_scale
-    if rate != 1 and isinstance(param_state.matrix, LowRankMatrix):
+    if rate != 1 and param_state.matrix is not None:
         rate *= param_state.matrix.scale
     told += [] if rate == 1 else [f"learning rate x {rate:g}"]
     matrix, settings = param_state.matrix, param_state.assignment.settings
     if matrix is None or settings is None:
         return told
-    if settings.projection == "two_sided" and not settings.is_apollo:
+    if settings.rule.gradient == "core":
         told.append("projection two-sided")
     else:
         told.append(f"projection {'left' if matrix.transposed else 'right'}")
@@ -199,13 +198,13 @@ def _storage(zero: ZeroState, param_state: ParamState) -> list[str]:
 def _states(param_state: ParamState, wanted: str) -> str:
     """Storage of the moments; small tensors stay in fp32, and the table says so."""
     if param_state.matrix is not None:
-        stored = str(param_state.matrix.moments.dtype)
+        stored = param_state.matrix.state_dtype
     else:
         assert param_state.dense_state is not None
         stored = str(param_state.dense_state[0].dtype)
     settings = param_state.assignment.settings
     told = f"{stored} states"
-    told += ", factored" if settings is not None and settings.is_factored else ""
+    told += f", {settings.rule.note}" if settings is not None and settings.rule.note else ""
     return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
 
 

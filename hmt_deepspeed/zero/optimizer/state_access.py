@@ -70,7 +70,9 @@ class StateAccess(GradientAccess):
         state = self._state(param_state, optim_state_key)
         if param_state.matrix is None:
             return whole_flat(param_state, state, self.zero.collectives).view(whole_shape(param))
-        if optim_state_key not in param_state.matrix.ROW_STATES:  # a core is whole on every rank
+        if (
+            optim_state_key not in param_state.matrix.settings.rule.row_states
+        ):  # a core is whole on every rank
             return state.clone()
         return whole_rows(param_state, state, self.zero.collectives)
 
@@ -92,7 +94,7 @@ class StateAccess(GradientAccess):
         elif param_state.matrix is None:
             shard = param_state.gradient.shards.shard_of(value.reshape(-1), rank)
             self._set_state(param_state, optim_state_key, shard)
-        elif optim_state_key in param_state.matrix.ROW_STATES:
+        elif optim_state_key in param_state.matrix.settings.rule.row_states:
             begin, end = param_state.matrix.rows
             self._set_state(param_state, optim_state_key, value[begin:end])
         else:

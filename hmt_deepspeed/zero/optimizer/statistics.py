@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.cache import basis_metrics
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.parameters.param_state import ParamState
@@ -67,7 +67,7 @@ def metrics(
     """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
 
     ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
-    APOLLO, which has no basis, and matrices without probes, which see nothing outside theirs, are left out of it.
+    Matrices without a basis from a gradient, and those without probes, which see nothing outside theirs, are left out of it.
 
     Args:
         zero: states of the optimizer.
@@ -79,7 +79,7 @@ def metrics(
     matrices = [
         (p.name, p.matrix)
         for p in low_rank
-        if isinstance(p.matrix, LowRankMatrix) and p.matrix.measures_energy
+        if isinstance(p.matrix, ProjectedMatrix) and p.matrix.measures_energy
     ]
     if matrices:
         stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])

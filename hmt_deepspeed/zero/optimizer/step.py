@@ -181,7 +181,7 @@ class ZeroStep:
         yield portion
 
     def _advance(self, places: Sequence[int], factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Adam of the matrices among places; (update, sums over all rows) by place."""
+        """Steps of the states of the matrices among places; (update, sums over all rows) by place."""
         updates: dict[int, tuple[Tensor, Tensor]] = {}
         limited: list[int] = []
         for place in places:
@@ -190,11 +190,13 @@ class ZeroStep:
             if matrix is None or reduced is None:
                 continue
             hyper = param_state.hyper()
-            update, sums = matrix.advance(
-                reduced.float(), factor, betas=hyper["betas"], eps=hyper["eps"]
+            updates[place] = matrix.advance(
+                reduced.float(),
+                factor,
+                betas=hyper["betas"],
+                eps=hyper["eps"],
+                counted=param_state.gradient.shards.counted(self.shard_rank),
             )
-            own = sums[param_state.gradient.shards.counted(self.shard_rank)].sum(dim=0)
-            updates[place] = (update, own)
             param_state.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
             limited += [place] if matrix.limits else []
         if self.sharded and limited:

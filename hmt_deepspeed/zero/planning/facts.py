@@ -14,7 +14,7 @@ from torch import Tensor
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
@@ -29,6 +29,7 @@ from hmt_deepspeed.planner.run.memory import (
 )
 from hmt_deepspeed.planner.run.offloaded import offloaded_states
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.rules import DENSE, rule_of
 from hmt_deepspeed.zero.planning.memory import engine_memory
 from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
 from hmt_deepspeed.zero.state import ZeroState
@@ -246,12 +247,13 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     Of module rules those that leave their matches to AdamW, see :func:`~hmt_deepspeed.zero.engine.support.has_other_rules`.
     """
     if options is None:
-        return OptimizerMode(method="adamw")
+        return OptimizerMode(method=DENSE)
     rank, probes, budget = (options[name] for name in ("rank", "probes", "max_full_gradient_bytes"))
-    if rank == "auto":
+    if rank == "auto" and not rule_of(options["method"], options).chooses_rank:
+        rank = None
+    elif rank == "auto":
         candidates = options["rank_candidates"]
-        largest = SIDE_SHARES[-1] if candidates == "auto" else max(candidates)
-        rank = 0.25 if options["method"] == "apollo" else largest
+        rank = SIDE_SHARES[-1] if candidates == "auto" else max(candidates)
     return OptimizerMode(
         method=options["method"],
         projection=options["projection"],
@@ -266,7 +268,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
         adamw_modules=tuple(
             pattern
             for pattern, rule in options["module_rules"].items()
-            if rule.get("method") == "adamw"
+            if rule.get("method") == DENSE
         ),
         projected_backward=options["projected_backward"] is not False,
         redrawn=options["range_finder"] == "random",
@@ -284,7 +286,7 @@ def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
     widths = {  # by owner, since matrices that share columns have one product
         p.matrix.columns.owner: (p.name, p.matrix.width)
         for p in zero.low_rank
-        if isinstance(p.matrix, LowRankMatrix)
+        if isinstance(p.matrix, ProjectedMatrix)
         if p.gradient.refreshing and p.gradient.site is not None
         if not (p.matrix.transposed or p.matrix.takes_whole)
     }

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.planner.run.loads import static_bytes
 from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import estimate
@@ -74,9 +73,7 @@ class RankWatch:
         for param_state in self._zero.low_rank:
             matrix = param_state.matrix
             assert matrix is not None
-            found = bool(
-                getattr(matrix, "measured", True)
-            )  # APOLLO's rank is its own from the start
+            found = bool(matrix.measured)
             num_found += found
             name = self._layer.sub(self._any_layer, param_state.name)
             now.add(param_state.name, name, matrix, matrix.rank)
@@ -99,7 +96,7 @@ class _Ranks:
     def add(self, own: str, name: str, matrix: Any, rank: int) -> None:
         """``own``: of one matrix. name: with ``*`` for its layer."""
         self.every.append(rank)
-        if isinstance(matrix, LowRankMatrix) and matrix.is_full_at(rank):
+        if matrix.is_full_at(rank):
             self._full[name][own] = rank
         else:
             self._ranks[name].append(rank)

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
 from hmt_deepspeed.zero.activations.swap import staging_bytes
 from hmt_deepspeed.zero.bases import cache as basis_cache
@@ -119,7 +119,7 @@ def counted_bytes(
 
 def _cached_bytes(zero: ZeroState) -> int:
     """Bytes of bases, probes not counted, that a cache holds in the device's place."""
-    matrices = [p.matrix for p in zero.low_rank if isinstance(p.matrix, LowRankMatrix)]
+    matrices = [p.matrix for p in zero.low_rank if isinstance(p.matrix, ProjectedMatrix)]
     return sum(
         m.columns.parked[:, : m.rank].nbytes
         for m in matrices

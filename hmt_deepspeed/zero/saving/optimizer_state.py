@@ -97,7 +97,7 @@ def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any
         assert param_state.matrix is not None
         with zero.bases.whole(param_state):
             state = param_state.matrix.state_dict()
-        by_rows = [k for k in param_state.matrix.ROW_STATES if k in state]
+        by_rows = [k for k in param_state.matrix.settings.rule.row_states if k in state]
         if zero.collectives.rank > 0:  # the same on every rank: the first one saves it
             state = {k: state[k] for k in by_rows}
         state = {k: take(v) for k, v in state.items()}

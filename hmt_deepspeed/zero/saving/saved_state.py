@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.rules import RULES
 from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS
 from hmt_deepspeed.zero.saving.durable import MANIFEST
 from hmt_deepspeed.zero.saving.raw_tensors import read_state
 from hmt_deepspeed.zero.saving.ssd_files import read_columns
 
 __all__ = ["SavedState"]
+
+# Names of what is kept by rows with a basis that was left; means of columns are whole.
+_RECALLED_ROWS = {
+    s.name for rule in RULES.values() for s in rule.states if s.recalled and s.by_rows
+}
 
 
 def _by_rank(folder: str, kind: str) -> list[str]:
@@ -265,7 +271,7 @@ class SavedState:
     ) -> dict[str, Any]:
         parts = _own_last([part[name] for part in by_rank if name in part], rows)
         common = dict(parts[0])
-        for key in common.keys() & {"exp_avg", "exp_avg_sq"}:  # not the means of columns
+        for key in common.keys() & _RECALLED_ROWS:
             common[key] = _rows_of(parts, key, common["height"], rows)
         return common
 

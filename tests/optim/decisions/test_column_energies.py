@@ -26,7 +26,7 @@ def stepped(rows=(0, SHAPE[0]), name="a", seed=0, **settings):
         matrix.observe(matrix.measure(whole, slice(None)))
         own = whole[rows[0] : rows[1]].clone()
         update, sums = matrix.advance(own, 1.0, betas=(0.9, 0.9), eps=1e-8)
-        matrix.finish(update, sums.sum(0))
+        matrix.finish(update, sums)
     return matrix, found
 
 

@@ -14,8 +14,9 @@ import torch
 from hmt_runs import settings_of
 from torch import Tensor
 
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, adopt_together, overlap_of
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
+from hmt_deepspeed.optim.rules.projected import adopt_together, overlap_of
 
 M, N, RANK, PHASE = 24, 64, 16, 100
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -32,7 +33,7 @@ def new_matrix(basis: Tensor, state_dtype: str = "fp32") -> LowRankMatrix:
 def step(matrix: LowRankMatrix, gradient: Tensor) -> Tensor:
     projected = gradient @ matrix.projection
     update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums.sum(0)) @ matrix.projection.t()
+    return matrix.finish(update, sums) @ matrix.projection.t()
 
 
 def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

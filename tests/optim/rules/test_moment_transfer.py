@@ -26,7 +26,7 @@ def new_matrix(basis):
 def step(matrix, gradient):
     projected = gradient @ matrix.projection
     update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums.sum(0))
+    return matrix.finish(update, sums)
 
 
 def orthonormal(rows, columns, generator):

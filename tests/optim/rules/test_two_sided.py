@@ -36,7 +36,7 @@ def step(matrix, gradient):
     projected = gradient @ matrix.projection
     matrix.observe(matrix.measure(projected, slice(None)))
     update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums.sum(0)) @ matrix.projection.t()
+    return matrix.finish(update, sums) @ matrix.projection.t()
 
 
 def one_step(gradient, **options):
@@ -129,7 +129,7 @@ def test_rows_sum_to_the_whole():
         steps = [
             m.advance(s, 1.0, betas=BETAS, eps=EPS) for m, s in zip(parts, slices, strict=True)
         ]
-        squares = sum(part.sum(0) for _, part in steps)
+        squares = sum(part for _, part in steps)
         updates = [m.finish(u, squares) for m, (u, _) in zip(parts, steps, strict=True)]
         found = torch.cat(updates) @ whole.projection.t()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.settings.matrix import LR_RATIO, PUBLISHED_SCALE
+from hmt_deepspeed.rules import DEFAULT, rule_of
+
+LR_RATIO, PUBLISHED_SCALE = rule_of(DEFAULT).lr_ratio, rule_of(DEFAULT).scale
 
 LR, DECAY = 1e-3, 0.1
 

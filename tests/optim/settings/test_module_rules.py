@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.settings.matrix import PUBLISHED_SCALE
+from hmt_deepspeed.rules import DEFAULT, rule_of
 
 RULES = {
     r"embed": {"method": "apollo_mini"},
@@ -66,7 +66,7 @@ def test_the_first_match_decides_before_every_other_pattern():
     up, gate = matrices["mlp.up.weight"], matrices["mlp.gate.weight"]
     assert (up.transposed, up.rank, up.scale, up.settings.residual) == (True, 4, 1.0, "probe")
     assert (gate.settings.projection, gate.rank) == ("two_sided", 8)
-    assert gate.scale == PUBLISHED_SCALE
+    assert gate.scale == rule_of(DEFAULT).scale
     assert gate.settings.residual == "none"
     assert (matrices["lm_head.weight"].redraws, matrices["lm_head.weight"].rank) == (True, 6)
     embed = matrices["embed.weight"]
@@ -103,7 +103,7 @@ def test_a_low_rank_rule_beside_apollo_takes_its_own_defaults():
     matrices = HMT(network(), **options).matrices
     assert (matrices["0.weight"].rank, matrices["0.weight"].scale) == (4, 2.0)
     assert matrices["2.weight"].rank == 8
-    assert matrices["2.weight"].scale == PUBLISHED_SCALE
+    assert matrices["2.weight"].scale == rule_of(DEFAULT).scale
 
 
 def test_open_fields_may_be_given_as_none():
