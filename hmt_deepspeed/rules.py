@@ -18,6 +18,7 @@ __all__ = [
     "RULES",
     "STATE_BLOCK",
     "Rule",
+    "Shape",
     "State",
     "Sum",
     "methods",

@@ -293,6 +293,8 @@ def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
         conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
     fixed = rule.fixed_rank
     if fixed is not None and given.get("rank") not in (None, "auto", fixed):
-        advice = f'"{method}" is rank {fixed}: remove it, or set another method.'
+        others = (rule_of(name) for name in methods())
+        free = [f'"{r.method}"' for r in others if r.reads_field("rank") and not r.fixed_rank]
+        advice = f'"{method}" is rank {fixed}: remove it, or set "method" to {" or ".join(free)}.'
         conflicts.append(conflict("rank", advice))
     return conflicts

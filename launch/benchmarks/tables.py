@@ -19,6 +19,7 @@ from hmt_deepspeed.config.codecs import CODECS
 from hmt_deepspeed.config.components import WITHOUT_CODEC, legal_choices
 from hmt_deepspeed.families.family import Family
 from hmt_deepspeed.families.table import FAMILIES
+from hmt_deepspeed.rules import RULES, Rule, Shape
 from papers.zero_fpdt import Row, table
 from reliability.results import markdown, read_records
 
@@ -85,6 +86,35 @@ def families_table() -> str:
     )
 
 
+def rules_table() -> str:
+    """Every rule: how it is asked for, what it takes, keeps and sums."""
+    lines = ["| `hmt.optimizer` | what it is | gradient | states | summed over rows |"]
+    lines += ["|---|---|---|---|---|", *map(_rule_row, RULES.values())]
+    return "\n".join(lines)
+
+
+def _rule_row(rule: Rule) -> str:
+    asked = {"method": rule.method, **dict(rule.where)}
+    states = [(state.name, state.shape) for state in rule.states]
+    if rule.bases == "found":
+        states.append(("basis", ("columns", "rank")))
+    sums = [(found.name, found.shape) for found in rule.sums]
+    cells = (
+        f"`{json.dumps(asked)[1:-1]}`",
+        rule.text,
+        rule.gradient,
+        ", ".join(f"`{name}` {_written(shape)}".strip() for name, shape in states),
+        ", ".join(f"{name} {_written(shape)}".strip() for name, shape in sums),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _written(shape: Shape) -> str:
+    """A shape as the field writes it; nothing of a number."""
+    letters = {"rows": "m", "columns": "n", "rank": "r", 1: "1"}
+    return " x ".join(letters[axis] for axis in shape)
+
+
 def planner_table() -> str:
     """How many of the papers' figures the planner finds, and those that it does not."""
     path = RESULTS / "planner" / "reproduce.json"
@@ -115,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": config_table,
     "codecs": codecs_table,
     "families": families_table,
+    "rules": rules_table,
 }
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, LeftMoments, Moments, restored_state
-from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, LeftMoments, Moments
+from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
 __all__ = ["FactoredMatrix", "FactoredMoments"]
 

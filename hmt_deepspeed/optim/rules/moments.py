@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
-from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor
+from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
-__all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled", "restored_state"]
+__all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled"]
 
 COLUMN_MEANS = "exp_avg_sq_col"  # Adafactor's name
 _LEAST_EVIDENCE = 1e-8
@@ -231,11 +231,3 @@ class Moments(KeptStates):
             found.first_evidence,
             found.steps,
         )
-
-
-def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -> StateTensor:
-    """A state of values read before; those that were 8- or 16-bit come back exactly."""
-    value = torch.as_tensor(value).to(device=device, dtype=torch.float32)
-    made = StateTensor(tuple(value.shape), dtype, signed, device)
-    made.write(value, None)
-    return made

@@ -19,7 +19,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.int8_state import BLOCK, decode_state, encode_state
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
-__all__ = ["KeptStates", "StateTensor"]
+__all__ = ["KeptStates", "StateTensor", "restored_state"]
 
 
 class StateTensor:
@@ -107,6 +107,14 @@ class StateTensor:
     def nbytes(self) -> int:
         """Bytes stored."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -> StateTensor:
+    """A state of values read before; those that were 8- or 16-bit come back exactly."""
+    value = torch.as_tensor(value).to(device=device, dtype=torch.float32)
+    made = StateTensor(tuple(value.shape), dtype, signed, device)
+    made.write(value, None)
+    return made
 
 
 class KeptStates(ABC):

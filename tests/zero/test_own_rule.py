@@ -1,0 +1,270 @@
+"""A rule from outside the package, in this one file: it trains, checkpoints, is in the start table and is planned.
+
+It is no variant of Adam: one momentum of the projected gradient, which a matrix of sums over all rows normalises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from modes import mode_engine, trained
+from test_parity import assert_same_run
+from torch import Tensor, nn
+from training import PAPERS_RULE, tiny_llama
+
+from hmt_deepspeed import HMT
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.optim.bases.basis import keyed_seed
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
+from hmt_deepspeed.planner.command import main
+from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.run.memory import OptimizerMode, Sharding, model_states
+from hmt_deepspeed.rules import RULES, Rule, State, Sum, methods, register
+from hmt_deepspeed.zero.optimizer.start_table import start_rows
+
+# -- the rule -----------------------------------------------------------------------------------------
+
+TOY = Rule(
+    name="toy",
+    method="toy",
+    text="momentum of the projected gradient over the square root of its Gram matrix's trace",
+    carried_out_by=f"{__name__}:ToyMatrix",
+    gradient="projected",
+    bases="found",
+    states=(State("momentum", ("rows", "rank")),),
+    sums=(Sum("inside"), Sum("outside"), Sum("gram", ("rank", "rank"), early=False)),
+    note="one momentum",
+    usual_lr=0.02,
+)
+
+
+class Momentum(KeptStates):
+    """``M <- beta M + (1 - beta) A``, rows x r."""
+
+    def __init__(self, momentum: StateTensor, name: str) -> None:
+        self.momentum, self.name, self.steps = momentum, name, 0
+
+    def advance(self, projected: Tensor, beta: float) -> Tensor:
+        self.steps += 1
+        mean = self.momentum.read().lerp(projected, 1 - beta)
+        self.momentum.write(mean, keyed_seed(0, self.name, "momentum", self.steps))
+        return self.momentum.read()
+
+    def states(self) -> dict[str, StateTensor]:
+        return {"momentum": self.momentum}
+
+    @property
+    def nbytes(self) -> int:
+        return self.momentum.nbytes
+
+    def rotate(self, overlap: Tensor) -> None:
+        old = self.momentum
+        moved = old.read() @ overlap
+        self.momentum = restored_state(moved, old.dtype, True, moved.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum.read(), "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        old = self.momentum
+        self.momentum = restored_state(state["momentum"], old.dtype, True, old.data.device)
+        self.steps = int(state["steps"])
+
+
+class ToyMatrix(ProjectedMatrix):
+    """``W <- (1 - lr wd) W - lr M / sqrt(tr M^T M) Q^T``."""
+
+    moments: Momentum
+
+    def _new_states(self) -> Momentum:
+        shape = (self.num_rows, self.rank)
+        return Momentum(StateTensor(shape, self.state_dtype, True, self.device), self.name)
+
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor | float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        gradient = gradient.float().mul_(factor)
+        momentum = self.moments.advance(gradient[:, : self.rank], betas[0])
+        held = momentum[counted]
+        gradient[:, : self.rank], gradient[:, self.rank :] = momentum, 0
+        return gradient, (held.t() @ held).flatten()
+
+    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
+        gram = self.named(sums, early=False)["gram"].view(self.rank, self.rank)
+        return update.mul_(self.scale / gram.trace().sqrt().clamp_min(1e-12))
+
+    @property
+    def scale(self) -> float:
+        return self.settings.rule.scale if self.settings.scale is None else self.settings.scale
+
+
+# -- what is asked of it ------------------------------------------------------------------------------
+
+OPTIONS = {
+    **PAPERS_RULE,
+    "method": "toy",
+    "rank_candidates": [4, 8],
+    "energy_threshold": 0.6,
+    "update_interval": 3,
+    "max_full_gradient_bytes": 60_000,
+}
+LAYOUTS = {1: [(0, 1), (3, 2)], 2: [(0, 1), (1, 1), (2, 2), (3, 1)]}
+SAVED, AFTER = 4, 4  # steps
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register(TOY)
+    yield
+    del RULES["toy"]
+
+
+def runs(world: int, folder: str) -> dict[tuple[int, int], Any]:
+    """At every stage: what it was when saved, and at the end; the start table of stage 2."""
+    register(TOY)
+    found: dict[Any, Any] = {}
+    for stage, gas in LAYOUTS[world]:
+        engine = mode_engine(OPTIONS, stage, gas, model=tiny_llama(layers=1, seed=7))
+        held = trained(engine, SAVED)
+        if folder:
+            engine.save_checkpoint(f"{folder}/{stage}")
+        found[stage, gas] = held, trained(engine, AFTER, first=SAVED)
+        found["table", stage] = engine.optimizer.describe(), start_rows(engine.optimizer)
+        engine.destroy()
+    return found
+
+
+def resumed(folder: str, saved: int, stage: int, gas: int) -> tuple[Any, Any]:
+    register(TOY)
+    engine = mode_engine(OPTIONS, stage, gas, model=tiny_llama(layers=1, seed=9))
+    engine.load_checkpoint(f"{folder}/{saved}")
+    found = trained(engine, 0), trained(engine, AFTER, first=SAVED)
+    engine.destroy()
+    return found
+
+
+def said_by_another_rule(folder: str) -> str:
+    register(TOY)
+    engine = mode_engine({"update_interval": 3}, 2, model=tiny_llama(layers=1))
+    try:
+        engine.load_checkpoint(f"{folder}/3")
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "accepted"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> str:
+    return str(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def on_two(ranks: Ranks, folder: str) -> Any:
+    return ranks.run(runs, 2, 2, folder)[0]
+
+
+def joined(held: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return after | {key: held[key] + after[key] for key in ("losses", "norms")}
+
+
+def test_it_trains_alike_under_every_stage(ranks: Ranks, on_two: Any) -> None:
+    on_one = ranks.run(runs, 1, 1, "")[0]
+    reference = joined(*on_one[0, 1])
+    assert reference["losses"][-1] < reference["losses"][0]
+    assert min(reference["refreshes"]) >= 2
+    for found, world in ((on_one, 1), (on_two, 2)):
+        for layout in LAYOUTS[world]:
+            assert_same_run(joined(*found[layout]), reference)
+
+
+@pytest.mark.parametrize("saved", [0, 3])
+def test_a_checkpoint_resumes_bit_for_bit(
+    ranks: Ranks, on_two: Any, folder: str, saved: int
+) -> None:
+    gas = dict(LAYOUTS[2])[saved]
+    held, after = ranks.run(resumed, 2, folder, saved, saved, gas)[0]
+    for found, expected in ((held, on_two[saved, gas][0]), (after, on_two[saved, gas][1])):
+        assert found["ranks"] == expected["ranks"]
+        for kind in ("weights", "bases"):
+            for name, value in expected[kind].items():
+                assert torch.equal(found[kind][name], value), (kind, name)
+    assert after["losses"] == on_two[saved, gas][1]["losses"]
+
+
+def test_another_layout_continues_the_same_mathematics(
+    ranks: Ranks, on_two: Any, folder: str
+) -> None:
+    _, after = ranks.run(resumed, 1, folder, 3, 1, 1)[0]
+    assert_same_run(after, on_two[3, 1][1])
+
+
+def test_its_states_are_no_other_rules(ranks: Ranks, on_two: Any, folder: str) -> None:
+    said = ranks.run(said_by_another_rule, 2, folder)[0]
+    assert "toy right, one momentum, now lowrank_adamw right" in said
+
+
+def test_the_start_table_names_it(on_two: Any) -> None:
+    text, rows = on_two["table", 3]
+    assert "toy;" in text
+    assert "projection right" in text
+    assert "fp32 states, one momentum" in text
+    assert sum(row.num_tensors for row in rows if row.treatment[0] == "toy") == 7
+
+
+def test_the_plan_counts_the_bytes_that_the_optimizer_holds() -> None:
+    model = tiny_llama(layers=1).to(torch.bfloat16)
+    optimizer = HMT(model, method="toy", rank=8, state_dtype="bf16")
+    held = sum(row.state_bytes for row in optimizer.describe())
+    mode = OptimizerMode(method="toy", rank=8, state_dtype="bf16")
+    assert model_states(shape_of_config(model.config), mode).optimizer == held
+    shared = model_states(shape_of_config(model.config), mode, Sharding(2, 2))
+    assert shared.moments < model_states(shape_of_config(model.config), mode).moments
+
+
+def test_the_json_and_hmt_plan_know_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert methods()[-1] == "toy"
+    written = tmp_path / "ds.json"
+    asked = ["--model", "tiny", "--machine", "rtx4090", "--seq_length", "512", "--method", "toy"]
+    main([*asked, "--num_ssds", "0", "--write", str(written)])
+    assert "toy r=128" in capsys.readouterr().out
+    config = json.loads(written.read_text())
+    assert config["optimizer"]["params"]["lr"] == TOY.usual_lr
+    assert HMTConfig.from_block(config["hmt"]).optimizer.method == "toy"
+    with pytest.raises(ValueError, match='"adamw" or "toy"'):
+        HMTConfig.from_block({"optimizer": {"method": "galore"}})
+    with pytest.raises(SystemExit):
+        main([*asked[:-1], "galore"])
+
+
+def test_without_deepspeed_it_trains_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24))
+    optimizer = HMT(model, lr=0.3, method="toy", rank=4, update_interval=4)
+    x = torch.randn(64, 24)
+    losses = []
+    for _ in range(12):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="is in the table"):
+        register(TOY)
