@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed import ownership
-from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.backward.patches import Patches
-from hmt_deepspeed.optim.decisions.policy import build_policy
-from hmt_deepspeed.optim.decisions.refresh import refresh_bases
-from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
-from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
+from hmt_deepspeed.optim.decisions.refresh import BasisRefreshes
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import assign_rules, head_weights, linear_weights
 from hmt_deepspeed.optim.settings.options import (
@@ -89,11 +85,8 @@ class HMT(Optimizer):
         self._settings = matrix_settings(self.options)
         self._rules = module_rules(self.options)
         self._slots: dict[Tensor, Slot] = {}
-        self._low_rank: list[Slot] = []
-        self._groups: list[list[int]] = []
         self._patches = Patches()
-        self._schedule = RefreshSchedule((), 1, 0)
-        self._policy = build_policy((), self.options)
+        self._bases = BasisRefreshes(self.options)
         self._linear_names: set[str] | None = None
         self._head_names: set[str] = set()
         self._steps = 0
@@ -165,10 +158,10 @@ class HMT(Optimizer):
             seed, state_dtype = int(self.options["seed"]), str(self.options["state_dtype"])
             slot = Slot(param, assignment, seed, state_dtype, rounded, self.state[param])
             if slot.matrix is not None:
-                self._low_rank.append(slot)
+                self._bases.slots.append(slot)
             self._slots[param] = slot
         self._link()
-        self._extend_schedule()
+        self._bases.extend(self._patches.shared)
         return True
 
     def _check_dtypes(self, trainable: Iterable[tuple[str, Tensor]]) -> None:
@@ -184,37 +177,6 @@ class HMT(Optimizer):
                     "rounding is for bfloat16. Convert the weights or use 'fp32'."
                 )
 
-    def _extend_schedule(self) -> None:
-        sizes = [slot.full_gradient_bytes for slot in self._low_rank]
-        budget = self.options["max_full_gradient_bytes"]
-        if budget == "auto":
-            budget = auto_full_gradient_bytes(sizes)
-        budget = cast(int, budget)
-        largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
-        if largest is not None and budget < sizes[largest]:
-            raise ValueError(
-                f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the gradient of "
-                f"{self._low_rank[largest].name} has {sizes[largest]} bytes; legal: at least that. "
-                'Raise it, use "auto", or leave the module to adamw in module_rules.'
-            )
-        old, interval = self._schedule, int(self.options["update_interval"])
-        new = self._schedule = RefreshSchedule(sizes, interval, budget)
-        new.take_times(old)
-        self._form_groups()
-
-    def _form_groups(self) -> None:
-        """Matrices that take one basis together, by place; each alone unless bases are shared."""
-        matrices = [cast(MatrixRule, slot.matrix) for slot in self._low_rank]
-        readers = self._patches.shared.groups() if self.options["share_basis"] else []
-        fixed = self.options["max_full_gradient_bytes"] != "auto"
-        self._schedule = regroup(self._schedule, matrices, readers, fixed, warnings.warn)
-        self._groups = self._schedule.groups
-        members = [[matrices[i] for i in group] for group in self._groups]
-        share_bases(members)
-        known = self._policy.state_dict()
-        self._policy = build_policy(members, self.options)
-        self._policy.load_state_dict(known)
-
     def _patch(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
         """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
         wanted = self.options["projected_backward"]
@@ -223,7 +185,7 @@ class HMT(Optimizer):
         self._patches.install(
             model,
             linears,
-            [(slot.param, slot.matrix) for slot in self._low_rank if slot.matrix is not None],
+            [(slot.param, slot.matrix) for slot in self._bases.slots if slot.matrix is not None],
             required=wanted is True,
             encode=self.options["weight_dtype"] == "int8",
         )
@@ -232,7 +194,7 @@ class HMT(Optimizer):
             ownership.claim(self)
 
     def _link(self) -> None:
-        for slot in self._low_rank:
+        for slot in self._bases.slots:
             slot.site = self._patches.sites.get(slot.param)
             slot.encoded = self._patches.encoded.get(slot.param)
 
@@ -264,22 +226,7 @@ class HMT(Optimizer):
     # -- a window of backwards ------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Decide who refreshes in the coming step and what the others' backward projects on."""
-        due: set[int] = set()
-        if self.options["share_basis"] and not self._patches.shared.settled:
-            self._patches.shared.settle()  # the first window only observes who reads the same input
-            if self._patches.shared.settled:
-                self._form_groups()
-        if not self.options["share_basis"] or self._patches.shared.settled:
-            due.update(self._schedule.due(self._steps))
-        for index, slot in enumerate(self._low_rank):
-            matrix = slot.matrix
-            if index in due and matrix is not None and matrix.redraws:
-                due.discard(index)
-                slot.redraw(self._schedule.num_refreshes[index])
-                self._schedule.refreshed(index, self._steps)
-            slot.prepare(self._steps, index in due)
-        self._patches.shared.lay_out()
+        self._bases.prepare(self._steps, self._patches.shared)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, the projected ones included."""
@@ -305,18 +252,7 @@ class HMT(Optimizer):
                     f"{slot.name} has a {slot.param.grad.layout} gradient; legal: dense. "
                     "Build the embedding with sparse=False."
                 )
-        due = {
-            index: [self._low_rank[member] for member in group]
-            for index, group in enumerate(self._groups)
-            if self._low_rank[group[0]].due
-        }
-        refreshed = refresh_bases(due, self._policy, self._steps)
-        for index in due:
-            if index in refreshed:
-                for member in self._groups[index]:
-                    self._schedule.refreshed(member, self._steps)
-            else:
-                self._schedule.postpone(self._groups[index][0], self._steps)
+        self._bases.find(self._steps)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -393,7 +329,7 @@ class HMT(Optimizer):
     @property
     def matrices(self) -> dict[str, MatrixRule]:
         """The rule objects of all matrices, by parameter name."""
-        return {slot.name: slot.matrix for slot in self._low_rank if slot.matrix is not None}
+        return {slot.name: slot.matrix for slot in self._bases.slots if slot.matrix is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """torch's layout with plain tensors and numbers, plus an "hmt" entry of what is shared."""
@@ -401,7 +337,6 @@ class HMT(Optimizer):
         for group in packed["param_groups"]:  # a NumPy schedule makes NumPy learning rates
             group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
-        position = {slot.param: i for i, slot in enumerate(self._low_rank)}
         for index, (_, param) in enumerate(self._named()):
             slot = self._slots.get(param)
             if slot is None or (slot.matrix is None and slot.dense is None):
@@ -409,14 +344,13 @@ class HMT(Optimizer):
             state = packed["state"].setdefault(index, {})
             state.update(slot.state_dict())
             if slot.matrix is not None:
-                state["next_refresh"] = self._schedule.next_refresh[position[param]]
-                state["num_refreshes"] = self._schedule.num_refreshes[position[param]]
+                state.update(self._bases.times(slot))
         packed["hmt"] = {
             "steps": self._steps,
             "names": [name for name, _ in self._named()],
             "groups": self._patches.shared.groups(),
             "settled": self._patches.shared.settled,
-            "policy": self._policy.state_dict(),
+            "policy": self._bases.policy.state_dict(),
         }
         return packed
 
@@ -437,9 +371,7 @@ class HMT(Optimizer):
             )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._slots.clear()
-        self._low_rank.clear()
-        self._schedule = RefreshSchedule((), 1, 0)
-        self._policy = build_policy((), self.options)
+        self._bases = BasisRefreshes(self.options)
         self._patches.shared.restore(own["groups"], own["settled"])
         self._steps = int(own["steps"])
         self._build()
@@ -449,11 +381,9 @@ class HMT(Optimizer):
                 slot = self._slots[param]
                 slot.load_state_dict(saved)
                 if slot.matrix is not None:
-                    position = self._low_rank.index(slot)
-                    self._schedule.next_refresh[position] = int(saved["next_refresh"])
-                    self._schedule.num_refreshes[position] = int(saved["num_refreshes"])
-        self._form_groups()
-        self._policy.load_state_dict(own["policy"])
+                    self._bases.set_times(slot, saved)
+        self._bases.form_groups(self._patches.shared)
+        self._bases.policy.load_state_dict(own["policy"])
         self.zero_grad()
         self._prepare()
 

@@ -231,14 +231,14 @@ def test_gradients_of_gradients():
     plain, model = (tiny("llama", attn_implementation="eager") for _ in range(2))
     expected = _twice(plain, embedded)
     optimizer = HMT(model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30})
-    for slot in optimizer._low_rank:
+    for slot in optimizer._bases.slots:
         slot.prepare(0, due=False)
     with installed(model, SWAP | PROJECT | {"lm_head": "swap_host"}, store=host_store()) as backend:
         found = _twice(model, embedded)
         assert backend.report().hits  # the penalty's calls were held
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     ordinary = dict(plain.named_parameters())
-    for slot in optimizer._low_rank:
+    for slot in optimizer._bases.slots:
         wanted = ordinary[slot.name].grad @ slot.matrix.projection
         error = (slot.reduced() - wanted).abs().max()
         assert error <= 1e-5 * wanted.abs().max()  # fp32: sums in another order

@@ -5,21 +5,130 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
+from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
+from hmt_deepspeed.optim.backward.projected_site import SharedInputs
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
-from hmt_deepspeed.optim.decisions.policy import RankPolicy
-from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
+from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
+from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
+from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases, stacked_gradient
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.optim.slot import Slot
 
-__all__ = ["refresh_bases"]
+__all__ = ["BasisRefreshes"]
 
 
-def refresh_bases(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: int) -> set[int]:
+class BasisRefreshes:
+    """When the matrices of one process take new bases, which of them take one together, and at which ranks.
+
+    Args:
+        options: fields of ``hmt.optimizer``.
+
+    Attributes:
+        slots: of the matrices; :meth:`extend` takes those that were added. schedule: by their places.
+        groups: places of those that take one basis together; each alone unless bases are shared.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = options
+        self.slots: list[Slot] = []
+        self.groups: list[list[int]] = []
+        self.schedule = RefreshSchedule((), 1, 0)
+        self.policy = build_policy((), options)
+
+    def extend(self, shared: SharedInputs) -> None:
+        """Make room in the schedule for slots that were added.
+
+        Raises:
+            ValueError: ``max_full_gradient_bytes`` below the largest gradient.
+        """
+        sizes = [slot.full_gradient_bytes for slot in self.slots]
+        budget = self.options["max_full_gradient_bytes"]
+        if budget == "auto":
+            budget = auto_full_gradient_bytes(sizes)
+        largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+        if largest is not None and budget < sizes[largest]:
+            raise ValueError(
+                f"hmt.optimizer.max_full_gradient_bytes is {budget}, but the gradient of "
+                f"{self.slots[largest].name} has {sizes[largest]} bytes; legal: at least that. "
+                'Raise it, use "auto", or leave the module to adamw in module_rules.'
+            )
+        old, self.schedule = (
+            self.schedule,
+            RefreshSchedule(sizes, int(self.options["update_interval"]), budget),
+        )
+        self.schedule.take_times(old)
+        self.form_groups(shared)
+
+    def form_groups(self, shared: SharedInputs) -> None:
+        """Let the matrices that read the same input take one basis, where bases are shared."""
+        matrices = [cast(MatrixRule, slot.matrix) for slot in self.slots]
+        readers = shared.groups() if self.options["share_basis"] else []
+        fixed = self.options["max_full_gradient_bytes"] != "auto"
+        self.schedule = regroup(self.schedule, matrices, readers, fixed, warnings.warn)
+        self.groups = self.schedule.groups
+        members = [[matrices[i] for i in group] for group in self.groups]
+        share_bases(members)
+        known = self.policy.state_dict()
+        self.policy = build_policy(members, self.options)
+        self.policy.load_state_dict(known)
+
+    def prepare(self, step: int, shared: SharedInputs) -> None:
+        """Decide who refreshes in the coming step and what the others' backward projects on."""
+        due: set[int] = set()
+        if self.options["share_basis"] and not shared.settled:
+            shared.settle()  # the first window only observes who reads the same input
+            if shared.settled:
+                self.form_groups(shared)
+        if not self.options["share_basis"] or shared.settled:
+            due.update(self.schedule.due(step))
+        for index, slot in enumerate(self.slots):
+            matrix = slot.matrix
+            if index in due and matrix is not None and matrix.redraws:
+                due.discard(index)
+                slot.redraw(self.schedule.num_refreshes[index])
+                self.schedule.refreshed(index, step)
+            slot.prepare(step, index in due)
+        shared.lay_out()
+
+    def find(self, step: int) -> None:
+        """The gradients of a window are complete: find the bases that are due, once per step."""
+        due = {
+            index: [self.slots[member] for member in group]
+            for index, group in enumerate(self.groups)
+            if self.slots[group[0]].due
+        }
+        refreshed = _refresh_all(due, self.policy, step)
+        for index in due:
+            if index in refreshed:
+                for member in self.groups[index]:
+                    self.schedule.refreshed(member, step)
+            else:
+                self.schedule.postpone(self.groups[index][0], step)
+
+    def times(self, slot: Slot) -> dict[str, int]:
+        """When a matrix refreshes next, and how often it has, for a checkpoint."""
+        place = self.slots.index(slot)
+        schedule = self.schedule
+        return {
+            "next_refresh": schedule.next_refresh[place],
+            "num_refreshes": schedule.num_refreshes[place],
+        }
+
+    def set_times(self, slot: Slot, saved: Mapping[str, Any]) -> None:
+        """Restore what :meth:`times` gave."""
+        place = self.slots.index(slot)
+        self.schedule.next_refresh[place] = int(saved["next_refresh"])
+        self.schedule.num_refreshes[place] = int(saved["num_refreshes"])
+
+
+def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: int) -> set[int]:
     """Take new bases from the window's full gradients.
 
     Args:
