@@ -141,7 +141,7 @@ def runs(world: int, folder: str) -> dict[tuple[int, int], Any]:
         if folder:
             engine.save_checkpoint(f"{folder}/{stage}")
         found[stage, gas] = held, trained(engine, AFTER, first=SAVED)
-        found["table", stage] = engine.optimizer.describe(), start_rows(engine.optimizer)
+        found["table", stage] = engine.optimizer.describe(), start_rows(engine.optimizer.zero)
         engine.destroy()
     return found
 

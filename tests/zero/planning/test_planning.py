@@ -348,7 +348,9 @@ def test_ranks_are_looked_at_after_refreshes_only() -> None:
             return super().__iter__()
 
     def entry(name: str, rank: int, measured: bool) -> Any:
-        matrix = SimpleNamespace(rank=rank, measured=measured, candidates=(4, 64))
+        matrix = SimpleNamespace(
+            rank=rank, measured=measured, candidates=(4, 64), is_full_at=lambda _: False
+        )
         return SimpleNamespace(name=name, matrix=matrix)
 
     layers = [entry(f"m.layers.{n}.q.weight", rank, True) for n, rank in enumerate((4, 9, 10))]
