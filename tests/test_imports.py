@@ -341,7 +341,10 @@ def test_checker_refuses(file, source):
         ("train/loop.py", "from ..config import read_json_config\nfrom ..report import page"),
         ("__init__.py", "from .version import __version__\ndef f():\n    from .zero import engine"),
         (MAIN, "from .zero.registration import register"),
-        ("zero/offload/weight.py", "from ..weights.weight import Weight\nfrom .states import Loan"),
+        (
+            "zero/offload/weight.py",
+            "from ..weights.weight import Weight\nfrom .states import ChunkStates",
+        ),
         ("planner/solve/cost.py", "from ..run import problem\nfrom ..model.flops import flops"),
     ],
 )

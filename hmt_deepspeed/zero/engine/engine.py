@@ -59,7 +59,7 @@ from hmt_deepspeed.zero.planning.memory import counted_bytes
 from hmt_deepspeed.zero.planning.planner import RunPlanner
 from hmt_deepspeed.zero.saving.snapshot import Snapshots, SnapshotSettings
 from hmt_deepspeed.zero.weights.int8_weight import encode_placed, left_out_of_broadcast
-from hmt_deepspeed.zero.weights.residency import let_go
+from hmt_deepspeed.zero.weights.residency import detach_coordinator
 
 __all__ = ["HMTEngine"]
 
@@ -352,7 +352,7 @@ class HMTEngine(TrainingEngine):
         if resolved is None:
             stock = super()._configure_zero_optimizer(optimizer)
             if isinstance(stock, DeepSpeedZeRoOffload):  # for inference; its hooks gather, and stay
-                self._tenure.undo.callback(let_go, stock)
+                self._tenure.undo.callback(detach_coordinator, stock)
             return stock
         check_engine(self)
         check_same_gpus(self.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.zero.offload.states import Loan
+from hmt_deepspeed.zero.offload.states import ChunkStates
 from hmt_deepspeed.zero.offload.weight import HostWeight, Step
 from hmt_deepspeed.zero.offload.worker import HostGradient, chunks
 
@@ -46,9 +46,9 @@ class HostAdamW:
         self.early = (factor, hyper)
         step = self._next_step(factor, hyper)
         for begin, end in chunks(self.weight.num_elements):
-            loan = self.weight.states.lend(begin, end, early=True)
-            job = partial(self._step_chunk, step, begin, end, loan)
-            self._jobs.append(self._worker.submit(self.weight.name, job, loan=loan))
+            chunk = self.weight.states.chunk(begin, end, early=True)
+            job = partial(self._step_chunk, step, begin, end, chunk)
+            self._jobs.append(self._worker.submit(self.weight.name, job, uses=chunk))
 
     def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
         """Begin the step that was decided on, and what sends the weights; ends with ``weight.finish``.
@@ -97,8 +97,8 @@ class HostAdamW:
 
         return step
 
-    def _step_chunk(self, step: Step, begin: int, end: int, loan: Loan, _: Tensor) -> None:
+    def _step_chunk(self, step: Step, begin: int, end: int, chunk: ChunkStates, _: Tensor) -> None:
         """Worker thread: one chunk of an early step."""
-        with loan as states:
+        with chunk as states:
             step(states, begin, end)
             self.weight.keep(states[0], begin)

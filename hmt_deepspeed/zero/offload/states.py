@@ -18,12 +18,12 @@ from hmt_deepspeed.zero.offload import worker as host_worker
 if TYPE_CHECKING:
     from hmt_deepspeed.zero.offload.worker import HostWorker
 
-__all__ = ["MASTER", "MOMENTS", "HostMoment", "HostStates", "Loan", "RamStates", "SsdStates"]
+__all__ = ["MASTER", "MOMENTS", "ChunkStates", "HostMoment", "HostStates", "RamStates", "SsdStates"]
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
-class Loan(ABC):
+class ChunkStates(ABC):
     """The states of one chunk for one ``with`` block in the worker, a flat tensor for each column.
 
     A block that raises changes nothing of them.
@@ -61,7 +61,7 @@ class HostStates(ABC):
         """Whether early changes can be undone."""
 
     @abstractmethod
-    def lend(self, begin: int, end: int, early: bool = False) -> Loan:
+    def chunk(self, begin: int, end: int, early: bool = False) -> ChunkStates:
         """A chunk, for the job submitted next.
 
         Args:
@@ -70,7 +70,7 @@ class HostStates(ABC):
 
     @abstractmethod
     def expect(self) -> None:
-        """All chunks will be lent next, in order, if all goes as usual."""
+        """All chunks will be asked for next, in order, if all goes as usual."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -115,7 +115,7 @@ class RamStates(HostStates):
     def can_undo(self) -> bool:
         return self._log is not None
 
-    def lend(self, begin: int, end: int, early: bool = False) -> Loan:
+    def chunk(self, begin: int, end: int, early: bool = False) -> ChunkStates:
         states = [values[begin:end] for values in self._values.values()]
         log = [kept[begin:end] for kept in self._log] if early and self._log is not None else []
         return _Slices(states, log)
@@ -137,7 +137,7 @@ class RamStates(HostStates):
             self._values[column].copy_(given)
 
 
-class _Slices(Loan):
+class _Slices(ChunkStates):
     def __init__(self, states: Sequence[Tensor], log: Sequence[Tensor]) -> None:
         self._states, self._log = states, log
 
@@ -174,7 +174,7 @@ class SsdStates(HostStates):
     def can_undo(self) -> bool:
         return True
 
-    def lend(self, begin: int, end: int, early: bool = False) -> Loan:
+    def chunk(self, begin: int, end: int, early: bool = False) -> ChunkStates:
         assert self._worker.ssd is not None
         return _Rows(self._worker.ssd.lease(self._by_begin[begin]), len(self.columns))
 
@@ -196,13 +196,13 @@ class SsdStates(HostStates):
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         for begin, end in self.chunks:
-            with self.lend(begin, end) as states:
+            with self.chunk(begin, end) as states:
                 for column, given in values.items():
                     states[self.columns.index(column)].copy_(given[begin:end])
         self._worker.commit()
 
 
-class _Rows(Loan):
+class _Rows(ChunkStates):
     """Columns as rows of a lease."""
 
     def __init__(self, lease: Lease, num_columns: int) -> None:

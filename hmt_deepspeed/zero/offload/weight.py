@@ -19,7 +19,7 @@ from hmt_deepspeed.kernels.low_rank_update import low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.rules.apply import apply_whole_
-from hmt_deepspeed.zero.offload.states import MASTER, HostStates, Loan, RamStates
+from hmt_deepspeed.zero.offload.states import MASTER, ChunkStates, HostStates, RamStates
 from hmt_deepspeed.zero.offload.worker import HostWorker, chunks
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.weights.weight import Weight
@@ -193,9 +193,9 @@ class HostWeight(Weight):
                 piece = None if incoming is None else incoming(begin, end)
                 if not self.has_master and not self._offloaded:
                     piece = target  # a dense one: what arrives are the weights themselves
-                place, loan = self._place(target), self.states.lend(begin, end)
-                job = partial(self._update, step, begin, end, loan, target, place, key)
-                self._jobs.append(self.worker.submit(self.name, job, piece, loan))
+                place, chunk = self._place(target), self.states.chunk(begin, end)
+                job = partial(self._update, step, begin, end, chunk, target, place, key)
+                self._jobs.append(self.worker.submit(self.name, job, piece, chunk))
 
     def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
         def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
@@ -219,14 +219,14 @@ class HostWeight(Weight):
         step: ArrivalStep,
         begin: int,
         end: int,
-        loan: Loan,
+        chunk: ChunkStates,
         target: Tensor,
         place: Tensor | Arrival,
         key: int,
         piece: Tensor,
     ) -> None:
         """Worker thread: one chunk."""
-        with loan as states:
+        with chunk as states:
             if not self.has_master:
                 states = [(target if self._offloaded else piece).float(), *states]
             step(states, piece, begin, end)

@@ -113,13 +113,13 @@ class HostWorker:
         owner: str,
         rule: Rule,
         incoming: Tensor | None = None,
-        loan: Cancelled | None = None,
+        uses: Cancelled | None = None,
     ) -> Future[None]:
         """Queue ``rule(incoming)``; a device tensor is on the host by then, an absent one is empty.
 
         Args:
             owner: name of the parameter, for messages. incoming: flat, at most :data:`CHUNK` elements.
-            loan: what the rule uses, cancelled when it does not come to that.
+            uses: what the rule uses, cancelled when it does not come to that.
 
         Raises:
             RuntimeError: a job failed, this one's or an earlier one's; the message names its parameter.
@@ -130,10 +130,10 @@ class HostWorker:
             if incoming is not None:
                 transfer = self.engine.put(incoming, owner, lent=True)
         except BaseException:
-            if loan is not None:
-                loan.cancel()
+            if uses is not None:
+                uses.cancel()
             raise
-        return self._thread.submit(self._run, owner, rule, transfer, loan)
+        return self._thread.submit(self._run, owner, rule, transfer, uses)
 
     def check(self) -> None:
         """Raises RuntimeError if a job has failed."""
@@ -183,7 +183,7 @@ class HostWorker:
         self.engine.close()
 
     def _run(
-        self, owner: str, rule: Rule, transfer: Transfer | None, loan: Cancelled | None
+        self, owner: str, rule: Rule, transfer: Transfer | None, uses: Cancelled | None
     ) -> None:
         try:
             if self._failure is None:
@@ -196,8 +196,8 @@ class HostWorker:
         finally:
             if transfer is not None:  # after a failure too: someone may be waiting for its room
                 self.engine.drop(transfer)
-            if loan is not None:
-                loan.cancel()
+            if uses is not None:
+                uses.cancel()
 
     def _fail(self, owner: str, error: Exception) -> None:
         """Any worker thread: from now on everything raises."""

@@ -46,7 +46,7 @@ from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.state import ZeroState
-from hmt_deepspeed.zero.weights.residency import let_go, refuse_transforms
+from hmt_deepspeed.zero.weights.residency import detach_coordinator, refuse_transforms
 
 __all__ = ["HMTZeroOptimizer"]
 
@@ -105,7 +105,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         """Each part, and with it how it is taken apart."""
         settings, collectives = self.settings, self.collectives
         if self.parameter_offload is not None:
-            self._undo.callback(let_go, self.parameter_offload)
+            self._undo.callback(detach_coordinator, self.parameter_offload)
         host = self._host_worker()
         shards, shard_rank = (collectives.world, collectives.rank) if settings.stage else (1, 0)
         param_states = build_param_states(

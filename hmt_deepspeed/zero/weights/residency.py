@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.backward import is_transformed
 
 __all__ = [
-    "let_go",
+    "detach_coordinator",
     "on_ssd",
     "prepare_for_ssd",
     "refuse_transforms",
@@ -113,7 +113,7 @@ _ON_MODULES = (
 )
 
 
-def let_go(parameter_offload: Any) -> None:
+def detach_coordinator(parameter_offload: Any) -> None:
     """Take DeepSpeed's coordinator off its modules; parameters stay in parts, as zero.Init makes them."""
     parameter_offload.destroy()
     parameter_offload.partition_all_parameters()
