@@ -78,6 +78,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "registration",
         "dry_run",
     ),
+    "optim": ("bases", "settings", "rules", "backward", "slot", "decisions", "hmt"),
     "planner": ("hardware model", "run", "solve", "timeline", "advise", "command"),
 }
 
@@ -316,6 +317,7 @@ def check(file: str, source: str) -> list[str]:
         ("zero/compat.py", "from .settings import ZeroSettings"),
         ("zero/cellar/box.py", "from ..settings import ZeroSettings"),
         ("planner/solve/cost.py", "def f():\n    from ..advise import setups"),
+        ("optim/settings/matrix.py", "from ..rules.state import stored_bytes"),
     ],
 )
 def test_checker_refuses(file, source):
@@ -327,11 +329,14 @@ def test_checker_refuses(file, source):
     [
         ("config/optimizer.py", "import pydantic"),
         ("planner/solve/cost.py", "from ... import sites"),
-        (OPTIM, "from . import basis\nfrom .basis import refresh\nfrom ..kernels.op import op"),
+        (
+            OPTIM,
+            "from .bases import basis\nfrom .rules.state import stored\nfrom ..kernels.op import op",
+        ),
         (OPTIM, "import torch\nfrom torch import nn\nx = torch.distributions"),
         ("optim/__init__.py", "from .hmt import HMT\nfrom ..kernels import op"),
-        ("optim/inner/deep.py", "from ..basis import refresh\nfrom ...kernels import op"),
-        ("optim/inner/__init__.py", "from ..basis import refresh\nfrom ...kernels import op"),
+        ("optim/rules/deep.py", "from ..bases.basis import new\nfrom ...kernels import op"),
+        ("optim/rules/__init__.py", "from ..bases.basis import new\nfrom ...kernels import op"),
         (OPTIM, "import deepspeed_kernels"),
         (
             ZERO,
