@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, LeftMoments, Moments
+from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, Moments, PreviousMoments
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
 __all__ = ["FactoredMatrix", "FactoredMoments"]
@@ -89,8 +89,10 @@ class FactoredMoments(Moments):
 
     # -- change of basis ------------------------------------------------------------------------
 
-    def left(self) -> LeftMoments:
-        return LeftMoments(None, self.exp_avg_sq, self.evidence, self.first_evidence, self.steps)
+    def as_previous(self) -> PreviousMoments:
+        return PreviousMoments(
+            None, self.exp_avg_sq, self.evidence, self.first_evidence, self.steps
+        )
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -13,15 +13,15 @@ from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
-__all__ = ["COLUMN_MEANS", "LeftMoments", "Moments", "Recalled"]
+__all__ = ["COLUMN_MEANS", "Moments", "PreviousMoments", "Recalled"]
 
 COLUMN_MEANS = "exp_avg_sq_col"  # Adafactor's name
 _LEAST_EVIDENCE = 1e-8
 
 
 @dataclass(frozen=True)
-class LeftMoments:
-    """Moments as they are when their basis is left; nothing writes to them any more.
+class PreviousMoments:
+    """Moments of the previous basis, as they were when it was replaced; nothing writes to them any more.
 
     Attributes:
         exp_avg, exp_avg_sq, evidence, first_evidence, steps: as of :class:`Moments`. ``exp_avg`` is None
@@ -35,7 +35,9 @@ class LeftMoments:
     steps: int
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], dtype: str, device: torch.device) -> LeftMoments:
+    def restored(
+        cls, state: Mapping[str, Any], dtype: str, device: torch.device
+    ) -> PreviousMoments:
         """From values of :meth:`state_dict`; those that were 8- or 16-bit come back exactly."""
         columns = COLUMN_MEANS in state
         first = None if columns else restored_state(state["exp_avg"], dtype, True, device)
@@ -61,7 +63,7 @@ class LeftMoments:
         first = [] if self.exp_avg is None else self.exp_avg.tensors()
         return [self.evidence, *self.exp_avg_sq.tensors(), *first]
 
-    def holding(self, tensors: Sequence[Tensor]) -> LeftMoments:
+    def holding(self, tensors: Sequence[Tensor]) -> PreviousMoments:
         """The same with others in the place of :meth:`tensors`, in their order."""
         evidence, *stored = tensors
         place = len(self.exp_avg_sq.tensors())
@@ -91,12 +93,12 @@ class LeftMoments:
 
 
 class Recalled(NamedTuple):
-    """Moments of a basis that was left before, for the basis that comes now.
+    """Moments of a previous basis, for the basis that comes now.
 
     overlap: r_old x r_new, ``Q_old^T Q_new``. decay: of their evidence, ``beta_2^(steps since)``.
     """
 
-    moments: LeftMoments
+    moments: PreviousMoments
     overlap: Tensor
     decay: float
 
@@ -177,10 +179,10 @@ class Moments(KeptStates):
 
     # -- change of basis ------------------------------------------------------------------------
 
-    def left(self) -> LeftMoments:
+    def as_previous(self) -> PreviousMoments:
         """What another basis starts from: a change of basis makes new tensors, so these stay as they are."""
         states = self.exp_avg, self.exp_avg_sq
-        return LeftMoments(*states, self.evidence, self.first_evidence, self.steps)
+        return PreviousMoments(*states, self.evidence, self.first_evidence, self.steps)
 
     def rotate(
         self,
@@ -193,7 +195,7 @@ class Moments(KeptStates):
         A new direction of which a ``recalled`` basis had more evidence than the one in force, though it is old,
         takes its second moment from there. The first has forgotten what it knew since.
         """
-        moved, weight = self.left().second_in(overlap, left_overlap)
+        moved, weight = self.as_previous().second_in(overlap, left_overlap)
         mean = self.exp_avg.read() @ overlap
         if left_overlap is not None:
             mean = left_overlap.t() @ mean
@@ -218,11 +220,11 @@ class Moments(KeptStates):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain fp32 tensors and numbers."""
-        return self.left().state_dict()
+        return self.as_previous().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore values of :meth:`state_dict`; values that were 8- or 16-bit come back exactly."""
-        found = LeftMoments.restored(state, self.dtype, self.device)
+        found = PreviousMoments.restored(state, self.dtype, self.device)
         if found.exp_avg is not None:
             self.exp_avg = found.exp_avg
         self.exp_avg_sq = found.exp_avg_sq

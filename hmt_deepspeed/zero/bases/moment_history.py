@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
-from hmt_deepspeed.optim.rules.moments import LeftMoments, Moments, Recalled
+from hmt_deepspeed.optim.rules.moments import Moments, PreviousMoments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, overlap_of
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -39,10 +39,10 @@ class _Previous:
     key: str
     steps: int
     columns: int
-    members: dict[str, LeftMoments]
+    members: dict[str, PreviousMoments]
     has_basis: bool
 
-    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, dict[str, LeftMoments]]:
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, dict[str, PreviousMoments]]:
         """The basis and the moments, of the tensors that were kept together."""
         basis, rest, found = None, list(tensors), {}
         if self.has_basis:
@@ -168,7 +168,7 @@ class MomentHistory:
         if basis is None:  # whatever comes after full rank is spanned by it
             return
         finds = group[0].gradient.owner == self.collectives.rank
-        members = {p.name: _moments(p).left() for p in group}
+        members = {p.name: _moments(p).as_previous() for p in group}
         self._add(
             leader.columns.owner, leader.steps, basis.shape[1], members, basis if finds else None
         )
@@ -178,7 +178,7 @@ class MomentHistory:
         owner: str,
         steps: int,
         columns: int,
-        members: Mapping[str, LeftMoments],
+        members: Mapping[str, PreviousMoments],
         basis: Tensor | None,
     ) -> None:
         kept = self._previous[owner]
@@ -256,7 +256,7 @@ class MomentHistory:
             if [p.name for p in group] != list(entry["members"]):
                 continue  # other matrices share a basis now
             members = {
-                p.name: LeftMoments.restored(
+                p.name: PreviousMoments.restored(
                     entry["members"][p.name], _moments(p).dtype, _matrix(p).device
                 )
                 for p in group

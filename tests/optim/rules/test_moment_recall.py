@@ -15,7 +15,7 @@ from hmt_runs import settings_of
 from torch import Tensor
 
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
-from hmt_deepspeed.optim.rules.moments import LeftMoments, Recalled
+from hmt_deepspeed.optim.rules.moments import PreviousMoments, Recalled
 from hmt_deepspeed.optim.rules.projected import adopt_together, overlap_of
 
 M, N, RANK, PHASE = 24, 64, 16, 100
@@ -61,14 +61,14 @@ class Subspaces:
         for _ in range(2 * PHASE):
             step(self.matrix, next(self.of_a))
         self.converged = copy.deepcopy(self.matrix)
-        self.left: LeftMoments = self.matrix.moments.left()
+        self.previous: PreviousMoments = self.matrix.moments.as_previous()
         self.matrix.adopt(self.b)
         for _ in range(PHASE):
             step(self.matrix, next(self.of_b))
 
     def recalled(self, basis: Tensor) -> Recalled:
-        decay = BETAS[1] ** (self.matrix.steps - self.left.steps)
-        return Recalled(self.left, overlap_of(self.a, basis), decay)
+        decay = BETAS[1] ** (self.matrix.steps - self.previous.steps)
+        return Recalled(self.previous, overlap_of(self.a, basis), decay)
 
     def back_to(self, basis: Tensor, remembers: bool) -> LowRankMatrix:
         matrix = copy.deepcopy(self.matrix)
@@ -175,17 +175,17 @@ def test_of_several_bases_each_direction_takes_the_one_that_knew_it_best() -> No
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
-def test_left_moments_stay_as_they_are_and_survive_a_checkpoint(state_dtype: str) -> None:
+def test_previous_moments_stay_as_they_are_and_survive_a_checkpoint(state_dtype: str) -> None:
     case = subspaces(0, state_dtype)
-    before = [tensor.clone() for tensor in case.left.tensors()]
+    before = [tensor.clone() for tensor in case.previous.tensors()]
     back = case.back_to(case.a, remembers=True)
     step(back, next(case.of_a))
-    for tensor, was in zip(case.left.tensors(), before, strict=True):
+    for tensor, was in zip(case.previous.tensors(), before, strict=True):
         assert torch.equal(tensor, was)
-    state = case.left.state_dict()
-    restored = LeftMoments.restored(state, state_dtype, torch.device("cpu"))
-    assert (restored.steps, restored.first_evidence) == (2 * PHASE, case.left.first_evidence)
+    state = case.previous.state_dict()
+    restored = PreviousMoments.restored(state, state_dtype, torch.device("cpu"))
+    assert (restored.steps, restored.first_evidence) == (2 * PHASE, case.previous.first_evidence)
     for tensor, was in zip(restored.tensors(), before, strict=True):
         assert torch.equal(tensor, was)
-    again = case.left.holding(before)
-    assert torch.equal(again.exp_avg_sq.read(), case.left.exp_avg_sq.read())
+    again = case.previous.holding(before)
+    assert torch.equal(again.exp_avg_sq.read(), case.previous.exp_avg_sq.read())
