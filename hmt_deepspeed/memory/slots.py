@@ -46,11 +46,11 @@ class SlotFolder:
         io: how bytes are moved.
 
     Attributes:
-        file_bytes: bytes of all its files, in use or not.
+        file_bytes: bytes of all its files, in use or not. io: as given.
     """
 
     def __init__(self, path: str, io: FileIO) -> None:
-        self.path, self._io = path, io
+        self.path, self.io = path, io
         self._lock = threading.Lock()
         self._free: dict[int, list[Slot]] = {}
         self._num_slots = 0
@@ -92,7 +92,7 @@ class SlotFolder:
         pages = memory[: whole_pages(nbytes)]
         try:
             self._make(slot)
-            self._io.write(slot.path, pages)
+            self.io.write(slot.path, pages)
         except OSError as error:
             with suppress(OSError):
                 self.discard(slot)
@@ -109,7 +109,7 @@ class SlotFolder:
         pages = memory[: whole_pages(nbytes)]
         try:
             self._check_size(slot)
-            self._io.read(slot.path, pages)
+            self.io.read(slot.path, pages)
         except OSError as error:
             raise StoreError(self._message("read", slot, pages.numel(), error)) from error
         found = checksum(memory[:nbytes])

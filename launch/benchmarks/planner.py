@@ -186,7 +186,7 @@ def _costs(cost: dict[str, float]) -> list[Measurement]:
 
 
 def _bytes(name: str, planner: Any, counted: int) -> list[Measurement]:
-    problem = planner._problem
+    problem = planner.problem
     predicted = sum(held_by_component(problem, planner.plan).values())
     predicted += problem.workload.shared_bytes
     return [
@@ -202,7 +202,7 @@ def _bytes(name: str, planner: Any, counted: int) -> list[Measurement]:
 
 
 def _times(name: str, planner: Any, mine: Any, base: Any) -> list[Measurement]:
-    problem, plan = planner._problem, planner.plan
+    problem, plan = planner.problem, planner.plan
     expected = plan.seconds / estimate(problem, _reference(planner, problem)).seconds
     took = median_of(mine) / median_of(base)
     between = paired_spread(column(mine), column(base))

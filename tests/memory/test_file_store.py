@@ -47,8 +47,8 @@ def make(tmp_path):
 
     yield factory
     for store in stores:
-        if isinstance(store.slots._io, Gated):
-            store.slots._io.writes.set()
+        if isinstance(store.slots.io, Gated):
+            store.slots.io.writes.set()
         store.close()
 
 

@@ -69,7 +69,7 @@ class RunPlanner:
 
     Attributes:
         plan: in execution; None before there is one. machine: planned for; None before it is measured, and
-            with a plan from a file.
+            with a plan from a file. problem: what the plan is for; None before there is one.
         profile_seconds: what measuring the machine took; None where nothing was measured.
         planning_seconds: what the last search took, likewise.
     """
@@ -98,7 +98,7 @@ class RunPlanner:
         self.machine: Machine | None = None
         self.profile_seconds: float | None = None
         self.planning_seconds: float | None = None
-        self._problem: Problem | None = None
+        self.problem: Problem | None = None
         self._choices: ActivationsConfig | None = None
         self._profile = RunProfile(facts, hmt, accelerator, device)
         self._timer = StepTimer(accelerator.synchronize)
@@ -196,10 +196,10 @@ class RunPlanner:
         if plan is None or self._outgrown(plan):
             self._why_again = None
             return True
-        if not has_other_ranks or self._problem is None:
+        if not has_other_ranks or self.problem is None:
             return False
-        now = self._problem_of(self._expected, self._problem, plan)
-        reason = reason_to_plan_again(self._problem, now, plan)
+        now = self._problem_of(self._expected, self.problem, plan)
+        reason = reason_to_plan_again(self.problem, now, plan)
         self._why_again = reason or self._why_again
         return reason is not None
 
@@ -314,7 +314,7 @@ class RunPlanner:
         if choices != self._choices:
             self._adopt(choices)
         self._choices = choices
-        self.plan, self._problem = plan, problem
+        self.plan, self.problem = plan, problem
         self._iteration, self._timed = 0, PlannedIterations(self._busy)
         if _rank() == 0:
             print(self.describe(), flush=True)
@@ -328,12 +328,12 @@ class RunPlanner:
         assert self.plan is not None
         plan = self.plan
         title = f"hmt: plan for micro-batches of {plan.micro_batch} x {plan.seq_length} tokens"
-        if self._problem is None:
+        if self.problem is None:
             return f"{title}, from {self._hmt.planner.plan}"
-        found = estimate(self._problem, plan)
+        found = estimate(self.problem, plan)
         took = "" if self.profile_seconds is None else f"profiled in {self.profile_seconds:.2g} s, "
         lines = [
-            f"{title} on {self._problem.machine.name}, {took}planned in {self.planning_seconds:.2g} s",
+            f"{title} on {self.problem.machine.name}, {took}planned in {self.planning_seconds:.2g} s",
             describe_plan(plan, found),
             *([self._why_again] if self._why_again else []),
             *([self._ranks.describe()] if self._ranks else []),
@@ -350,9 +350,9 @@ class RunPlanner:
 
         Predicted is for the ranks that matrices have by now, which the plan may have been made before.
         """
-        if self._problem is None or self.plan is None:
+        if self.problem is None or self.plan is None:
             return None
-        problem, plan = self._problem, self.plan
+        problem, plan = self.problem, self.plan
         if self._ranks is not None:
             problem = self._problem_of(self._now, problem, plan)
             plan = predict(problem, regrouped(plan, problem.workload))[0]

@@ -205,7 +205,7 @@ def swapped(folder: str, through: str) -> dict[str, Any]:
         engine = make_engine(config, tiny_llama(layers=6))
         if section is not None:
             files = engine.hmt_activations.memory.files
-            found["through"] = type(files.slots._io).__name__
+            found["through"] = type(files.slots.io).__name__
             engine.register_forward_hook(lambda *_, files=files: files.flush())
         losses = train(engine, STEPS)
         sizes = [os.path.getsize(path) for path in glob.glob(f"{folder}/*/*.bin")]

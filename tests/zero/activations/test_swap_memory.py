@@ -50,10 +50,10 @@ def memory(request: pytest.FixtureRequest, make: Callable[..., SwapMemory]) -> S
 
         async_io()  # or skip
         made = make(AIO)
-        assert isinstance(made.files.slots._io, AsyncIO)
+        assert isinstance(made.files.slots.io, AsyncIO)
         return made
     made = make()
-    assert isinstance(made.files.slots._io, PositionalIO)
+    assert isinstance(made.files.slots.io, PositionalIO)
     return made
 
 

@@ -44,7 +44,7 @@ def broken(home: str, fault: str) -> list[str]:
         for file in files:
             os.truncate(file, 100)
     else:
-        engine.optimizer.zero.host.ssd.slots.folder._io = Broken(fault)
+        engine.optimizer.zero.host.ssd.slots.folder.io = Broken(fault)
     said = []
     for step in (2, 3):
         try:
@@ -127,7 +127,7 @@ def arm(engine: Any, instant: Any) -> None:
     places = {
         "read": (slots, "read"),
         "update": (engine.optimizer.zero.host.adam, "step_"),
-        "write": (slots.folder._io, "write"),
+        "write": (slots.folder.io, "write"),
         "commit": (slots, "_retire"),
         "link": (os, "link"),
         "rename": (os, "rename"),

@@ -310,7 +310,7 @@ def run_chosen(folder: str) -> dict[str, Any]:
         "plans": plans,
         "texts": texts,
         "ranks": matrix_ranks(engine),
-        "predicted": planner._problem.workload.projected.others,
+        "predicted": planner.problem.workload.projected.others,
         "comparison": planner.comparison.as_json(),
         "limit": half,
     }
@@ -382,7 +382,7 @@ def run_refreshing(folder: str) -> dict[str, Any]:
     config["hmt"] |= {"activations": {"policy": "plan"}}
     engine = make_engine(config, tiny_llama(layers=LAYERS))
     steps(engine, 6)
-    planned, plan = engine.hmt_planner._problem, engine.hmt_planner.plan
+    planned, plan = engine.hmt_planner.problem, engine.hmt_planner.plan
     found = {
         "comparison": engine.hmt_planner.comparison.as_json(),
         "of any other step": held_by_component(planned, plan)["projected_inputs"],
@@ -435,7 +435,7 @@ def run_on_ssd(folder: str) -> dict[str, Any]:
     engine = on_ssd(folder, {"policy": "plan"})
     planner = engine.hmt_planner
     found = {"plain losses": losses, "losses": steps(engine, FIRST_PLANNED + 3)}
-    update = estimate(planner._problem, planner.plan).phases[-1]
+    update = estimate(planner.problem, planner.plan).phases[-1]
     pieces = [p for entry in engine.optimizer.zero.param_states for p in entry.weight.states.pieces]
     found |= {
         "allowed": {choice for given in allowed[0].values() for choice in given},
@@ -542,7 +542,7 @@ def run_together(folder: str) -> dict[str, Any]:
     found = {
         "plan": planner.plan,
         "machine": planner.machine,
-        "budget": planner._problem.budget.gpu,
+        "budget": planner.problem.budget.gpu,
     }
     planner._hmt = HMTConfig.from_block({"activations": {"policy": "plan"}, "planner": settings})
     return found | {"refusal": refusal(planner._use_files)}
