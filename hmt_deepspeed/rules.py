@@ -1,7 +1,7 @@
 """The table of optimizer rules: what each keeps, takes and sums, as plain values. No torch.
 
 A rule is one row of :data:`RULES` and one class that carries it out. Whoever has to know a rule without running it
-(configuration, planner, checkpoint, start table, documents) asks its row; :func:`register` adds one from outside.
+(configuration, planner, checkpoint, start table, documents) asks its row; :func:`register_rule` adds one from outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "Sum",
     "methods",
     "rank_at",
-    "register",
+    "register_rule",
     "rule_of",
     "stored_bytes",
 ]
@@ -69,7 +69,7 @@ class State:
         shape: of "rows", "columns" and "rank" of the matrix as it is projected; "rows" are those of a ZeRO rank.
         stored: ``state``, in ``hmt.optimizer.state_dtype``; ``fp32``; or ``model``, in the weights' dtype, as bases are.
         in_budget: whether ``hmt.optimizer.rank_budget`` counts it.
-        recalled: whether ``hmt.basis_cache.history`` keeps it with a basis that was left.
+        recalled: whether ``hmt.basis_cache.history`` keeps it with a basis that was left; of Adam's moments only.
     """
 
     name: str
@@ -238,7 +238,7 @@ _RULES = "hmt_deepspeed.optim.rules"
 RULES: dict[str, Rule] = {}
 
 
-def register(rule: Rule) -> None:
+def register_rule(rule: Rule) -> None:
     """Add a rule to the table: its method is legal in ``hmt.optimizer`` and in ``hmt-plan`` from now on.
 
     Raises:
@@ -292,6 +292,7 @@ for _rule in (
         carried_out_by=f"{_RULES}.two_sided:TwoSidedMatrix",
         gradient="core",
         bases="found",
+        # Nothing is recalled: a core's evidence is of pairs of directions, and ranks have rows of the left ones.
         states=(
             State("exp_avg", ("rank", "rank")),
             State("exp_avg_sq", ("rank", "rank")),
@@ -367,4 +368,4 @@ for _rule in (
         reads=_OF_ALL,
     ),
 ):
-    register(_rule)
+    register_rule(_rule)

@@ -271,6 +271,8 @@ def check(file: str, source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
+        ("rules.py", "import torch"),
+        ("rules.py", "from .config import fields"),
         ("config/optimizer.py", "from .. import version"),
         ("config/optimizer.py", "import torch"),
         ("config/optimizer.py", "from torch import nn"),
@@ -328,6 +330,7 @@ def test_checker_refuses(file, source):
     ("file", "source"),
     [
         ("config/optimizer.py", "import pydantic"),
+        ("config/optimizer.py", "from ..rules import RULES"),
         ("planner/solve/cost.py", "from ... import sites"),
         (
             OPTIM,

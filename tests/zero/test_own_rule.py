@@ -25,7 +25,7 @@ from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_st
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.run.memory import OptimizerMode, Sharding, model_states
-from hmt_deepspeed.rules import RULES, Rule, State, Sum, methods, register
+from hmt_deepspeed.rules import RULES, Rule, State, Sum, methods, register_rule
 from hmt_deepspeed.zero.optimizer.start_table import start_rows
 
 # -- the rule -----------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ SAVED, AFTER = 4, 4  # steps
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register(TOY)
+    register_rule(TOY)
     yield
     del RULES["toy"]
 
 
 def runs(world: int, folder: str) -> dict[tuple[int, int], Any]:
     """At every stage: what it was when saved, and at the end; the start table of stage 2."""
-    register(TOY)
+    register_rule(TOY)
     found: dict[Any, Any] = {}
     for stage, gas in LAYOUTS[world]:
         engine = mode_engine(OPTIONS, stage, gas, model=tiny_llama(layers=1, seed=7))
@@ -147,7 +147,7 @@ def runs(world: int, folder: str) -> dict[tuple[int, int], Any]:
 
 
 def resumed(folder: str, saved: int, stage: int, gas: int) -> tuple[Any, Any]:
-    register(TOY)
+    register_rule(TOY)
     engine = mode_engine(OPTIONS, stage, gas, model=tiny_llama(layers=1, seed=9))
     engine.load_checkpoint(f"{folder}/{saved}")
     found = trained(engine, 0), trained(engine, AFTER, first=SAVED)
@@ -156,7 +156,7 @@ def resumed(folder: str, saved: int, stage: int, gas: int) -> tuple[Any, Any]:
 
 
 def said_by_another_rule(folder: str) -> str:
-    register(TOY)
+    register_rule(TOY)
     engine = mode_engine({"update_interval": 3}, 2, model=tiny_llama(layers=1))
     try:
         engine.load_checkpoint(f"{folder}/3")
@@ -267,4 +267,4 @@ def test_without_deepspeed_it_trains_too() -> None:
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="is in the table"):
-        register(TOY)
+        register_rule(TOY)

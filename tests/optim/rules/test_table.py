@@ -13,7 +13,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
-from hmt_deepspeed.rules import DEFAULT, DENSE, RULES, Rule, State, methods, register, rule_of
+from hmt_deepspeed.rules import DEFAULT, DENSE, RULES, Rule, State, methods, register_rule, rule_of
 
 SHAPE, ROWS, RANK = (96, 72), (30, 77), 16
 OF_MATRICES = [name for name, rule in RULES.items() if not rule.is_dense]
@@ -115,7 +115,7 @@ def test_rows_of_a_method_are_told_apart_by_fields() -> None:
 def test_a_row_that_cannot_be_found_is_refused(changes: dict[str, Any], said: str) -> None:
     before = dict(RULES)
     with pytest.raises(ValueError, match=said):
-        register(replace(RULES[DEFAULT], **changes))
+        register_rule(replace(RULES[DEFAULT], **changes))
     assert before == RULES
 
 
