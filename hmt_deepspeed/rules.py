@@ -198,6 +198,17 @@ class Rule:
 
     # -- what it keeps and sums -----------------------------------------------------------------
 
+    def layout(self, projection: str, drawn_rank: int | None) -> str:
+        """What must agree for the states of a checkpoint to fit: method, projection where it is chosen, note.
+
+        Args:
+            drawn_rank: of bases that are drawn from a seed; None of others, whose rank may differ.
+        """
+        side = f" {projection}" if self.side == "chosen" else ""
+        note = f", {self.note}" if self.note else ""
+        drawn = "" if drawn_rank is None else f", random of rank {drawn_rank}"
+        return f"{self.method}{side}{note}{drawn}"
+
     @property
     def row_states(self) -> tuple[str, ...]:
         """Names of the states of which each rank has its rows."""

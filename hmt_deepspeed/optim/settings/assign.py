@@ -61,16 +61,11 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """Method, projection, note, and rank where bases are drawn: what must agree for a saved state to fit."""
+        """What must agree for a saved state to fit, see :meth:`Rule.layout`."""
         settings = self.settings
         if settings is None:
             return self.rule
-        rule = settings.rule
-        side = f" {settings.projection}" if rule.side == "chosen" else ""
-        note = f", {rule.note}" if rule.note else ""
-        rank = settings.drawn_rank(*self.shape)
-        drawn = "" if rank is None else f", random of rank {rank}"
-        return f"{self.rule}{side}{note}{drawn}"
+        return settings.rule.layout(settings.projection, settings.drawn_rank(*self.shape))
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
