@@ -249,7 +249,11 @@ class MomentHistory:
         if not self.most:
             return
         self.forget()
-        by_owner = {_matrix(group[0]).columns.owner: (group, finds) for group, finds in groups}
+        by_owner = {
+            group[0].matrix.columns.owner: (group, finds)
+            for group, finds in groups
+            if isinstance(group[0].matrix, ProjectedMatrix)
+        }
         rows = {p.name: _matrix(p).rows for group, _ in by_owner.values() for p in group}
         for entry in saved.previous_moments(rows):
             group, finds = by_owner.get(entry["owner"], ((), False))

@@ -176,11 +176,14 @@ def resumable(stage: int, options: dict[str, Any], folder: str, resume: bool) ->
 
 
 BF16 = {"state_dtype": "bf16"}
+BESIDE = {
+    "module_rules": {"o_proj": {"method": "apollo"}}
+}  # whose matrices have nothing to remember
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "options"),
-    [(1, 1, {**BF16, **LEFT}), (2, 3, {**BF16, **SHARED}), (2, 2, FACTORED)],
+    [(1, 1, {**BF16, **LEFT}), (2, 3, {**BF16, **SHARED}), (2, 2, FACTORED), (1, 2, BESIDE)],
 )
 def test_a_resumed_run_remembers_the_same_bit_for_bit(
     ranks: Ranks, tmp_path: Path, world: int, stage: int, options: dict[str, Any]
