@@ -127,7 +127,7 @@ class Rule:
         becomes_dense: where a basis would span all columns, :data:`DENSE` takes its place.
         side: ``chosen`` by ``projection``, or the ``smaller`` one.
         note: what tells its states from those of the method's other rows, in checkpoints and tables.
-        reads: the fields of ``hmt.optimizer`` that mean something to it; None for all.
+        reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
         fixed_rank: the only rank. auto_share: share of the smaller side that ``"rank": "auto"`` is; with neither it
             is chosen among candidates.
         scale: of ``"scale": "auto"``. lr_ratio: with it, factor on AdamW's learning rate, also of what is beside.
@@ -167,7 +167,7 @@ class Rule:
 
     def reads_field(self, field: str) -> bool:
         """Whether a field of ``hmt.optimizer`` means something to it."""
-        return self.reads is None or field in self.reads
+        return self.reads is None or field in self.reads or field in _OF_EVERY_RULE
 
     @property
     def chooses_rank(self) -> bool:
@@ -231,14 +231,8 @@ class Rule:
         return {found.name: elements(found.shape, rows, columns, rank) for found in asked}
 
 
-_OF_ALL = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
-_OF_APOLLO = _OF_ALL | {
-    "rank",
-    "update_interval",
-    "scale",
-    "projected_backward",
-    "target_modules",
-}
+_OF_EVERY_RULE = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
+_OF_APOLLO = frozenset({"rank", "update_interval", "scale", "projected_backward", "target_modules"})
 _EVIDENCE = State("evidence", ("rank",), "fp32", in_budget=False)
 _OF_ADAM = (State("exp_avg", ("rows", "rank")), State("exp_avg_sq", ("rows", "rank")))
 _ENERGIES = (Sum("inside"), Sum("outside"))  # squared norms of A, and of S or the rest of G
@@ -376,7 +370,7 @@ for _rule in (
         states=(State("exp_avg", ("rows", "columns")), State("exp_avg_sq", ("rows", "columns"))),
         sums=(Sum("gradient"),),
         is_dense=True,
-        reads=_OF_ALL,
+        reads=frozenset(),
     ),
 ):
     register_rule(_rule)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
-from hmt_deepspeed.rules import DEFAULT, Rule, methods, rule_of
+from hmt_deepspeed.rules import DEFAULT, RULES, Rule, methods, rule_of
 
 __all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
 
@@ -50,7 +50,7 @@ def _all(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:
 OWN_OF_METHOD = ("rank", "scale")
 _NOT_FOR_RULES = ("method", "module_rules", "target_modules")
 # What contradicts the field it depends on within one matrix, so that a module rule may bring it about.
-_OF_A_MATRIX = ("range_finder", "second_moment", "residual", "probes")
+_OF_A_MATRIX = ("projection", "range_finder", "second_moment", "residual", "probes")
 
 # Of methods that read both fields; `{}` in an advice is the value of the field it depends on.
 _PAIRS = (
@@ -264,6 +264,13 @@ def _conflicts(given: Given, method: str) -> list[Conflict]:
     ]
 
 
+def _of_other_methods(method: str) -> list[tuple[str, object]]:
+    """Fields and values that name a rule of some method, but none of this one."""
+    named = [(rule.method, pair) for rule in RULES.values() for pair in rule.where]
+    own = [pair for other, pair in named if other == method]
+    return [pair for _, pair in named if pair not in own]
+
+
 def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
     """What the method does not read, and the values that its rule cannot have."""
 
@@ -291,6 +298,10 @@ def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
     ):
         advice = f'"{method}" takes whole gradients, which a projected backward never forms: '
         conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
+    for key, value in _of_other_methods(method):
+        if rule.reads_field(key) and given.get(key) == value:
+            advice = f'"{method}" has no rule for it: remove it, or set "{DEFAULT}" there.'
+            conflicts.append(conflict(key, advice))
     fixed = rule.fixed_rank
     if fixed is not None and given.get("rank") not in (None, "auto", fixed):
         others = (rule_of(name) for name in methods())

@@ -6,6 +6,7 @@ It is no variant of Adam: one momentum of the projected gradient, which a matrix
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,22 @@ TOY = Rule(
     states=(State("momentum", ("rows", "rank")),),
     sums=(Sum("inside"), Sum("outside"), Sum("gram", ("rank", "rank"), early=False)),
     note="one momentum",
+    reads=frozenset(
+        {
+            "projection",
+            "rank",
+            "rank_candidates",
+            "energy_threshold",
+            "energy_estimate",
+            "rank_budget",
+            "update_interval",
+            "range_finder",
+            "max_full_gradient_bytes",
+            "probes",
+            "scale",
+            "target_modules",
+        }
+    ),
     usual_lr=0.02,
 )
 
@@ -248,6 +265,34 @@ def test_the_json_and_hmt_plan_know_it(tmp_path: Any, capsys: pytest.CaptureFixt
         HMTConfig.from_block({"optimizer": {"method": "galore"}})
     with pytest.raises(SystemExit):
         main([*asked[:-1], "galore"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "said"),
+    [
+        ({"residual": "full"}, "residual", 'means nothing with "method": "toy"'),
+        ({"projection": "two_sided"}, "projection", '"toy" has no rule for it'),
+        ({"rank": 4, "energy_threshold": 0.5}, "energy_threshold", 'With "rank": 4 it is ignored'),
+    ],
+)
+@pytest.mark.parametrize("in_a_rule", [False, True])
+def test_what_it_cannot_honour_is_refused(
+    fields: dict[str, Any], key: str, said: str, in_a_rule: bool
+) -> None:
+    block: dict[str, Any] = {"method": "toy", **fields}
+    if in_a_rule:
+        block = {"module_rules": {"q_proj": block}}
+        key = f"module_rules['q_proj'].{key}"
+    with pytest.raises(ValueError, match=re.escape(f"hmt.optimizer.{key}: ")) as refused:
+        HMTConfig.from_block({"optimizer": block})
+    assert said in str(refused.value)
+
+
+def test_a_module_rule_takes_over_what_it_reads_only() -> None:
+    own = {"module_rules": {"q_proj": {"method": "toy"}}}
+    HMTConfig.from_block({"optimizer": {"residual": "full", **own}})
+    with pytest.raises(ValueError, match=r"\['q_proj'\]\.method: .*\"toy\" has no rule for it"):
+        HMTConfig.from_block({"optimizer": {"projection": "two_sided", **own}})
 
 
 def test_without_deepspeed_it_trains_too() -> None:
