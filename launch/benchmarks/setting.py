@@ -223,7 +223,8 @@ class EngineStep:
 
 def num_refreshing(engine: Any) -> int:
     """Matrices whose basis the coming step renews; 0 for a stock engine."""
-    return sum(entry.gradient.refreshing for entry in getattr(engine.optimizer, "low_rank", ()))
+    zero = getattr(engine.optimizer, "zero", None)
+    return sum(param.gradient.refreshing for param in zero.low_rank) if zero else 0
 
 
 # -- steps over one refresh interval ----------------------------------------------------------------
