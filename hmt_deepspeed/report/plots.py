@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +19,7 @@ from hmt_deepspeed.report.drawing import (
     new_figure,
     unit_of,
 )
+from hmt_deepspeed.report.heat_maps import energies, ranks
 from hmt_deepspeed.report.phases import PHASES
 from hmt_deepspeed.report.runs import Run
 from hmt_deepspeed.report.timeline import KINDS
@@ -223,76 +223,6 @@ def _activations(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-# -- rank and energy, matrix by matrix ------------------------------------------------------------------
-
-
-def _ranks(runs: Sequence[Run]) -> Figure | None:
-    return _heat_maps(runs, "rank_per_matrix", "rank", "viridis")
-
-
-def _energies(runs: Sequence[Run]) -> Figure | None:
-    return _heat_maps(runs, "captured_energy_per_matrix", "share of ||G||²", "magma", (0.0, 1.0))
-
-
-def _heat_maps(
-    runs: Sequence[Run],
-    name: str,
-    label: str,
-    colours: str,
-    limits: tuple[float, float] | None = None,
-) -> Figure | None:
-    """A row a matrix: those of one kind together, layer by layer; a column a step that was recorded."""
-    found = {
-        run.name: run.per_matrix(name) for run in runs if any(r.get(name) for r in run.records)
-    }
-    if not found:
-        return None
-    last = {run.name: run.records[-1]["step"] for run in runs}
-    rows = max(len(matrices) for _, matrices, _ in found.values())
-    figure, axes = new_figure(1, len(found), min(max(0.14 * rows, 2.8), 9.0))
-    if limits is None:
-        numbers = [v for *_, rows_ in found.values() for row in rows_ for v in row if v is not None]
-        limits = (0, max(numbers))
-    mesh: Any = None
-    named: list[str] = []
-    for axis, (run_name, (steps, matrices, values)) in zip(axes, found.items(), strict=True):
-        placed = [_kind_and_layer(matrix) for matrix in matrices]
-        first = list(dict.fromkeys(kind for kind, _ in placed))  # as the model has them
-        order = sorted(
-            range(len(matrices)), key=lambda i: (first.index(placed[i][0]), placed[i][1])
-        )
-        grid = [[float("nan") if v is None else v for v in values[i]] for i in order]
-        edges = [*steps, max(last[run_name], steps[-1]) + 1]  # a record holds until the next
-        mesh = axis.pcolormesh(
-            edges,
-            range(len(order) + 1),
-            grid,
-            cmap=colours,
-            vmin=limits[0],
-            vmax=limits[1],
-            rasterized=True,
-        )
-        kinds = [placed[i][0] for i in order]
-        starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
-        ends = [*starts[1:], len(kinds)]
-        middles = [(a + b) / 2 for a, b in zip(starts, ends, strict=True)]
-        axis.set_yticks(middles, [] if kinds == named else [kinds[i] for i in starts])
-        named = kinds
-        axis.hlines(starts[1:], edges[0], edges[-1], colors="white", linewidth=1.5)
-        axis.tick_params(axis="y", length=0)
-        axis.grid(visible=False)
-        label_steps(axis, title=run_name)
-        axis.invert_yaxis()
-    figure.colorbar(mesh, ax=axes, label=label, pad=0.01)
-    return figure
-
-
-def _kind_and_layer(matrix: str) -> tuple[str, tuple[int, ...]]:
-    """("self_attn.q_proj", (3,)) of "model.layers.3.self_attn.q_proj.weight"."""
-    layers = tuple(int(number) for number in re.findall(r"\d+", matrix))
-    return re.sub(r"^.*\.\d+\.|\.weight$", "", matrix), layers
-
-
 # -- time and bytes ---------------------------------------------------------------------------------
 
 
@@ -400,14 +330,14 @@ PLOTS = (
         "Rank of every matrix",
         "A row is a matrix; those of one kind stand together, first layer on top. A colour holds until the next "
         "record, some steps later.",
-        _ranks,
+        ranks,
     ),
     Plot(
         "energies",
         "Captured energy of every matrix",
         "Share of the gradient's squared norm inside the basis, smoothed over recent steps; rows as above. Until its "
         "first basis comes from a gradient, a matrix has a random one, which captures about rank / width.",
-        _energies,
+        energies,
     ),
     Plot(
         "phases",
