@@ -25,12 +25,11 @@ from hmt_deepspeed.report.metrics import (
     monitor_events,
 )
 from hmt_deepspeed.train.data import TrainingData
-from hmt_deepspeed.train.models import flops_per_token, num_parameters
+from hmt_deepspeed.train.models import flops_per_token, keeps_documents_apart, num_parameters
 from hmt_deepspeed.train.packing import GlobalOrder, PackedRows, share_of_rank
 from hmt_deepspeed.train.ranks import rank
 
 TRACED_STEPS = (3, 5)
-_PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,9 @@ class TrainingLoop:
                 f"--trace records steps {TRACED_STEPS[0]} to {TRACED_STEPS[1]}, but this run has "
                 f"{steps_left} left; raise --max_steps or leave --trace out"
             )
-        self.packed = self._keeps_documents_apart()
+        self.packed = keeps_documents_apart(
+            self.engine, self.data.train.seq_length, len(self.data.tokenizer)
+        )
         if not self.packed and rank() == 0:
             family = type(self.engine.module).__name__
             print(
@@ -254,31 +255,6 @@ class TrainingLoop:
         self.engine.train()
         dist.all_reduce(total, group=self.group)
         return float(total) / self.sharing / held_out.count_labels(chosen)
-
-    @torch.no_grad()
-    def _keeps_documents_apart(self) -> bool:
-        """Ask the model: may a change in a row's first document reach the second one's loss?"""
-        size = min(_PROBE_TOKENS, self.data.train.seq_length)
-        half = size // 2
-        ids = torch.arange(size, device=self.engine.device)[None] % len(self.data.tokenizer)
-        other = ids.clone()
-        other[:, :half] = ids[:, :half].flip(1)
-        positions = torch.cat([torch.arange(half), torch.arange(size - half)])[None]
-        positions = positions.to(self.engine.device)
-        labels = ids.masked_fill(torch.arange(size, device=self.engine.device) <= half, -100)
-        self.engine.eval()
-        try:
-            first, second = (
-                self.engine(
-                    input_ids=x, position_ids=positions, labels=labels, use_cache=False
-                ).loss
-                for x in (ids, other)
-            )
-        except TypeError:  # a forward without position_ids
-            return False
-        finally:
-            self.engine.train()
-        return torch.equal(first, second)
 
     # -- checkpoints -----------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ PRESETS = {
 }
 LEGAL_MODELS = f"{', '.join(PRESETS)}, a local model folder, or a hub id"
 _VOCAB_MULTIPLE = 64
+_PROBE_TOKENS = 16
 
 
 def resolve_bf16(ds_config: dict[str, Any], bf16_is_fast: bool) -> dict[str, Any]:
@@ -262,3 +263,35 @@ def model_signature(model: Any) -> str:
     for name, parameter in model.named_parameters():
         digest.update(f"{name}:{tuple(getattr(parameter, 'ds_shape', parameter.shape))}\n".encode())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def keeps_documents_apart(engine: Any, seq_length: int, vocab_size: int) -> bool:
+    """Ask the model: is a row's second document free of its first? False where a forward takes no `position_ids`.
+
+    Compares the loss of the second document for two first ones. Every rank of the engine calls it.
+
+    Args:
+        engine: of DeepSpeed; left in training mode.
+        seq_length: tokens of a row, of which the probe has at most 16.
+        vocab_size: tokens that the probe chooses from.
+    """
+    size = min(_PROBE_TOKENS, seq_length)
+    half = size // 2
+    ids = torch.arange(size, device=engine.device)[None] % vocab_size
+    other = ids.clone()
+    other[:, :half] = ids[:, :half].flip(1)
+    positions = torch.cat([torch.arange(half), torch.arange(size - half)])[None]
+    positions = positions.to(engine.device)
+    labels = ids.masked_fill(torch.arange(size, device=engine.device) <= half, -100)
+    engine.eval()
+    try:
+        first, second = (
+            engine(input_ids=x, position_ids=positions, labels=labels, use_cache=False).loss
+            for x in (ids, other)
+        )
+    except TypeError:  # a forward without position_ids
+        return False
+    finally:
+        engine.train()
+    return torch.equal(first, second)
