@@ -1,50 +1,38 @@
-"""LoHan's figures (2403.06504): calibrated on its forward time and its transfer times, the rest predicted.
-
-The text that we have lacks the paper's tables III and IV. Layers and widths of the models are those of GPT-3
-and OPT at these sizes, the SSDs those of `planner/hardware.py`.
-"""
+"""LoHan's figures (2403.06504): its server is calibrated in `lohan_server.py`, everything else here is predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 
 from hmt_deepspeed.config.components import PAPER_POLICY, Choice, Component
-from hmt_deepspeed.planner.hardware import Machine, MatmulRates, named_machine
-from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters, plain_shape
-from hmt_deepspeed.planner.model.workload import Workload, build_workload
+from hmt_deepspeed.planner.hardware import Machine
+from hmt_deepspeed.planner.model.shapes import num_parameters
 from hmt_deepspeed.planner.run.loads import BACKWARD_PASSES, FORWARD_PASSES
-from hmt_deepspeed.planner.run.memory import MemoryBudget
-from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
+from hmt_deepspeed.planner.run.problem import Problem, RunSetup
 from hmt_deepspeed.planner.solve.cost import Estimate, estimate
-from hmt_deepspeed.planner.solve.plan import Plan, uniform_plan
-from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits, solve
+from hmt_deepspeed.planner.solve.plan import uniform_plan
+from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits
 from papers.lohan import Load, Rates, SwapLayer, Sweep, sweep
-from papers.zero_fpdt import ADAMW, GB, GIB, Row
+from papers.lohan_server import (
+    EVERYTHING_ON_SSD,
+    FORWARD_SECONDS,
+    SHAPES,
+    ZERO_INFINITY_SSD_SECONDS,
+    all_activations,
+    best_estimate,
+    best_plan,
+    largest_batch,
+    problem_of,
+    server,
+    shape_of,
+    workload_of,
+    zero_infinity_server,
+)
+from papers.zero_fpdt import GB, GIB, Row
 
 __all__ = ["lohan_rows"]
 
-_SHAPES = {  # name -> layers, hidden, heads
-    "6B": (28, 4096, 32),
-    "13B": (40, 5120, 40),
-    "30B": (48, 7168, 56),
-    "70B": (80, 8192, 64),
-    "135B": (88, 11264, 88),
-    "175B": (96, 12288, 96),
-    "276B": (112, 14336, 112),
-    "412B": (128, 16384, 128),
-}
-_SEQUENCE = 1024
-_TIME = 0.4  # seconds for each plan
-
-# What the paper measured or computed of its machine, and what the rates follow from.
-_FORWARD = 5.96  # s of GPU compute, 13B, batch 32
-_ALL_OUT = 10.0  # s for all activations to leave the GPU
-_STATES_BOTH_WAYS = 13.0  # s for 14 P bytes each way between GPU and SSD
-_ZERO_INFINITY_SSD = 6.25  # s of SSD I/O in ZeRO-Infinity's backward: 2 P in, 2 P out
-
-_EVERYTHING_ON_SSD = RunSetup(zero_stage=3, offload_param="nvme", offload_optimizer="nvme")
 _INTER_BLOCK: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
     "embedding": "swap_host",
@@ -52,90 +40,6 @@ _INTER_BLOCK: dict[Component, Choice] = {
     "layernorm": "keep",
     "lm_head": "keep",
 }
-
-
-@cache
-def _shape(name: str) -> ModelShape:
-    layers, hidden, heads = _SHAPES[name]
-    return plain_shape(layers=layers, hidden=hidden, heads=heads, vocab=50257)
-
-
-@cache
-def _workload(name: str, batch: int) -> Workload:
-    """The head's loss is taken in pieces: the paper trains batches whose whole logits would not fit."""
-    workload = build_workload(_shape(name), micro_batch=batch, seq_length=_SEQUENCE)
-    return replace(workload, head=replace(workload.head, logits_bytes=0))
-
-
-@cache
-def _machine(ssds: int = 12, host_gib: int = 768, gpu: str = "rtx4090", gpus: int = 1) -> Machine:
-    """The paper's server; its rates from its own times, other cards' scaled by their peaks."""
-    named = named_machine(gpu, num_gpus=gpus, num_ssds=ssds, host_memory=host_gib * GIB)
-    workload, parameters = _workload("13B", 32), num_parameters(_shape("13B"))
-    measured = named_machine("rtx4090")
-    products = _FORWARD - FORWARD_PASSES * workload.saved_bytes / measured.gpu_bandwidth
-    rate = workload.forward_flops / products * named.peak_flops / measured.peak_flops
-    link = _all_activations(32) / _ALL_OUT
-    return replace(
-        named,
-        matmul=MatmulRates(rate, rate, rate),
-        device_to_host=link,
-        host_to_device=link,
-        both_directions=2 * link,  # the paper takes the link as duplex
-        ssd_array_limit=2 * 14 * parameters / _STATES_BOTH_WAYS,
-        cpu_adam_ns=0.26,  # not in the paper, which takes it as shorter than the SSDs
-    )
-
-
-def _zero_infinity_machine(gpus: int = 1) -> Machine:
-    """Its one process keeps the SSDs busy for 4P bytes in 6.25 s; several together up to the array's limit."""
-    machine, of_process = (
-        _machine(gpus=gpus),
-        4 * num_parameters(_shape("13B")) / _ZERO_INFINITY_SSD,
-    )
-    assert machine.ssd_array_limit is not None
-    return replace(machine, ssd_array_limit=min(gpus * of_process, machine.ssd_array_limit))
-
-
-def _all_activations(batch: int) -> float:
-    workload = _workload("13B", batch)
-    return sum(layer.count * layer.saved_bytes for layer in workload.layers)
-
-
-def _problem(
-    name: str, batch: int, machine: Machine, setup: RunSetup = _EVERYTHING_ON_SSD
-) -> Problem:
-    """Of a GPU's memory 1 GiB is left to the context: the paper fills cards of 16 and 24 GB to the brim."""
-    budget = MemoryBudget.of(machine, reserve=GIB)
-    setup = replace(setup, ranks=machine.num_gpus)
-    return make_problem(_workload(name, batch), machine, setup, ADAMW, budget=budget)
-
-
-def _best(problem: Problem, allowed: Allowed | None = None) -> Plan | None:
-    return solve(problem, allowed or allowed_choices(problem.machine), time_limit=_TIME)
-
-
-def _planned(problem: Problem, allowed: Allowed | None = None) -> Estimate:
-    plan = _best(problem, allowed)
-    assert plan is not None
-    return estimate(problem, plan)
-
-
-def _largest_batch(
-    name: str,
-    machine: Machine,
-    allowed: Allowed | None = None,
-    setup: RunSetup = _EVERYTHING_ON_SSD,
-    most: int = 64,
-) -> int:
-    """The largest batch per GPU up to ``most`` that some plan fits; 0 if none."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        problem = _problem(name, middle, machine, setup)
-        found = fits(problem, allowed or allowed_choices(machine))
-        low, high = (middle, high) if found else (low, middle)
-    return low
 
 
 def lohan_rows() -> Iterator[Row]:
@@ -152,14 +56,14 @@ def lohan_rows() -> Iterator[Row]:
 
 def _bytes_and_times() -> Iterator[Row]:
     source = "LoHan, section III"
-    workload, machine = _workload("13B", 32), _machine()
+    workload, machine = workload_of("13B", 32), server()
     inter_block = sum(layer.count * layer.sites[0].nbytes for layer in workload.layers)
     yield Row(source, "13B, batch 32, inter-block activations", 12.5, inter_block / GIB, "GiB")
-    yield Row(source, "13B, batch 32, all activations", 212.5, _all_activations(32) / GIB, "GiB")
+    yield Row(source, "13B, batch 32, all activations", 212.5, all_activations(32) / GIB, "GiB")
     infinity = _infinity(32)
     full = infinity.phases[1].by_resource["gpu"]
     yield Row(source, "backward with ZeRO-Infinity's recompute", 17.6, full, "s")
-    ours = _problem("13B", 32, machine)
+    ours = problem_of("13B", 32, machine)
     plan = uniform_plan(ours.workload, machine, _INTER_BLOCK)
     early = estimate(ours, plan).phases[1].by_resource["gpu"]
     note = "our recompute stops before the down projection, whose output nothing in the layer reads"
@@ -168,7 +72,7 @@ def _bytes_and_times() -> Iterator[Row]:
         sum(layer.count * layer.forward_flops for layer in workload.layers) / machine.matmul.bf16
     )
     note = "ours without recompute still reruns what is cheap"
-    ratio = (full - again) / _ZERO_INFINITY_SSD
+    ratio = (full - again) / ZERO_INFINITY_SSD_SECONDS
     yield Row(source, "backward without recompute over SSD I/O", 1.91, ratio, "x", note)
     busy = sum(p.weight * p.by_resource["gpu"] for p in infinity.phases)
     note = "SSD rate from the same backward's 6.25 s for 4P bytes"
@@ -181,8 +85,8 @@ def _bytes_and_times() -> Iterator[Row]:
 
 def _infinity(batch: int, name: str = "13B", gpus: int = 1) -> Estimate:
     """ZeRO-Infinity: inter-block activations to the host, states on SSD, one phase after another."""
-    setup = replace(_EVERYTHING_ON_SSD, overlap="none")
-    return _deepspeed(_problem(name, batch, _zero_infinity_machine(gpus), setup))
+    setup = replace(EVERYTHING_ON_SSD, overlap="none")
+    return _deepspeed(problem_of(name, batch, zero_infinity_server(gpus), setup))
 
 
 def _deepspeed(problem: Problem) -> Estimate:
@@ -200,13 +104,15 @@ def _deepspeed(problem: Problem) -> Estimate:
 def _figure_9b() -> Iterator[Row]:
     for batch, case in ((24, 1), (36, 3), (48, 3), (60, 3)):
         found = _swept(batch)
-        note = f"swaps {found.amounts[found.best] / GIB:.0f} GiB of {_all_activations(batch) / GIB:.0f}"
+        note = (
+            f"swaps {found.amounts[found.best] / GIB:.0f} GiB of {all_activations(batch) / GIB:.0f}"
+        )
         yield Row("LoHan, figure 9b", f"13B, batch {batch}: case", case, found.case, note=note)
 
 
 def _swept(batch: int) -> Sweep:
     """LoHan's own sweep over its layers: 34 s b h bytes in each block, and FLOPs of what makes them."""
-    workload, machine = _workload("13B", batch), _machine()
+    workload, machine = workload_of("13B", batch), server()
     layer = workload.layers[-1]
     stream = workload.tokens * workload.shape.hidden  # s b h
     flops = {site.name: site.flops for site in layer.sites}
@@ -220,8 +126,8 @@ def _swept(batch: int) -> Sweep:
         SwapLayer(13 * stream, 0.0),  # norms, GELU, the last mask: nearly free to make
     )
     rates = Rates(
-        gpu=_workload("13B", 32).forward_flops
-        / _FORWARD,  # as LoHan has it, everything in one rate
+        # as LoHan has it, everything in one rate
+        gpu=workload_of("13B", 32).forward_flops / FORWARD_SECONDS,
         link=machine.device_to_host,
         ssd_read=machine.total_ssd_read,
         ssd_write=machine.total_ssd_write,
@@ -235,14 +141,18 @@ def _swept(batch: int) -> Sweep:
 
 def _figure_7() -> Iterator[Row]:
     source = "LoHan, figure 7"
-    best = _planned(_problem("13B", 64, _machine()))
-    serial = _planned(_problem("13B", 64, _machine(), replace(_EVERYTHING_ON_SSD, overlap="none")))
+    best = best_estimate(problem_of("13B", 64, server()))
+    serial = best_estimate(
+        problem_of("13B", 64, server(), replace(EVERYTHING_ON_SSD, overlap="none"))
+    )
     quantity = "13B, batch 64: optimised over ZeRO-style offload"
     yield Row(source, quantity, 1.33, serial.seconds / best.seconds, "x")
-    naive = _planned(_problem("13B", 64, _machine(), replace(_EVERYTHING_ON_SSD, schedule="naive")))
+    naive = best_estimate(
+        problem_of("13B", 64, server(), replace(EVERYTHING_ON_SSD, schedule="naive"))
+    )
     backward = best.phases[-1].seconds
     implied = backward + 0.22 * best.seconds
-    adam = (implied - best.phases[-1].by_resource["ssd_reading"]) / num_parameters(_shape("13B"))
+    adam = (implied - best.phases[-1].by_resource["ssd_reading"]) / num_parameters(shape_of("13B"))
     note = (
         f"read, update and write in turn fit into the GPU's {backward:.0f} s at 0.26 ns per parameter of CPU "
         f"Adam; 1.22 needs {implied:.0f} s, which is an Adam of {adam * 1e9:.1f} ns (see figure 5a)"
@@ -252,22 +162,22 @@ def _figure_7() -> Iterator[Row]:
 
 
 def _figures_5() -> Iterator[Row]:
-    ours, theirs = _planned(_problem("13B", 32, _machine())), _infinity(32)
+    ours, theirs = best_estimate(problem_of("13B", 32, server())), _infinity(32)
     note = "at batch 32 both; the paper compares the best of each"
     ratio = theirs.seconds / ours.seconds
     yield Row("LoHan, figure 5a", "13B: LoHan over ZeRO-Infinity", 3.46, ratio, "x", note)
     in_ram = RunSetup(zero_stage=3, offload_param="cpu", offload_optimizer="cpu", overlap="none")
-    theirs = _deepspeed(_problem("13B", 32, _machine(), in_ram))
+    theirs = _deepspeed(problem_of("13B", 32, server(), in_ram))
     update = next(p for p in theirs.phases if p.name == "update").seconds
-    adam = (2.32 * ours.seconds - theirs.seconds + update) / num_parameters(_shape("13B"))
+    adam = (2.32 * ours.seconds - theirs.seconds + update) / num_parameters(shape_of("13B"))
     note = f"at batch 32 both; 2.32 needs a CPU Adam of {adam * 1e9:.1f} ns per parameter, ours is 0.26"
     ratio = theirs.seconds / ours.seconds
     yield Row("LoHan, figure 5a", "13B: LoHan over ZeRO-Offload", 2.32, ratio, "x", note)
     for name, paper in (("6B", 0.925), ("13B", 0.925), ("30B", 0.925), ("175B", 0.53)):
-        batch = _largest_batch(name, _machine())
-        found = _planned(_problem(name, batch, _machine()))
+        batch = largest_batch(name, server())
+        found = best_estimate(problem_of(name, batch, server()))
         # of both the pairs of tokens that attention's mask leaves
-        done = 3 * _workload(name, batch).forward_flops
+        done = 3 * workload_of(name, batch).forward_flops
         reached = done / found.seconds / _block_rate(name, batch)
         note = f"batch {batch}, bound by {found.bottleneck}" + (
             "" if name == "175B" else "; the paper: 90 to 95 %"
@@ -279,7 +189,7 @@ def _figures_5() -> Iterator[Row]:
 
 def _block_rate(name: str, batch: int) -> float:
     """FLOP/s of the model where nothing is offloaded or recomputed: the peak that the paper measures."""
-    workload, machine = _workload(name, batch), _machine()
+    workload, machine = workload_of(name, batch), server()
     layer = workload.layers[-1]
     passes = FORWARD_PASSES + BACKWARD_PASSES - 2  # nothing is run again
     seconds = (layer.forward_flops + layer.backward_flops) / machine.matmul.bf16
@@ -296,13 +206,13 @@ def _figures_6_and_8() -> Iterator[Row]:
         ("175B", "rtx4080", 256, True),
         ("276B", "rtx4080", 256, False),
     ):
-        trains = _largest_batch(name, _machine(host_gib=host, gpu=gpu), most=1) == 1
+        trains = largest_batch(name, server(host_gib=host, gpu=gpu), most=1) == 1
         quantity = f"{name} {'trains' if paper else 'does not train'} on {gpu} with {host} GB"
         yield Row(source, quantity, True, trains == paper)
     # 6 bytes per parameter in host memory: fp16 weights and fp32 gradients, as 1.1 TB for 175B says
-    largest = [n for n in _SHAPES if 6 * num_parameters(_shape(n)) <= 768 * GIB]
+    largest = [n for n in SHAPES if 6 * num_parameters(shape_of(n)) <= 768 * GIB]
     note = "from 6 bytes per parameter in host memory, which the paper's 1.1 TB for 175B implies"
-    sizes = {name: num_parameters(_shape(name)) / GB for name in _SHAPES}
+    sizes = {name: num_parameters(shape_of(name)) / GB for name in SHAPES}
     yield Row(
         source,
         "ZeRO-Infinity's largest with 768 GB",
@@ -331,19 +241,19 @@ def _figures_6_and_8() -> Iterator[Row]:
 
 def _allowed() -> Allowed:
     """What LoHan may do with an activation: compute it again or swap it."""
-    given = allowed_choices(_machine())
+    given = allowed_choices(server())
     return {c: tuple(x for x in choices if x != "keep") or choices for c, choices in given.items()}
 
 
 def _largest_model(host_gib: int, batch: int, allowed: Allowed) -> str:
-    machine = _machine(host_gib=host_gib)
-    fitting = [n for n in _SHAPES if fits(_problem(n, batch, machine), allowed)]
+    machine = server(host_gib=host_gib)
+    fitting = [n for n in SHAPES if fits(problem_of(n, batch, machine), allowed)]
     return fitting[-1] if fitting else ""
 
 
 # How other systems would treat activations, on LoHan's handling of states (figure 9a).
 def _policies() -> Mapping[str, Allowed]:
-    exact = allowed_choices(_machine())
+    exact = allowed_choices(server())
 
     def only(*choices: Choice) -> Allowed:
         return {
@@ -365,8 +275,8 @@ def _figure_9a() -> Iterator[Row]:
     speed: dict[tuple[str, int], float] = {}
     for name, allowed in _policies().items():
         for host in (128, 256, 512):
-            machine = _machine(host_gib=host)
-            batch = _largest_batch("70B", machine, allowed, most=32)
+            machine = server(host_gib=host)
+            batch = largest_batch("70B", machine, allowed, most=32)
             speed[name, host] = (
                 _others_speed("70B", batch, machine, allowed, name) if batch else 0.0
             )
@@ -385,7 +295,7 @@ def _figure_9a() -> Iterator[Row]:
 
 
 def _others_speed(name: str, batch: int, machine: Machine, allowed: Allowed, policy: str) -> float:
-    problem = _problem(name, batch, machine)
+    problem = problem_of(name, batch, machine)
     if policy in ("Capuchin", "Checkmate"):  # planned as if SSDs and CPU cost nothing
         blind = replace(
             machine,
@@ -395,18 +305,19 @@ def _others_speed(name: str, batch: int, machine: Machine, allowed: Allowed, pol
             ssd_mixed=2e15,
             cpu_adam_ns=1e-9,
         )
-        plan = _best(replace(problem, machine=blind), allowed)
+        plan = best_plan(replace(problem, machine=blind), allowed)
     else:
-        plan = _best(problem, allowed)
+        plan = best_plan(problem, allowed)
     assert plan is not None
     return estimate(problem, plan).tokens_per_second
 
 
 def _figure_10() -> Iterator[Row]:
     source = "LoHan, figure 10"
-    batch = _largest_batch("135B", _machine())
+    batch = largest_batch("135B", server())
     speed = {
-        n: _planned(_problem("135B", batch, _machine(n))).tokens_per_second for n in (1, 3, 6, 12)
+        n: best_estimate(problem_of("135B", batch, server(n))).tokens_per_second
+        for n in (1, 3, 6, 12)
     }
     note = f"batch {batch}"
     yield Row(source, "135B: 3 SSDs over 1", 3.0, speed[3] / speed[1], "x", note)
@@ -418,10 +329,10 @@ def _figure_10() -> Iterator[Row]:
         note=f"{speed[12] / speed[6]:.2f} x",
     )
     # 135 TFLOPS of the 155.8 that the paper reaches at best
-    wanted = 135 / 155.8 * _planned(_problem("13B", 64, _machine())).tokens_per_second
+    wanted = 135 / 155.8 * best_estimate(problem_of("13B", 64, server())).tokens_per_second
     for size, paper in ((32, 12), (48, 6), (64, 3)):
         reached = {
-            n: _planned(_problem("13B", size, _machine(n))).tokens_per_second
+            n: best_estimate(problem_of("13B", size, server(n))).tokens_per_second
             for n in (1, 2, 3, 6, 12)
         }
         enough = min((n for n, tokens in reached.items() if tokens >= wanted), default=0)
@@ -436,10 +347,10 @@ def _figure_10() -> Iterator[Row]:
 
 
 def _figure_11() -> Iterator[Row]:
-    machine = _machine(gpus=4)
+    machine = server(gpus=4)
     for name, paper in (("13B", 2.21), ("70B", 1.69)):
-        batch = _largest_batch(name, machine, most=32)
-        ours = _planned(_problem(name, batch, machine))
+        batch = largest_batch(name, machine, most=32)
+        ours = best_estimate(problem_of(name, batch, machine))
         theirs = _infinity(batch, name, gpus=4)
         note = f"batch {batch} per GPU for both; the paper's global batches are not in our text"
         yield Row(
