@@ -16,7 +16,7 @@ from hmt_deepspeed.activations.linear import EncodedInputs
 from hmt_deepspeed.activations.linear import patch_linear as patch_head
 from hmt_deepspeed.optim.backward.int8_linear import dequantize, encoded_weight, quantize
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 
 N, WIDTH = 6, 3
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
 from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix

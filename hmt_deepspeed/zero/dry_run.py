@@ -30,7 +30,7 @@ from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.activations.fpdt import check_ranks
 from hmt_deepspeed.zero.activations.install import Activations
 from hmt_deepspeed.zero.bases.cache import check_cache
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.engine.engine import HMTEngine
 from hmt_deepspeed.zero.engine.inference import IGNORED, check_inference_stage, is_for_inference
 from hmt_deepspeed.zero.engine.resolve import Resolved, zero_settings

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.bases.groups import BasisGroups
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import ZeroSettings

@@ -16,7 +16,7 @@ from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, Setting
 from benchmarks.timing import column, interleave, median_of, paired_spread, timed
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 

@@ -17,7 +17,7 @@ from backends import (
 from families import tiny, tokens
 
 from hmt_deepspeed.optim.backward.linear import _PATCHED
-from hmt_deepspeed.optim.backward.projected_site import InputGroup
+from hmt_deepspeed.optim.backward.projected_linear import InputGroup
 from hmt_deepspeed.optim.hmt import HMT
 
 pytestmark = pytest.mark.usefixtures("poison")

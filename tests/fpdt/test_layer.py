@@ -6,7 +6,7 @@ from tiny import batch, error, fpdt, step, tiny
 from torch import nn
 
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 
 
 def test_each_gradient_hook_fires_once_per_backward():

@@ -27,7 +27,7 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     stands_for,
 )
 from hmt_deepspeed.optim.backward.linear_functions import LeftProjectedLinear, ProjectedLinear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 
 __all__ = [
     "can_project",

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import Asked, asked_of
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
 
 __all__ = ["LeftProjectedLinear", "ProjectedLinear"]
 

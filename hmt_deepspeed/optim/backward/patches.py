@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, check_encodable, quantize
 from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 from hmt_deepspeed.optim.backward.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
 
 __all__ = ["Accumulated", "patch_zero_grad", "unpatch_zero_grad"]
 

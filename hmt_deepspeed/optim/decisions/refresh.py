@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
-from hmt_deepspeed.optim.backward.projected_site import SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import SharedInputs
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule

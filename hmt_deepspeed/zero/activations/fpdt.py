@@ -15,7 +15,7 @@ from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.install import clear_for_fpdt, decoder_layers, install
 from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.fpdt.sequence import TorchGroup
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 
 __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 

@@ -9,7 +9,7 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.rules import methods, rule_of
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import CacheSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives

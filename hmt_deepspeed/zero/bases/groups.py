@@ -13,8 +13,8 @@ from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
-from hmt_deepspeed.zero.bases.parked import ParkedBases
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 

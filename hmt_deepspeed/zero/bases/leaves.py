@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]

@@ -15,7 +15,7 @@ from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
-from hmt_deepspeed.zero.bases.parked import ParkedBases
+from hmt_deepspeed.zero.bases.storage import ParkedBases
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives

@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
 from hmt_deepspeed.zero.sharding.shards import RowShards

@@ -11,7 +11,7 @@ from torch import nn
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.backward.linear import can_project
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state

@@ -19,7 +19,7 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     quantize,
 )
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}

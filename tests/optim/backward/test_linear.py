@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.backward.projected_site import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
 
 D = 32
 
