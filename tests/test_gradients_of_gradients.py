@@ -16,7 +16,7 @@ from hmt_deepspeed.activations.linear import EncodedInputs
 from hmt_deepspeed.activations.linear import patch_linear as patch_head
 from hmt_deepspeed.optim.backward.int8_linear import dequantize, encoded_weight, quantize
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 
 N, WIDTH = 6, 3
 
@@ -68,7 +68,7 @@ def patched(kind):
     if kind.startswith("int8"):
         for linear in model.linears().values():
             quantize(linear)
-    sites = [ProjectedSite(f"{name}.weight", kind == "left") for name in model.linears()]
+    sites = [ProjectedLinear(f"{name}.weight", kind == "left") for name in model.linears()]
     shared = SharedInputs(sites)
     for linear, site in zip(model.linears().values(), sites, strict=True):
         patch_linear(linear, site, shared)

@@ -80,7 +80,7 @@ class Contiguous:
         return held
 
     def _num_taken(self) -> int:
-        """Slots that hold a tensor, once those of a backward that broke off have been let go."""
+        """Slots that hold a tensor, once those of a backward that broke off have been freed."""
         if len(self._free) < self.number_checkpoints:
             _empty_ready_queue()
         return self.number_checkpoints - len(self._free)

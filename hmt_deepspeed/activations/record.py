@@ -58,7 +58,7 @@ class RecordMode(CachingMode):
             self._hooks.__exit__()
             self._hooks = None
             if error[0] is None:
-                self._settle()
+                self._drop_unneeded()
 
     # -- what is needed -----------------------------------------------------------------------------
 
@@ -74,8 +74,8 @@ class RecordMode(CachingMode):
 
         return saved_tensors_hooks(note, unpack)
 
-    def _settle(self) -> None:
-        """Let go of what no saved tensor depends on."""
+    def _drop_unneeded(self) -> None:
+        """Drop the outputs that no saved tensor depends on."""
         needed = self._dependence.needed
         for operation in self.recording.all_operations():
             operation.decodes = bool(needed & operation.bit)

@@ -40,7 +40,7 @@ from hmt_deepspeed.fpdt.inputs import (
     tokens,
 )
 from hmt_deepspeed.fpdt.layer import Rotary
-from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
+from hmt_deepspeed.fpdt.sequence import SequenceParallel, TokenSharding
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 
 __all__ = ["ChunkedLayer"]
@@ -103,11 +103,11 @@ class ChunkedLayer:
         to ``outputs``."""
         out = torch.empty_like(x)
         whole = WholeInput(x)
-        deal = self._deal(whole, visibility)
+        sharding = self._sharding(whole, visibility)
         with self._open(whole, visibility, backward=False) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
-            for index, span in enumerate(deal.local_spans(self.sequence.rank)):
-                parts = deal.parts[index]
+            for index, span in enumerate(sharding.local_spans(self.sequence.rank)):
+                parts = sharding.parts[index]
                 shard, log_sum_exp = attention.forward(
                     index, self._projector(whole, rotary, span, parts)
                 )
@@ -134,14 +134,14 @@ class ChunkedLayer:
     ) -> Tensor | None:
         """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
         dx = x.new_gradient() if wants_x else None
-        deal = self._deal(x, visibility)
-        spans = deal.local_spans(self.sequence.rank)
+        sharding = self._sharding(x, visibility)
+        spans = sharding.local_spans(self.sequence.rank)
         pieces = [self._pieces(span) for span in spans]
         next_pieces = [next(iter(following), None) for following in (*pieces[1:], [])]
         with self._open(x, visibility, backward=True) as chunks:
             attention = OnlineAttention(visibility, self.chunk_size, self._scale, chunks)
             for index, span in enumerate(spans):
-                parts = deal.parts[index]
+                parts = sharding.parts[index]
                 project = self._projector(x, rotary, span, parts)
                 if outputs is None:
                     shard, log_sum_exp = attention.forward(index, project, for_backward=True)
@@ -158,7 +158,7 @@ class ChunkedLayer:
             def project_backward(chunk: int, *grads: Tensor) -> None:
                 turn = in_turn(x, pieces[chunk], next_pieces[chunk])
                 self._project_backward(
-                    turn, rotary, grads, dx, spans[chunk], deal.parts[chunk], sums
+                    turn, rotary, grads, dx, spans[chunk], sharding.parts[chunk], sums
                 )
 
             attention.backward(project_backward)
@@ -274,15 +274,15 @@ class ChunkedLayer:
         local = self.sequence.to_tokens(shard, parts, self._heads[0])
         return local.transpose(1, 2).flatten(2)
 
-    def _deal(self, x: Input, visibility: Visibility) -> Deal:
-        deal = Deal(visibility.length, self.chunk_size, self.sequence.size)
-        expected = sum(part[self.sequence.rank] for part in deal.parts)
+    def _sharding(self, x: Input, visibility: Visibility) -> TokenSharding:
+        sharding = TokenSharding(visibility.length, self.chunk_size, self.sequence.size)
+        expected = sum(part[self.sequence.rank] for part in sharding.parts)
         if x.shape[1] != expected:
             raise ValueError(
                 f"of {visibility.length} tokens rank {self.sequence.rank} of {self.sequence.size} holds "
                 f"{expected}, the layer got {x.shape[1]}: call the whole model, which takes its part"
             )
-        return deal
+        return sharding
 
     def _open(self, x: Input, visibility: Visibility, backward: bool) -> Chunks:
         query_heads, key_heads, head_size = self._heads

@@ -1,4 +1,4 @@
-"""A rank's part of a batch whose sequences several ranks share."""
+"""Shards a batch whose sequences several ranks share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from hmt_deepspeed.families.family import Family
 from hmt_deepspeed.fpdt.masks import shared_sequence, visibility_of_batch
-from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
+from hmt_deepspeed.fpdt.sequence import SequenceParallel, TokenSharding
 
 __all__ = ["SequencePart"]
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Takes whole rows, the same on every rank, and deals them; with one rank nothing changes."""
+    """Takes whole rows, the same on every rank, and shards their tokens; with one rank nothing changes."""
 
     family: Family
     sequence: SequenceParallel
@@ -56,10 +56,10 @@ class SequencePart:
         self.sequence.check_same(ids)
         mask, positions = given.get("attention_mask"), self._positions(given)
         visibility = visibility_of_batch(positions, mask, not self.family.mask_positions)
-        deal = Deal(ids.shape[1], self.chunk_size, self.sequence.size)
+        sharding = TokenSharding(ids.shape[1], self.chunk_size, self.sequence.size)
 
         def own(whole: Tensor) -> Tensor:
-            return deal.take(whole, self.sequence.rank)
+            return sharding.take(whole, self.sequence.rank)
 
         parts = {"input_ids": own(ids), "position_ids": own(positions), "attention_mask": None}
         with shared_sequence(visibility):

@@ -1,6 +1,6 @@
-"""Sequence parallelism over ranks: who holds which tokens, and the all-to-alls between tokens and heads.
+"""Sequence parallelism over ranks: sharding of tokens, and the all-to-alls between tokens and heads.
 
-DeepSpeed-Ulysses (2309.14509), chunk by chunk as in FPDT: each global chunk is dealt over all ranks in
+DeepSpeed-Ulysses (2309.14509), chunk by chunk as in FPDT: each global chunk is sharded over all ranks in
 order, so that the all-to-all of a chunk yields that chunk, contiguous, on every rank, for a share of the
 heads. Every rank then has the same causal work.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hmt_deepspeed.fpdt.visibility import Span, spans_of
 
-__all__ = ["Deal", "Group", "SequenceParallel", "TorchGroup"]
+__all__ = ["Group", "SequenceParallel", "TokenSharding", "TorchGroup"]
 
 
 class Group(Protocol):
@@ -35,7 +35,7 @@ class Group(Protocol):
         """All-to-all: sends ``parts[r]`` to rank r, returns what rank r sent, of ``shapes[r]``."""
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in order of ranks; anything that can be pickled."""
+        """All-gather any value that can be pickled; in order of ranks."""
 
 
 class TorchGroup:
@@ -84,8 +84,8 @@ class _Alone:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Which tokens each rank holds: of every chunk a contiguous part, in order of ranks.
+class TokenSharding:
+    """Which tokens each rank holds: a contiguous part of every chunk, in order of ranks.
 
     Attributes:
         length: tokens of the whole sequence; need not divide.
@@ -99,19 +99,19 @@ class Deal:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Per chunk the number of tokens of each rank."""
+        """Tokens of each rank, by chunk."""
         return tuple(
             tuple((end - begin + self.size - 1 - rank) // self.size for rank in range(self.size))
             for begin, end in spans_of(self.length, self.chunk_size)
         )
 
     def local_spans(self, rank: int) -> tuple[Span, ...]:
-        """Per chunk where a rank's part is among the tokens that it holds."""
+        """Where a rank's part of each chunk lies among the tokens that the rank holds."""
         ends = tuple(accumulate(part[rank] for part in self.parts))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of [B, S, ...] that a rank holds."""
+        """The tokens of ``whole`` [B, S, ...] that a rank holds, [B, T, ...]."""
         begins = [begin for begin, _ in spans_of(self.length, self.chunk_size)]
         pieces = []
         for begin, part in zip(begins, self.parts, strict=True):

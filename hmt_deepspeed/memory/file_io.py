@@ -83,7 +83,7 @@ class AsyncIO:
                     f"{GRANULE}: set aio.intra_op_parallelism to 1, 2, 4 or 8"
                 )
         self._handles = {"read": reader, "write": writer}
-        # A handle's threads let go of the last tensor with the GIL, which they would not get once Python
+        # A handle's threads release the last tensor with the GIL, which they would not get once Python
         # goes down (the process would abort), so they are joined before.
         weakref.finalize(self, self._handles.clear)
 

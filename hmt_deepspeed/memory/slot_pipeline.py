@@ -41,7 +41,7 @@ class Lease:
     ) -> None:
         self.piece = piece
         self._pipeline, self._before, self._writes = pipeline, before, writes
-        self._settled = False  # the block is over, or will never begin
+        self._finished = False  # the block is over, or will never begin
         self._over = threading.Event()  # and so is what follows it
         self._arriving: Future[Buffer] | None = None
         self._buffer: Buffer
@@ -64,7 +64,7 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._settled = True
+        self._finished = True
         if kind is None and self._writes:
             self._pipeline._log("update", self.piece, self._begin)
             self._pipeline._return(self)
@@ -74,9 +74,9 @@ class Lease:
 
     def cancel(self) -> None:
         """The block will not begin. Without effect when it has."""
-        if self._settled:
+        if self._finished:
             return
-        self._settled = True
+        self._finished = True
         if self._arriving is None or self._arriving.cancel():
             self._over.set()
         else:

@@ -190,12 +190,12 @@ class HMT(Optimizer):
             encode=self.options["weight_dtype"] == "int8",
         )
         self._link()
-        if self._patches.sites:
+        if self._patches.projected:
             ownership.claim(self)
 
     def _link(self) -> None:
         for slot in self._bases.slots:
-            slot.site = self._patches.sites.get(slot.param)
+            slot.linear = self._patches.projected.get(slot.param)
             slot.encoded = self._patches.encoded.get(slot.param)
 
     def close(self) -> None:
@@ -211,11 +211,11 @@ class HMT(Optimizer):
 
     def owned(self) -> Iterable[Tensor]:
         """The weights of patched linears."""
-        return list(self._patches.sites)
+        return list(self._patches.projected)
 
     def unfinished(self) -> str:
         """Projected gradients that no step has used."""
-        waiting = any(site.pending is not None for site in self._patches.sites.values())
+        waiting = any(linear.pending is not None for linear in self._patches.projected.values())
         return "it has accumulated gradients that no step has used" if waiting else ""
 
     def give_up(self, to: str) -> None:
@@ -349,7 +349,7 @@ class HMT(Optimizer):
             "steps": self._steps,
             "names": [name for name, _ in self._named()],
             "groups": self._patches.shared.groups(),
-            "settled": self._patches.shared.settled,
+            "settled": self._patches.shared.observed,
             "policy": self._bases.policy.state_dict(),
         }
         return packed

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_, new_dense_state, state_keys
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, site_projection
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.optim.settings.assign import Assignment
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
@@ -46,7 +46,7 @@ class Slot:
 
     Attributes:
         matrix: of a matrix rule, else None. dense: moments of dense AdamW, once it has stepped.
-        site: takes projected gradients when the module is patched.
+        linear: takes projected gradients when the module is patched.
         encoded: the weight in INT8, else None.
         due: the coming step refreshes the basis from the full gradient.
     """
@@ -66,7 +66,7 @@ class Slot:
         self.rounded = rounded and param.dtype == torch.bfloat16
         self.matrix: MatrixRule | None = None
         self.dense: DenseState | None = None
-        self.site: ProjectedSite | None = None
+        self.linear: ProjectedLinear | None = None
         self.encoded: Int8Weight | None = None
         self.due = False
         if assigned.settings is not None:
@@ -95,8 +95,8 @@ class Slot:
         self.due = due
         if not due:
             self.matrix.prepare(step)
-        if self.site is not None:
-            self.site.projection = None if due else site_projection(self.matrix)
+        if self.linear is not None:
+            self.linear.projection = None if due else stored_projection(self.matrix)
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
@@ -114,7 +114,7 @@ class Slot:
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients themselves: projected by backward, and ``p.grad``."""
-        pending = None if self.site is None else self.site.pending
+        pending = None if self.linear is None else self.linear.pending
         return [g for g in (pending, self.param.grad) if g is not None]
 
     def reduced(self) -> Tensor | None:
@@ -126,7 +126,7 @@ class Slot:
         gradient = self.full_gradient()
         if self.matrix.takes_whole:
             return gradient
-        pending = None if self.site is None else self.site.pending
+        pending = None if self.linear is None else self.linear.pending
         total = None if pending is None else pending.float()
         if gradient is not None:
             columns = self.matrix.projection
@@ -167,8 +167,8 @@ class Slot:
         reduced = self.reduced()
         if reduced is None:
             return
-        if self.site is not None:
-            self.site.take()
+        if self.linear is not None:
+            self.linear.take()
         matrix.observe(matrix.measure(reduced, slice(None)), clipped)
         if matrix.takes_whole:
             reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's

@@ -198,7 +198,7 @@ class TrainingLoop:
 
         Every micro-batch's mean loss is weighted by n·k·a/N (n its predicted tokens, N the
         global batch's, k ranks, a accumulation steps). DeepSpeed divides by k and a, so the
-        gradient is that of the mean over all N tokens, however they are dealt out.
+        gradient is that of the mean over all N tokens, however they are distributed over ranks.
         """
         engine, data = self.engine, self.data.train
         # Dropout depends on seed, step and rank only, so a resumed run draws the same numbers.

@@ -30,7 +30,7 @@ from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.activations.fpdt import check_ranks
 from hmt_deepspeed.zero.activations.install import Activations
 from hmt_deepspeed.zero.bases.cache import check_cache
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.engine.engine import HMTEngine
 from hmt_deepspeed.zero.engine.inference import IGNORED, check_inference_stage, is_for_inference
 from hmt_deepspeed.zero.engine.resolve import Resolved, zero_settings
@@ -247,9 +247,9 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
     collectives: Any = SimpleNamespace(world=ranks, rank=0)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
-    bases = ParkedBases(collectives, settings.stage)
+    bases = BasisStorage(collectives, settings.stage)
     for param_state in low_rank:
-        bases.park(param_state)
+        bases.store(param_state)
     return SimpleNamespace(
         param_states=param_states,
         param_groups=groups,

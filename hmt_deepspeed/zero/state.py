@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.bases.groups import BasisGroups
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import ZeroSettings
@@ -48,7 +48,7 @@ class ZeroState:
     collectives: Collectives
     shard_rank: int
     host: HostWorker | None
-    bases: ParkedBases
+    bases: BasisStorage
     basis_groups: BasisGroups
     loss_scaler: Any
     step_count: int = 0

@@ -80,14 +80,14 @@ def held_for_backward(
     model: nn.Module,
     forward: Callable[[], Tensor],
     around: Callable[[FreshStorages], Any],
-    settle: Callable[[], None],
+    finish_copies: Callable[[], None],
 ) -> dict[str, int]:
     """Bytes alive after ``forward`` that the model allocated up to its logits; those are left out, and so
     is the loss.
 
     Args:
         model: with an ``lm_head``. forward: returns the loss. around: a context for it.
-        settle: called after it, ends the copies that are still on their way to the host.
+        finish_copies: called after it, ends the copies that are still on their way to the host.
     """
     storages = FreshStorages()
 
@@ -100,7 +100,7 @@ def held_for_backward(
         storages.__enter__()
         with around(storages):
             loss = forward()
-        settle()
+        finish_copies()
         found = {place: storages.alive(place) for place in ("device", "host")}
         loss.backward()
     finally:

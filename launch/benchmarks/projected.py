@@ -16,7 +16,7 @@ from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, Setting
 from benchmarks.timing import column, interleave, median_of, paired_spread, timed
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
 
@@ -81,7 +81,7 @@ class Projected(Contender):
 
     def __init__(self, stack: Stack, dtype: torch.dtype, device: str) -> None:
         super().__init__(stack, dtype, device)
-        self.sites = [ProjectedSite(str(i)) for i in range(len(self.linears))]
+        self.sites = [ProjectedLinear(str(i)) for i in range(len(self.linears))]
         self.shared = SharedInputs(self.sites)
         for linear, site in zip(self.linears, self.sites, strict=True):
             settings = matrix_settings(complete_options({"rank": stack.rank}))

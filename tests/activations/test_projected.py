@@ -56,7 +56,7 @@ def train(policy=None, accumulation=1, **changes):
 def _assert_nothing_is_left(model):
     for module in model.modules():
         if module in _PATCHED:
-            group = _PATCHED[module].site.group
+            group = _PATCHED[module].linear.group
             assert group._product is None
             assert group._input is None
 

@@ -6,7 +6,7 @@ from tiny import batch, error, fpdt, step, tiny
 from torch import nn
 
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 
 
 def test_each_gradient_hook_fires_once_per_backward():
@@ -75,7 +75,7 @@ def projected(model):
     """Linears of the layers, patched, and their sites, by name."""
     generator = torch.Generator().manual_seed(3)
     linears = {n: m for n, m in model.model.layers.named_modules() if isinstance(m, nn.Linear)}
-    sites = {name: ProjectedSite(name) for name in linears}
+    sites = {name: ProjectedLinear(name) for name in linears}
     shared = SharedInputs(sites.values())
     for name, linear in linears.items():
         sites[name].projection = torch.randn(linear.in_features, 3, generator=generator)

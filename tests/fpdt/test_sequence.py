@@ -11,7 +11,7 @@ from harness import Ranks
 from tiny import batch, error, fpdt, step, tiny
 
 from hmt_deepspeed.fpdt.loader import SharedBatches
-from hmt_deepspeed.fpdt.sequence import Deal, SequenceParallel
+from hmt_deepspeed.fpdt.sequence import SequenceParallel, TokenSharding
 from hmt_deepspeed.fpdt.visibility import spans_of
 
 PACKED = torch.tensor([[*range(1), *range(9), *range(20), *range(7)], [*range(37)]])
@@ -24,11 +24,11 @@ PACKED = torch.tensor([[*range(1), *range(9), *range(20), *range(7)], [*range(37
 def test_every_chunk_is_dealt_contiguously_in_order_of_ranks(
     length: int, chunk_size: int, size: int
 ) -> None:
-    deal = Deal(length, chunk_size, size)
+    sharding = TokenSharding(length, chunk_size, size)
     tokens = torch.arange(length).unsqueeze(0)
-    held = [deal.take(tokens, rank)[0] for rank in range(size)]
+    held = [sharding.take(tokens, rank)[0] for rank in range(size)]
     for index, (begin, end) in enumerate(spans_of(length, chunk_size)):
-        spans = [deal.local_spans(rank)[index] for rank in range(size)]
+        spans = [sharding.local_spans(rank)[index] for rank in range(size)]
         chunk = torch.cat([held[rank][a:b] for rank, (a, b) in enumerate(spans)])
         assert chunk.tolist() == list(range(begin, end)), "what the all-to-all of the chunk yields"
         sizes = [b - a for a, b in spans]

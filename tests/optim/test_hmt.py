@@ -48,7 +48,7 @@ def test_projection_is_constant_over_a_window():
     optimizer = HMT(model, **OPTIONS)
     data = list(batches(4))
     train(model, optimizer, data[:3])
-    site = next(s for s in optimizer._patches.sites.values() if s.projection is not None)
+    site = next(s for s in optimizer._patches.projected.values() if s.projection is not None)
     during = []
     for x, y in data:
         (model(x) - y).square().mean().backward()
@@ -298,7 +298,7 @@ def test_a_copy_of_a_patched_model_drops_its_own_gradients_only():
         (one(x) - y).square().mean().backward()
     copied.zero_grad()
     assert all(p.grad is None for p in copied.parameters())
-    assert all(site.pending is not None for site in optimizer._patches.sites.values())
+    assert all(site.pending is not None for site in optimizer._patches.projected.values())
     optimizer.close()
     assert "zero_grad" not in vars(model)
     HMT(model, **OPTIONS)

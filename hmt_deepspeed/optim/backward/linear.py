@@ -26,8 +26,11 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     encoded_weight,
     stands_for,
 )
-from hmt_deepspeed.optim.backward.linear_functions import LeftProjectedLinear, ProjectedLinear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.linear_functions import (
+    LeftProjectedLinearFunction,
+    ProjectedLinearFunction,
+)
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 
 __all__ = [
     "can_project",
@@ -37,14 +40,14 @@ __all__ = [
 
 
 class _Patch(NamedTuple):
-    """Of one module; ``weight`` is the Parameter that the optimizer knows."""
+    """The patch of one module; ``weight`` is the Parameter that the optimizer knows."""
 
-    site: ProjectedSite
+    linear: ProjectedLinear
     shared: SharedInputs
     weight: weakref.ref[Tensor]
 
 
-# Which modules are patched. Weak: a model that is dropped takes its sites along; a deep copy of a
+# Which modules are patched. Weak: a model that is dropped takes its patches along; a deep copy of a
 # patched module is not in it and computes an ordinary linear.
 _PATCHED: WeakKeyDictionary[nn.Module, _Patch] = WeakKeyDictionary()
 
@@ -64,29 +67,29 @@ def can_project(module: nn.Module) -> bool:
     )
 
 
-def patch_linear(module: nn.Linear, site: ProjectedSite, shared: SharedInputs) -> None:
+def patch_linear(module: nn.Linear, linear: ProjectedLinear, shared: SharedInputs) -> None:
     """Give one linear the projected backward.
 
     It computes what it always did without grad mode, under ``torch.func`` and forward-mode AD, and with a weight
     that ``functional_call`` puts in its place.
     """
-    _PATCHED[module] = _Patch(site, shared, weakref.ref(module.weight))
+    _PATCHED[module] = _Patch(linear, shared, weakref.ref(module.weight))
     module.forward = MethodType(_projected_forward, module)  # type: ignore[method-assign]
 
 
-def unpatch_linear(module: nn.Linear, site: ProjectedSite | None = None) -> None:
-    """Undo :func:`patch_linear`; given a site, only if the module still belongs to it.
+def unpatch_linear(module: nn.Linear, linear: ProjectedLinear | None = None) -> None:
+    """Undo :func:`patch_linear`; given ``linear``, only if the module still belongs to it.
 
     An INT8 weight is decoded for good.
     """
     patch = _PATCHED.get(module)
-    if site is None or (patch is not None and patch.site is site):
+    if linear is None or (patch is not None and patch.linear is linear):
         dequantize(module)
         _PATCHED.pop(module, None)
         vars(module).pop("forward", None)
 
 
-@torch._disable_dynamo  # a graph would hold what a site was when it was traced
+@torch._disable_dynamo  # a graph would hold the projection at the time of tracing
 def _projected_forward(self: nn.Linear, x: Tensor) -> Tensor:
     weight, bias = self.weight, self.bias
     patch, encoded = _PATCHED.get(self), encoded_weight(self)
@@ -114,12 +117,12 @@ def _project(
     encoded: Int8Weight | None,
     is_inner: bool,
 ) -> Tensor | None:
-    """The output with a projected backward; None in a window that forms the full gradient."""
-    site = patch.site
-    patch.shared.meet(x, site)
-    if site.projection is None:
+    """The output with a projected backward; None in an accumulation window that forms the full gradient."""
+    linear = patch.linear
+    patch.shared.meet(x, linear)
+    if linear.projection is None:
         return None
-    if site.transposed:
-        return LeftProjectedLinear.apply(x, weight, bias, site, encoded, is_inner)
-    product = site.group.product(x, site)
-    return ProjectedLinear.apply(x, weight, bias, product, site, encoded, is_inner)
+    if linear.transposed:
+        return LeftProjectedLinearFunction.apply(x, weight, bias, linear, encoded, is_inner)
+    product = linear.group.product(x, linear)
+    return ProjectedLinearFunction.apply(x, weight, bias, product, linear, encoded, is_inner)

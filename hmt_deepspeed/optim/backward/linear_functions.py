@@ -1,6 +1,6 @@
-"""The functions that a projected linear computes: forward as ever, the weight's gradient projected in backward.
+"""Autograd functions of a projected linear: the usual forward, and a backward that projects the weight's gradient.
 
-Both can be differentiated again. What they cannot give is the whole gradient of a weight whose input was not saved.
+Both can be differentiated again. Neither can give the whole gradient of a weight whose input was not saved.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import Asked, asked_of
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
-__all__ = ["LeftProjectedLinear", "ProjectedLinear"]
+__all__ = ["LeftProjectedLinearFunction", "ProjectedLinearFunction"]
 
 
-class ProjectedLinear(torch.autograd.Function):
+class ProjectedLinearFunction(torch.autograd.Function):
     """``Y = X W^T + b`` that saves ``X B`` for the weight instead of ``X``."""
 
     @staticmethod
@@ -29,30 +29,30 @@ class ProjectedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         product: Tensor,
-        site: ProjectedSite,
+        linear: ProjectedLinear,
         encoded: Int8Weight | None,
         is_inner: bool,
     ) -> Tensor:
         # The Parameter itself is saved: under ZeRO-3 its data is gathered again before backward.
         ctx.save_for_backward(weight, product)
-        ctx.site, ctx.input_dtype, ctx.is_inner = site, x.dtype, is_inner  # type: ignore[attr-defined]
+        ctx.linear, ctx.input_dtype, ctx.is_inner = linear, x.dtype, is_inner  # type: ignore[attr-defined]
         ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
         return F.linear(x, weight if encoded is None else encoded.decode(), bias)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, product = ctx.saved_tensors  # type: ignore[attr-defined]
-        site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
+        linear: ProjectedLinear = ctx.linear  # type: ignore[attr-defined]
         flat, asked = grad.reshape(-1, grad.shape[-1]), _asked_of_weight(ctx)
         if asked is not None:
             if asked == "returned" or torch.is_grad_enabled():
-                raise ValueError(_refusal(site.name, asked))
-            site.add(flat.to(product.dtype).t() @ product)
+                raise ValueError(_refusal(linear.name, asked))
+            linear.add(flat.to(product.dtype).t() @ product)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         return _input_gradient(ctx, grad, weight), None, db, None, None, None, None
 
 
-class LeftProjectedLinear(torch.autograd.Function):
+class LeftProjectedLinearFunction(torch.autograd.Function):
     """``Y = X W^T + b`` whose weight gradient is projected from the left: ``X^T (D B)``, n x width.
 
     The input is there, and so is the whole gradient where somebody asks for it.
@@ -64,27 +64,27 @@ class LeftProjectedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        site: ProjectedSite,
+        linear: ProjectedLinear,
         encoded: Int8Weight | None,
         is_inner: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.site, ctx.input_dtype, ctx.is_inner = site, x.dtype, is_inner  # type: ignore[attr-defined]
+        ctx.linear, ctx.input_dtype, ctx.is_inner = linear, x.dtype, is_inner  # type: ignore[attr-defined]
         ctx.reader = None if encoded is None else encoded.reader()  # type: ignore[attr-defined]
         return F.linear(x, weight if encoded is None else encoded.decode(), bias)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        site: ProjectedSite = ctx.site  # type: ignore[attr-defined]
+        linear: ProjectedLinear = ctx.linear  # type: ignore[attr-defined]
         flat, asked = grad.reshape(-1, grad.shape[-1]), _asked_of_weight(ctx)
         dw = None
         if asked == "returned" or (asked is not None and torch.is_grad_enabled()):
             dw = (flat.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(weight.dtype)
         elif asked is not None:
-            columns = site.columns()  # the window's: it ends after its last backward
+            columns = linear.columns()  # constant until the accumulation window ends
             image = flat.to(columns.dtype) @ columns
-            site.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
+            linear.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         return _input_gradient(ctx, grad, weight), dw, db, None, None, None
 
@@ -106,7 +106,7 @@ def _input_gradient(ctx: FunctionCtx, grad: Tensor, weight: Tensor) -> Tensor | 
     value = weight if reader is None else decoded(weight, reader)
     dx: Tensor = grad @ value.to(grad.dtype)
     if dx.requires_grad and reader is None:
-        name: str = ctx.site.name  # type: ignore[attr-defined]
+        name: str = ctx.linear.name  # type: ignore[attr-defined]
         dx.register_hook(lambda _: _check_is_there(weight, name))
     return dx.to(ctx.input_dtype)  # type: ignore[attr-defined]
 

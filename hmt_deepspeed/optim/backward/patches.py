@@ -1,4 +1,4 @@
-"""What the optimizer without DeepSpeed changes in a module, and how it is undone."""
+"""The optimizer without DeepSpeed patches a module's linears, and undoes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, check_encodable, quantize
 from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 from hmt_deepspeed.optim.backward.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 
@@ -18,18 +18,18 @@ __all__ = ["Patches"]
 
 
 class Patches:
-    """Projected backward, and INT8 weights, of a module's low-rank linears; none until :meth:`install`.
+    """Projected backward and INT8 weights for a module's low-rank linears, from :meth:`install` to :meth:`close`.
 
-    Undone by :meth:`close`, or with this object.
+    They are undone with this object too.
 
     Attributes:
-        sites, encoded: of the linears patched and converted, by weight.
-        shared: which of the sites read the same input.
-        accumulated: what backwards have left in the sites.
+        projected: patched linears by their weight. encoded: converted weights by the weight they replace.
+        shared: which patched linears read the same input.
+        accumulated: projected gradients that backwards have left in them.
     """
 
     def __init__(self) -> None:
-        self.sites: dict[Tensor, ProjectedSite] = {}
+        self.projected: dict[Tensor, ProjectedLinear] = {}
         self.encoded: dict[Tensor, Int8Weight] = {}
         self.shared = SharedInputs(())
         self.accumulated = Accumulated()
@@ -59,16 +59,16 @@ class Patches:
         for weight, matrix in matrices:
             module, able = linears.get(matrix.name), matrix.settings.takes_projection
             if module is not None and able and can_project(module):
-                site = self.sites[weight] = ProjectedSite(matrix.name, matrix.transposed)
-                patched.append((cast(nn.Linear, module), site))
+                projected = self.projected[weight] = ProjectedLinear(matrix.name, matrix.transposed)
+                patched.append((cast(nn.Linear, module), projected))
             elif required:
                 raise ValueError(_refusal(matrix, module))
         if encode:
-            check_encodable(model, {site.name: module for module, site in patched})
-        self.shared = SharedInputs(self.sites.values())
-        for module, site in patched:
-            patch_linear(module, site, self.shared)
-        self.accumulated.sites = list(self.sites.values())
+            check_encodable(model, {projected.name: module for module, projected in patched})
+        self.shared = SharedInputs(self.projected.values())
+        for module, projected in patched:
+            patch_linear(module, projected, self.shared)
+        self.accumulated.linears = list(self.projected.values())
         holders = patch_zero_grad(model, self.accumulated, patched)
         self._undo = weakref.finalize(self, _unpatch, patched, holders, self.accumulated)
         self._undo.atexit = False  # a process that ends needs no decoded weights
@@ -79,9 +79,9 @@ class Patches:
         """Give the linears their own backward and weights again."""
         if self._undo is not None:
             self._undo()
-        self.sites.clear()
+        self.projected.clear()
         self.encoded.clear()
-        self.accumulated.sites = ()
+        self.accumulated.linears = ()
         self.shared.retire()
 
 
@@ -99,10 +99,10 @@ def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
 
 
 def _unpatch(
-    patched: Iterable[tuple[nn.Linear, ProjectedSite]],
+    patched: Iterable[tuple[nn.Linear, ProjectedLinear]],
     holders: Sequence[nn.Module],
     accumulated: Accumulated,
 ) -> None:
-    for module, site in patched:
-        unpatch_linear(module, site)
+    for module, projected in patched:
+        unpatch_linear(module, projected)
     unpatch_zero_grad(holders, accumulated)

@@ -1,7 +1,8 @@
-"""What a projected linear and its optimizer share: columns in, the projected gradient out.
+"""Projected linears: the optimizer gives each its projection, backward leaves the projected gradient in it.
 
 Linears that read the same input share one product ``X [B_1 B_2 ...]``. Who shares is discovered, not declared:
-consecutive calls whose inputs are the same memory.
+consecutive calls whose inputs are the same memory. A window is an accumulation window: the backwards between
+two optimizer steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
-__all__ = ["InputGroup", "ProjectedSite", "SharedInputs"]
+__all__ = ["InputGroup", "ProjectedLinear", "SharedInputs"]
 
 _InputKey = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
@@ -26,16 +27,16 @@ def _input_key(x: Tensor) -> _InputKey:
 
 
 class InputGroup:
-    """Sites that read the same input and the one product they share within a forward.
+    """Linears that read the same input and the one product they share within a forward.
 
     Attributes:
-        sites: members in the order of their first call.
+        linears: members in the order of their first call.
         columns: n x sum of widths, the members' projections side by side; or a part of their rows,
             which ``gather`` makes whole for the time of one product; None where a member makes its own.
     """
 
-    def __init__(self, site: ProjectedSite) -> None:
-        self.sites = [site]
+    def __init__(self, linear: ProjectedLinear) -> None:
+        self.linears = [linear]
         self.columns: Tensor | None = None
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.forget()
@@ -47,38 +48,38 @@ class InputGroup:
         self._product: Tensor | None = None
         self._served: set[int] = set()
 
-    def join(self, sites: Sequence[ProjectedSite]) -> Tensor:
-        """Columns of active sites side by side, those of a shared projection once; sets their spans."""
+    def join(self, linears: Sequence[ProjectedLinear]) -> Tensor:
+        """Columns of active linears side by side, those of a shared projection once; sets their spans."""
         parts: list[Tensor] = []
         begin = 0
-        for site in sites:
-            columns = site.columns()
+        for linear in linears:
+            columns = linear.columns()
             if parts and columns is parts[-1]:
-                site.span = (begin - columns.shape[1], begin)
+                linear.span = (begin - columns.shape[1], begin)
                 continue
-            site.span = (begin, begin + columns.shape[1])
-            begin = site.span[1]
+            linear.span = (begin, begin + columns.shape[1])
+            begin = linear.span[1]
             parts.append(columns)
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-    def product(self, x: Tensor, site: ProjectedSite) -> Tensor:
+    def product(self, x: Tensor, linear: ProjectedLinear) -> Tensor:
         """``X B`` of one member, T x width: a view of the product that all members share."""
-        if self._product is None or self._key != _input_key(x) or id(site) in self._served:
+        if self._product is None or self._key != _input_key(x) or id(linear) in self._served:
             kept = kept_projection()
             self._product, self._served = self._compute(x) if kept is None else kept, set()
             # Holding the input keeps its address from being reused.
             self._input, self._key = x.detach(), _input_key(x)
-        begin, end = site.span
+        begin, end = linear.span
         part = self._product[:, begin:end]
-        self._served.add(id(site))
-        if len(self._served) == sum(s.active for s in self.sites):
+        self._served.add(id(linear))
+        if len(self._served) == sum(s.active for s in self.linears):
             self.forget()
         return part
 
     def _compute(self, x: Tensor) -> Tensor:
         columns = self.columns
         if columns is None:
-            columns = self.join([s for s in self.sites if s.active])
+            columns = self.join([s for s in self.linears if s.active])
         elif self.gather is not None:
             columns = self.gather(columns)[: x.shape[-1]]
         flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
@@ -86,14 +87,14 @@ class InputGroup:
             return flat @ columns
 
 
-class ProjectedSite:
-    """What a patched linear and the optimizer share: the projection in, the projected gradient out.
+class ProjectedLinear:
+    """What a patched linear and the optimizer share: the projection and the projected gradient.
 
     Attributes:
         projection: n x width columns for the coming window (m x width when ``transposed``), a function
             that makes them anew for each use, or None for an ordinary backward.
         transposed: the weight is projected from the left; what backward leaves is n x width.
-        span: columns of the group's product that are this site's.
+        span: this linear's columns in the group's product, half-open.
     """
 
     def __init__(self, name: str, transposed: bool = False) -> None:
@@ -108,7 +109,7 @@ class ProjectedSite:
         return self.projection is not None
 
     def columns(self) -> Tensor:
-        """The projection of an active site."""
+        """The projection of an active linear."""
         assert self.projection is not None
         if isinstance(self.projection, Tensor):
             return self.projection
@@ -122,7 +123,7 @@ class ProjectedSite:
         return self._pending
 
     def add(self, product: Tensor) -> None:
-        """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed site, n x width);
+        """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed linear, n x width);
         sums of several are kept in fp32 or wider."""
         if self._pending is not None:
             wide = torch.promote_types(product.dtype, torch.float32)
@@ -136,7 +137,7 @@ class ProjectedSite:
 
 
 class SharedInputs:
-    """Discovers which sites read the same input and lays their projections side by side.
+    """Discovers which linears read the same input and lays their projections side by side.
 
     ``gather`` is for projections of which every process holds some rows: it is given the local rows of
     a group's columns and returns those of all processes.
@@ -144,90 +145,90 @@ class SharedInputs:
 
     def __init__(
         self,
-        sites: Iterable[ProjectedSite],
+        linears: Iterable[ProjectedLinear],
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.sites, self.gather = list(sites), gather
-        self._last: tuple[_InputKey, Tensor, ProjectedSite] | None = None
-        self._joins: dict[ProjectedSite, ProjectedSite] = {}
+        self.linears, self.gather = list(linears), gather
+        self._last: tuple[_InputKey, Tensor, ProjectedLinear] | None = None
+        self._joins: dict[ProjectedLinear, ProjectedLinear] = {}
         self._learning = True
         self._retired: list[list[str]] = []
 
-    def meet(self, x: Tensor, site: ProjectedSite) -> None:
+    def meet(self, x: Tensor, linear: ProjectedLinear) -> None:
         """Note a call while learning; the groups take effect at the next :meth:`lay_out`."""
-        if not self._learning or site.transposed:
+        if not self._learning or linear.transposed:
             return
         key = _input_key(x)
-        leader = site
+        leader = linear
         if self._last is not None and self._last[0] == key:
             leader = self._last[2]
-            if leader is not site:
-                self._joins.setdefault(site, leader)
+            if leader is not linear:
+                self._joins.setdefault(linear, leader)
         self._last = (key, x.detach(), leader)
 
-    def settle(self) -> None:
-        """End the observed window: form the groups it showed."""
+    def form_groups(self) -> None:
+        """End the observed window and form the groups that it showed."""
         self._learning = self._learning and self._last is None  # one observed window is enough
         self._last = None
-        for site, leader in self._joins.items():
-            if len(site.group.sites) == 1 and leader not in self._joins:
-                leader.group.sites.append(site)
-                site.group = leader.group
+        for linear, leader in self._joins.items():
+            if len(linear.group.linears) == 1 and leader not in self._joins:
+                leader.group.linears.append(linear)
+                linear.group = leader.group
         self._joins.clear()
 
     @property
-    def settled(self) -> bool:
+    def observed(self) -> bool:
         """Whether a window has been observed, or there is nothing to observe."""
-        return not self._learning or not self.sites
+        return not self._learning or not self.linears
 
     def lay_out(self) -> None:
         """Build every group's columns from its active members' projections; shared ones once."""
-        self.settle()
+        self.form_groups()
         seen: set[int] = set()
-        for site in self.sites:
-            group = site.group
+        for linear in self.linears:
+            group = linear.group
             if id(group) in seen:
                 continue
             seen.add(id(group))
             group.forget()
             group.gather = self.gather
-            active = [site for site in group.sites if site.active]
-            made = any(not isinstance(site.projection, Tensor) for site in active)
+            active = [linear for linear in group.linears if linear.active]
+            made = any(not isinstance(linear.projection, Tensor) for linear in active)
             group.columns = None if made or not active else group.join(active)
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for all that is laid out: the same elsewhere."""
-        for site in self.sites:
-            if isinstance(site.projection, Tensor):
-                site.projection = place(site.projection)
-        for group in {id(site.group): site.group for site in self.sites}.values():
+        """Replace every tensor that is laid out by ``place`` of it, the same values elsewhere."""
+        for linear in self.linears:
+            if isinstance(linear.projection, Tensor):
+                linear.projection = place(linear.projection)
+        for group in {id(linear.group): linear.group for linear in self.linears}.values():
             if group.columns is not None:
                 group.columns = place(group.columns)
 
     def groups(self) -> list[list[str]]:
-        """Names of the sites that share a product, for a checkpoint: a resumed run computes the same."""
-        groups = {id(site.group): site.group for site in self.sites}
-        named = [[site.name for site in g.sites] for g in groups.values() if len(g.sites) > 1]
+        """Names of the linears that share a product, for a checkpoint: a resumed run computes the same."""
+        groups = {id(linear.group): linear.group for linear in self.linears}
+        named = [[one.name for one in g.linears] for g in groups.values() if len(g.linears) > 1]
         return self._retired + named
 
     def retire(self) -> None:
-        """Let the sites go, whose modules are ordinary again. Which of them shared a product is still told."""
-        self.settle()
-        self._retired, self.sites = self.groups(), []
+        """Forget the linears, whose modules are ordinary again; :meth:`groups` still tells which shared a product."""
+        self.form_groups()
+        self._retired, self.linears = self.groups(), []
 
-    def restore(self, groups: Sequence[Sequence[str]], settled: bool = False) -> None:
+    def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
         """Form the groups of a checkpoint; they take effect at the next :meth:`lay_out`.
 
-        Without groups the next window is observed, unless one was before the checkpoint (``settled``).
+        Without groups the next window is observed, unless one was before the checkpoint (``observed``).
         """
-        by_name = {site.name: site for site in self.sites}
-        for site in self.sites:
-            site.group = InputGroup(site)
+        by_name = {linear.name: linear for linear in self.linears}
+        for linear in self.linears:
+            linear.group = InputGroup(linear)
         for names in groups:
             members = [by_name[name] for name in names if name in by_name]
-            for site in members[1:]:
-                members[0].group.sites.append(site)
-                site.group = members[0].group
-        self._last, self._learning = None, not groups and not settled
+            for linear in members[1:]:
+                members[0].group.linears.append(linear)
+                linear.group = members[0].group
+        self._last, self._learning = None, not groups and not observed
         self._joins.clear()
         self._retired = []

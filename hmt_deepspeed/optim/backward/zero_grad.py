@@ -1,4 +1,4 @@
-"""``module.zero_grad()`` of a patched model: it drops the projected gradients too, which are no ``p.grad``."""
+"""``module.zero_grad()`` of a patched model also drops the projected gradients, which are no ``p.grad``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
 __all__ = ["Accumulated", "patch_zero_grad", "unpatch_zero_grad"]
 
 
 class Accumulated:
-    """What the backwards since the last step have left in the sites of a module.
+    """Projected gradients that backwards have left in the linears of a module since the last step.
 
     Attributes:
-        clipped: what clipping has multiplied it by.
+        linears: those of the module.
+        clipped: the factor that clipping has multiplied them by; None for none.
     """
 
-    def __init__(self, sites: Sequence[ProjectedSite] = ()) -> None:
-        self.sites = sites
+    def __init__(self, linears: Sequence[ProjectedLinear] = ()) -> None:
+        self.linears = linears
         self.clipped: Tensor | None = None
 
     def drop(self) -> None:
-        for site in self.sites:
-            site.take()
+        for linear in self.linears:
+            linear.take()
         self.clipped = None
 
 
@@ -36,17 +37,17 @@ _ACCUMULATED: WeakKeyDictionary[nn.Module, Accumulated] = WeakKeyDictionary()
 
 
 def patch_zero_grad(
-    model: nn.Module, whole: Accumulated, sites: Sequence[tuple[nn.Module, ProjectedSite]]
+    model: nn.Module, whole: Accumulated, linears: Sequence[tuple[nn.Module, ProjectedLinear]]
 ) -> list[nn.Module]:
-    """Let the ``zero_grad`` of a model, and of each of its modules, drop what is in the sites inside it.
+    """Let the ``zero_grad`` of a model, and of each of its modules, drop the projected gradients inside it.
 
     Args:
-        whole: of the model. sites: by the linear that they belong to.
+        whole: those of the whole model. linears: each patched module with its projected linear.
 
     Returns:
         The modules that were patched, the model first.
     """
-    by_linear, patched = dict(sites), []
+    by_linear, patched = dict(linears), []
     for module in model.modules():
         inside = [by_linear[inner] for inner in module.modules() if inner in by_linear]
         if inside:

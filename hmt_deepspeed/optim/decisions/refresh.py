@@ -82,11 +82,11 @@ class BasisRefreshes:
     def prepare(self, step: int, shared: SharedInputs) -> None:
         """Decide who refreshes in the coming step and what the others' backward projects on."""
         due: set[int] = set()
-        if self.options["share_basis"] and not shared.settled:
-            shared.settle()  # the first window only observes who reads the same input
-            if shared.settled:
+        if self.options["share_basis"] and not shared.observed:
+            shared.form_groups()  # the first window only observes who reads the same input
+            if shared.observed:
                 self.form_groups(shared)
-        if not self.options["share_basis"] or shared.settled:
+        if not self.options["share_basis"] or shared.observed:
             due.update(self.schedule.due(step))
         for index, slot in enumerate(self.slots):
             matrix = slot.matrix

@@ -1,4 +1,4 @@
-"""Where the basis and the probe columns of a matrix lie."""
+"""The basis and the probe columns of a matrix, whole or stored elsewhere."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ __all__ = ["Columns"]
 class Columns:
     """``[Q | P]`` of one matrix, or of several that share a basis.
 
-    whole: n x (r + k), None where whole gradient rows are taken. basis: its first r columns, or all
-    there is; None where it is redrawn from a seed, and for full rank. owner: name of the matrix whose bytes
-    it counts as. parked: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta
-    tensor while they are in host memory. fetch: brings the whole from there, where no other process has a
-    part of it.
+    Attributes:
+        owner: name of the matrix whose bytes they count as.
+        whole: n x (r + k); None where whole gradient rows are taken.
+        basis: the first r columns of ``whole``, or all there is; None where it is redrawn from a seed, and for
+            full rank.
+        local: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta tensor while
+            they are in host memory.
+        fetch: brings the whole from host memory, where no other process has a part of it.
     """
 
     owner: str
     whole: Tensor | None = None
     basis: Tensor | None = None
-    parked: Tensor | None = None
+    local: Tensor | None = None
     fetch: Callable[[], Tensor] | None = None
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for what is on the device: the same elsewhere."""
-        if self.parked is not None:
-            self.parked = self.parked if self.parked.is_meta else place(self.parked)
+        """Replace every tensor on the device by ``place`` of it, the same values elsewhere."""
+        if self.local is not None:
+            self.local = self.local if self.local.is_meta else place(self.local)
         elif self.whole is not None:
             width = 0 if self.basis is None else self.basis.shape[1]
             self.whole = place(self.whole)

@@ -28,7 +28,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.optim.rules.state import KeptStates
 
-__all__ = ["ProjectedMatrix", "adopt_together", "overlap_of", "site_projection"]
+__all__ = ["ProjectedMatrix", "adopt_together", "overlap_of", "stored_projection"]
 
 
 class ProjectedMatrix(MatrixRule):
@@ -91,10 +91,10 @@ class ProjectedMatrix(MatrixRule):
     # -- bytes ----------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
-        parked, basis = self.columns.parked, self.columns.basis
+        local, basis = self.columns.local, self.columns.basis
         if self.columns.owner != self.name or basis is None:
             return self.moments.nbytes
-        held = basis if parked is None else parked[:, : self.rank]
+        held = basis if local is None else local[:, : self.rank]
         return self.moments.nbytes + held.nbytes
 
     def moment_bytes_at(self, rank: int) -> int:
@@ -371,12 +371,12 @@ def adopt_together(
         matrix.forget_energy()
 
 
-def site_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
-    """What the site of a matrix projects on: its columns (this process's rows of them while they are parked), or
+def stored_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:
+    """What the linear of a matrix projects on: its columns (this process's rows while the whole is dropped), or
     how to make them; None where it takes whole gradients."""
     if not isinstance(matrix, ProjectedMatrix) or matrix.takes_whole:
         return None
     if matrix.redraws:
         return matrix.make_projection
     columns = matrix.columns
-    return columns.whole if columns.parked is None else columns.parked
+    return columns.whole if columns.local is None else columns.local

@@ -206,7 +206,7 @@ def regrouped(plan: Plan, workload: Workload) -> Plan:
 
 
 def spread(numbers: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Deal layer numbers out to groups of the sizes given, each spread evenly.
+    """Distribute layer numbers over groups of the sizes given, each spread evenly.
 
     The closed form supposes that every resource is busy from the first layer to the last; layers of one kind
     in a row would leave some idle and queue up others.

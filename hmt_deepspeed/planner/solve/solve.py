@@ -148,10 +148,10 @@ def _solve(problem: Problem, allowed: Allowed, time_limit: float) -> Plan | None
         problem.workload.layers, columns, solution.counts, strict=False
     ):
         used = np.flatnonzero(counts)
-        dealt = spread(layer.layers, [int(counts[index]) for index in used])
+        spread_numbers = spread(layer.layers, [int(counts[index]) for index in used])
         groups += [
             LayerChoices(numbers, options.choices[index])
-            for numbers, index in zip(dealt, used, strict=True)
+            for numbers, index in zip(spread_numbers, used, strict=True)
         ]
     return Plan(
         model=fingerprint(problem.workload.shape),

@@ -15,7 +15,7 @@ from hmt_deepspeed.fpdt.inputs import AttentionHolder, Holder
 from hmt_deepspeed.fpdt.install import clear_for_fpdt, decoder_layers, install
 from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.fpdt.sequence import TorchGroup
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 
 __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
@@ -38,7 +38,7 @@ def prepare_for_fpdt(model: Any, undo: ExitStack) -> None:
 def install_fpdt(
     model: Any,
     config: FpdtConfig,
-    bases: ParkedBases | None,
+    bases: BasisStorage | None,
     holders: Mapping[nn.Module, Holder] | None = None,
     attention_holders: Mapping[nn.Module, AttentionHolder] | None = None,
 ) -> Installation:

@@ -9,7 +9,7 @@ from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.rules import methods, rule_of
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import CacheSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -30,7 +30,7 @@ def build_bases(
     stage: int,
     settings: CacheSettings | None,
     param_states: Sequence[ParamState],
-) -> ParkedBases:
+) -> BasisStorage:
     """Where the bases of low-rank parameters wait.
 
     Args:
@@ -41,12 +41,12 @@ def build_bases(
         ValueError: see :func:`check_cache`.
     """
     if settings is None:
-        return ParkedBases(collectives, stage)
+        return BasisStorage(collectives, stage)
     check_cache(settings, param_states)
     device = param_states[0].weight.device
     engine = TransferEngine(device, staging_bytes(settings))
     cache = BasisCache(engine, settings.max_bytes)
-    return ParkedBases(collectives, stage, cache, settings.history)
+    return BasisStorage(collectives, stage, cache, settings.history)
 
 
 def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> None:
@@ -85,7 +85,7 @@ def _rises_again(matrix: ProjectedMatrix) -> bool:
     return len(matrix.candidates) > 1 and matrix.settings.range_finder != "svd"
 
 
-def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
+def device_bytes(bases: BasisStorage, param_states: Sequence[ParamState]) -> int:
     """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold.
 
     Args:
@@ -95,9 +95,9 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
     for param_state in param_states:
         if not isinstance(param_state.matrix, ProjectedMatrix):
             continue
-        site, columns = param_state.gradient.site, param_state.matrix.columns
-        joined = None if site is None else site.group.columns
-        for tensor in (columns.whole, columns.parked, joined):
+        linear, columns = param_state.gradient.linear, param_state.matrix.columns
+        joined = None if linear is None else linear.group.columns
+        for tensor in (columns.whole, columns.local, joined):
             if tensor is not None and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
@@ -105,7 +105,7 @@ def device_bytes(bases: ParkedBases, param_states: Sequence[ParamState]) -> int:
     return sum(found.values()) + cached
 
 
-def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dict[str, object]:
+def basis_metrics(bases: BasisStorage, param_states: Sequence[ParamState]) -> dict[str, object]:
     """Bytes of bases on either side and, with a cache, its counters since the start of the run.
 
     Args:
@@ -136,7 +136,7 @@ def basis_metrics(bases: ParkedBases, param_states: Sequence[ParamState]) -> dic
     }
 
 
-def describe_bases(bases: ParkedBases, param_states: Sequence[ParamState]) -> list[str]:
+def describe_bases(bases: BasisStorage, param_states: Sequence[ParamState]) -> list[str]:
     """What the start table says of a cache."""
     cache = bases.cache
     assert cache is not None

@@ -14,7 +14,7 @@ from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -39,7 +39,7 @@ class BasisGroups:
         self,
         low_rank: Sequence[ParamState],
         schedule: RefreshSchedule,
-        bases: ParkedBases,
+        bases: BasisStorage,
         shared: SharedInputs,
         refresh: BasisRefresh,
         collectives: Collectives,
@@ -87,20 +87,20 @@ class BasisGroups:
                     self._redraw(index, step)
                 matrix.prepare(step)
             gradient.refreshing = index in due
-            if gradient.site is not None:
+            if gradient.linear is not None:
                 projection = None if gradient.refreshing else self.bases.projection(param_state)
-                gradient.site.projection = projection
+                gradient.linear.projection = projection
         self.shared.lay_out()
         self.bases.will_use(None)
 
     def _due(self, step: int) -> set[int]:
         """Matrices that refresh in the coming step."""
-        if self._options["share_basis"] and not self.shared.settled:
-            self.shared.settle()  # the first window only observes who reads the same input
-            if not self.shared.settled:
+        if self._options["share_basis"] and not self.shared.observed:
+            self.shared.form_groups()  # the first window only observes who reads the same input
+            if not self.shared.observed:
                 return set()
             groups = self._collectives.broadcast_object(self.shared.groups())
-            self.shared.restore(groups, settled=True)
+            self.shared.restore(groups, observed=True)
             self.form()
         return set(self.schedule.due(step))
 

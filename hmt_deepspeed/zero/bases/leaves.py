@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 
 __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
@@ -33,55 +33,55 @@ def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
     return list(leaves)
 
 
-def shared_inputs(low_rank: Iterable[ParamState], bases: ParkedBases) -> SharedInputs:
+def shared_inputs(low_rank: Iterable[ParamState], bases: BasisStorage) -> SharedInputs:
     """Of the linears with a projected backward, once leaves are marked.
 
     Args:
         low_rank: parameters with a matrix. bases: where those that stage 3 shards wait.
     """
-    gradients = [p.gradient for p in low_rank if p.gradient.site is not None]
-    sites = [g.site for g in gradients if g.site is not None]
+    gradients = [p.gradient for p in low_rank if p.gradient.linear is not None]
+    linears = [g.linear for g in gradients if g.linear is not None]
     if not bases.is_sharded:
-        return SharedInputs(sites)
-    leaves = {g.site: g.leaf for g in gradients if g.site is not None and g.leaf is not None}
-    return LeafInputs(sites, bases, leaves)
+        return SharedInputs(linears)
+    leaves = {g.linear: g.leaf for g in gradients if g.linear is not None and g.leaf is not None}
+    return LeafInputs(linears, bases, leaves)
 
 
 class LeafInputs(SharedInputs):
     """Gathers products' columns, but for linears of a leaf, which share with others of the same leaf only.
 
     Args:
-        sites: of the linears with a projected backward. bases: gathers their columns. leaves: of the sites in one.
+        linears: those with a projected backward. bases: gathers their columns. leaves: the leaf of each linear in one.
     """
 
     def __init__(
         self,
-        sites: Iterable[ProjectedSite],
-        bases: ParkedBases,
-        leaves: Mapping[ProjectedSite, nn.Module],
+        linears: Iterable[ProjectedLinear],
+        bases: BasisStorage,
+        leaves: Mapping[ProjectedLinear, nn.Module],
     ) -> None:
-        super().__init__(sites, bases.gather)
+        super().__init__(linears, bases.gather)
         self._leaves = leaves
 
-    def meet(self, x: Tensor, site: ProjectedSite) -> None:
-        if self._last is not None and not site.transposed:
+    def meet(self, x: Tensor, linear: ProjectedLinear) -> None:
+        if self._last is not None and not linear.transposed:
             last = self._last[2]
-            if self._leaves.get(last) is not self._leaves.get(site):
+            if self._leaves.get(last) is not self._leaves.get(linear):
                 self._last = None
-        super().meet(x, site)
+        super().meet(x, linear)
 
     def lay_out(self) -> None:
         super().lay_out()
-        for site in self._leaves:
-            site.group.gather = None
+        for linear in self._leaves:
+            linear.group.gather = None
 
-    def restore(self, groups: Sequence[Sequence[str]], settled: bool = False) -> None:
+    def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
         """Groups of a checkpoint without leaves are split."""
-        leaves = {site.name: leaf for site, leaf in self._leaves.items()}
+        leaves = {linear.name: leaf for linear, leaf in self._leaves.items()}
         parts: list[list[str]] = []
         for names in groups:
             by_leaf: dict[nn.Module | None, list[str]] = {}
             for name in names:
                 by_leaf.setdefault(leaves.get(name), []).append(name)
             parts += by_leaf.values()
-        super().restore(parts, settled)
+        super().restore(parts, observed)

@@ -15,7 +15,7 @@ from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
-from hmt_deepspeed.zero.bases.storage import ParkedBases
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -35,7 +35,7 @@ class BasisRefresh:
     def __init__(
         self,
         low_rank: Sequence[ParamState],
-        bases: ParkedBases,
+        bases: BasisStorage,
         collectives: Collectives,
         sharded: bool,
         shard_rank: int,

@@ -1,4 +1,4 @@
-"""Where bases wait between their uses: sharded over ranks by rows (stage 3), in host memory, or both.
+"""Stores bases between their uses: sharded over ranks by rows (stage 3), in host memory, or both.
 
 Replicated in fp32 the bases of a 7B model at r = 1024 would weigh 4.7 GB on every rank. A linear's
 forward takes the columns of its group and drops them after the product; backward needs only ``X B``.
@@ -16,31 +16,32 @@ from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.optim.rules.columns import Columns
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, site_projection
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
-__all__ = ["ParkedBases"]
+__all__ = ["BasisStorage"]
 
 
-class ParkedBases:
-    """Parks the projections of matrices; a no-op below stage 3 without a cache.
+class BasisStorage:
+    """Stores the projections of matrices between their uses; a no-op below stage 3 without a cache.
 
     Every method that gathers is a collective: all ranks call it for the same parameters in the same order.
-    Sharded over ranks are those of matrices with a projected backward, but for those projected from the left,
-    whose projection backward itself needs: gradient hooks and backward must not communicate. Nor are those of
-    ZeRO-3's leaf modules sharded, of whose linears ranks may call different ones. Host memory takes what the cache
-    has room for; it may have room on one rank and not on another.
+    Projections of matrices with a projected backward are sharded over ranks, with two exceptions. Those of
+    matrices projected from the left stay whole, because backward itself needs them and must not communicate.
+    Those in ZeRO-3's leaf modules stay whole, because ranks may call different linears there. Host memory takes
+    what the cache has room for; it may have room on one rank and not on another.
 
     Args:
-        collectives: of the data-parallel group. stage: of ZeRO. cache: of host memory, or None.
+        collectives: of the data-parallel group. stage: of ZeRO. cache: in host memory, or None.
         num_previous: bases of each matrix whose moments are remembered; 0 for none.
 
     Attributes:
-        is_sharded: whether rows are sharded over ranks. cache: of host memory, or None. history: moments of
-            previous bases, see :class:`MomentHistory`; beside them a basis that a narrower one replaces is
-            kept in the cache.
+        is_sharded: whether rows are sharded over ranks.
+        cache: in host memory, or None.
+        history: moments of previous bases, see :class:`MomentHistory`. Beside them the cache keeps a basis that
+            a narrower one replaces.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class ParkedBases:
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
-        """What is gathered or fetched inside is kept until the end: a linear that is called for one chunk
-        after the other does it once, however many chunks this rank has and the others have."""
+        """Keep what is gathered or fetched inside until the block ends: a linear that is called chunk by chunk
+        gathers once, whatever the number of chunks on this rank and on the others."""
         self._kept = {}
         try:
             yield
@@ -68,10 +69,13 @@ class ParkedBases:
             self._kept = None
 
     def gather(self, local: Tensor) -> Tensor:
-        """Rows of all ranks, (world rows) x width; the last ones are padding.
+        """All-gather rows of a projection.
 
         Args:
-            local: this rank's rows x width, as many rows on every rank.
+            local: rows x width of this rank, as many rows on every rank.
+
+        Returns:
+            (world * rows) x width of the same dtype, in order of ranks; the last rows are padding.
         """
         return self._once(local, lambda: self._gather(local))
 
@@ -93,15 +97,16 @@ class ParkedBases:
         return packed
 
     def projection(self, param_state: ParamState) -> Tensor | Callable[[], Tensor] | None:
-        """What the matrix's site projects on in the coming window, see :class:`ProjectedSite`."""
+        """What the matrix's linear projects on in the coming accumulation window: n x width columns (m x width when
+        transposed), this rank's rows of them, a function that brings them, or None; see :class:`ProjectedLinear`."""
         matrix = param_state.matrix
         assert matrix is not None
         if (
             self.cache is None
             or not isinstance(matrix, ProjectedMatrix)
-            or matrix.columns.parked is None
+            or matrix.columns.local is None
         ):
-            return site_projection(matrix)
+            return stored_projection(matrix)
         return partial(self._made_whole, matrix.columns, matrix.shape[1], self._shards(param_state))
 
     def _made_whole(self, columns: Columns, n: int, sharded: bool) -> Tensor:
@@ -115,7 +120,7 @@ class ParkedBases:
         return latest
 
     def _bring(self, columns: Columns, n: int, sharded: bool) -> Tensor:
-        local = columns.parked
+        local = columns.local
         assert local is not None
         if local.is_meta:
             assert self.cache is not None
@@ -126,13 +131,13 @@ class ParkedBases:
         matrix = param_state.matrix
         assert matrix is not None
         gradient = param_state.gradient
-        sharded = gradient.site is not None and gradient.leaf is None and not matrix.transposed
+        sharded = gradient.linear is not None and gradient.leaf is None and not matrix.transposed
         return self.is_sharded and sharded
 
-    def park(self, param_state: ParamState) -> None:
-        """Let the matrix's projection wait in its place; one that has not changed is there already."""
+    def store(self, param_state: ParamState) -> None:
+        """Store the matrix's projection and drop the whole; one that has not changed is stored already."""
         matrix = param_state.matrix
-        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.parked is not None:
+        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is not None:
             return
         columns, whole = matrix.columns, matrix.columns.whole
         if whole is None:  # redrawn, or full rank, perhaps of late
@@ -144,10 +149,10 @@ class ParkedBases:
         if self.cache is not None and (
             self._is_unchanged(columns) or self.cache.put(columns.owner, own)
         ):
-            columns.parked = torch.empty_like(own, device="meta")
+            columns.local = torch.empty_like(own, device="meta")
             columns.fetch = None if sharded else partial(self.cache.get, columns.owner)
         elif sharded:
-            columns.parked = own
+            columns.local = own
         else:
             return
         columns.whole = columns.basis = whole.new_empty(0, whole.shape[1])
@@ -169,24 +174,24 @@ class ParkedBases:
     def restore(self, param_state: ParamState) -> None:
         """Make the matrix's projection whole again, on the device."""
         matrix = param_state.matrix
-        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.parked is None:
+        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is None:
             return
         columns = matrix.columns
-        was_cached = matrix.columns.parked.is_meta
+        was_cached = matrix.columns.local.is_meta
         columns.whole = self._bring(columns, matrix.shape[1], self._shards(param_state))
         columns.basis = columns.whole[:, : matrix.rank]
-        columns.parked = columns.fetch = None
+        columns.local = columns.fetch = None
         if was_cached:
             self._fetched[columns.owner] = columns.whole, columns.whole._version
 
     def forget(self, param_state: ParamState) -> None:
-        """Drop what is parked: the whole projection is about to be loaded."""
+        """Drop what is stored: the whole projection is about to be loaded."""
         if isinstance(param_state.matrix, ProjectedMatrix):
-            param_state.matrix.columns.parked = param_state.matrix.columns.fetch = None
+            param_state.matrix.columns.local = param_state.matrix.columns.fetch = None
             self._drop(param_state.matrix.columns)
 
     def keep_only(self, param_states: Iterable[ParamState]) -> None:
-        """Drop what host memory holds for columns that nobody has any more, since matrices share others."""
+        """Drop from host memory the columns that no matrix has any more, since matrices share others."""
         if self.cache is not None:
             self.history.forget()
             matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
@@ -199,18 +204,18 @@ class ParkedBases:
 
     @contextmanager
     def whole(self, param_state: ParamState) -> Iterator[None]:
-        """The matrix's projection whole, on the device, for the duration of a block, which may replace it."""
+        """Have the matrix's projection whole on the device during the block, which may replace it."""
         self.restore(param_state)
         try:
             yield
         finally:
-            self.park(param_state)
+            self.store(param_state)
 
     def will_use(self, param_states: Iterable[ParamState] | None) -> None:
-        """Bases that are needed next, in this order; None: those of the coming forward and backward.
+        """Say which bases are needed next, so that the cache fetches them ahead.
 
         Args:
-            param_states: whose bases they are.
+            param_states: in the order of use; None: those of the coming forward and backward.
         """
         if self.cache is None:
             return
@@ -221,19 +226,19 @@ class ParkedBases:
         self.cache.begin_round([matrix.columns.owner for matrix in matrices])
 
     def close(self) -> None:
-        """Free the host memory; what is in it is void."""
+        """Free the host memory and everything in it."""
         if self.cache is not None:
             self.cache.close()
 
     # -- old bases ------------------------------------------------------------------------------
 
     def _keeps_older(self, matrix: ProjectedMatrix) -> bool:
-        """Whether a basis that a narrower one replaces is of use: not to a full SVD, which starts from nothing."""
+        """Whether a basis that a narrower one replaces is kept: a full SVD has no use for it."""
         return self.history.most > 0 and matrix.settings.range_finder != "svd"
 
     def remember(self, param_state: ParamState, rank: int) -> None:
-        """Before the matrix's basis is replaced by one of ``rank``: keep it if it is wider, and forget an
-        older one that is no wider than the new."""
+        """Call before a basis of ``rank`` replaces the matrix's: keeps the present one if it is wider, and forgets
+        an older one that is no wider than the new."""
         matrix = param_state.matrix
         assert isinstance(matrix, ProjectedMatrix)
         if self.cache is None or not self._keeps_older(matrix):
@@ -247,7 +252,7 @@ class ParkedBases:
             self.cache.forget(name)
 
     def recall(self, param_state: ParamState) -> Tensor | None:
-        """The matrix's old basis, wider than the present one, or None."""
+        """The matrix's old basis, n x r with a larger r than the present one, or None."""
         matrix = param_state.matrix
         assert isinstance(matrix, ProjectedMatrix)
         if self.cache is None or not self._keeps_older(matrix):
@@ -255,7 +260,7 @@ class ParkedBases:
         return self.cache.recall(matrix.columns.owner)
 
     def old_bases(self) -> dict[str, Tensor]:
-        """By name of the matrix, on the host: for a checkpoint."""
+        """Old bases for a checkpoint: n x r on the host, by name of the matrix."""
         if self.cache is None:
             return {}
         return {name: self.cache.old(name).cpu() for name in self.cache.old_names()}
@@ -263,10 +268,10 @@ class ParkedBases:
     def load_old_bases(
         self, param_states: Iterable[ParamState], saved: Mapping[str, Tensor]
     ) -> None:
-        """Take over what :meth:`old_bases` gave for the matrices whose bases this rank finds.
+        """Restore what :meth:`old_bases` gave, for the matrices whose bases this rank finds.
 
         Args:
-            param_states: of those matrices. saved: n x r on the host, by name of the matrix.
+            param_states: those matrices. saved: n x r on the host, by name of the matrix.
         """
         if self.cache is None:
             return

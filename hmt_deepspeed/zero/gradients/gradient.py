@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
 from hmt_deepspeed.zero.sharding.shards import RowShards
@@ -23,7 +23,7 @@ class Gradient:
     Attributes:
         shards: rows of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
             that is projected.
-        matrix, site: of a matrix rule; ``site`` is None without projected backward.
+        matrix, linear: of a matrix rule; ``linear`` is None without projected backward.
         refreshing: this window forms the full gradient, for the basis.
         owner: rank that finds the basis.
         leaf: of ZeRO-3, when it is of one: it counts as arrived with the leaf, whether this rank used it or not.
@@ -39,7 +39,7 @@ class Gradient:
     param: nn.Parameter
     shards: RowShards
     matrix: MatrixRule | None = None
-    site: ProjectedSite | None = None
+    linear: ProjectedLinear | None = None
     refreshing: bool = False
     owner: int = 0
     leaf: nn.Module | None = None
@@ -67,11 +67,12 @@ class Gradient:
             grad = grad.detach().reshape(self.shards.m, self.shards.n)
         if self.matrix is None or self.refreshing or self.matrix.takes_whole:
             return grad
-        product = self.site.take() if self.site is not None else None
+        product = self.linear.take() if self.linear is not None else None
         if grad is not None:
             columns = self.matrix.projection
             assert columns is not None
-            if columns.shape[0] < grad.shape[1]:  # parked, see `ParkedBases`; hooks must not gather
+            # this rank's rows only, see `BasisStorage`; hooks must not gather
+            if columns.shape[0] < grad.shape[1]:
                 raise RuntimeError(
                     f"{self.name} is read outside its module's forward, as F.linear(x, module.weight) does. "
                     "zero_optimization.stage is 3, where each rank holds a part of its basis and none can "
@@ -102,8 +103,8 @@ class Gradient:
         self.arrived = self.local = self.reduced = self.full = self.param.grad = None
         if self.host is not None:
             self.host.clear()
-        if self.site is not None:
-            self.site.take()
+        if self.linear is not None:
+            self.linear.take()
 
 
 class Accumulated(Enum):

@@ -161,11 +161,11 @@ class HMTZeroOptimizer(OptimizerInterface):
         """Give the model's low-rank linears the projected backward."""
         modules = linear_weights(self.module)
         for param_state in low_rank:
-            if param_state.gradient.site is not None:
+            if param_state.gradient.linear is not None:
                 module = modules[param_state.name]
                 assert isinstance(module, nn.Linear)
-                patch_linear(module, param_state.gradient.site, shared)
-                self._undo.callback(unpatch_linear, module, param_state.gradient.site)
+                patch_linear(module, param_state.gradient.linear, shared)
+                self._undo.callback(unpatch_linear, module, param_state.gradient.linear)
 
     def _compose(self, leaves: list[nn.Module]) -> None:
         """What takes gradients to their shards, steps, and hides the time that this takes."""

@@ -172,7 +172,7 @@ def _rule(param_state: ParamState) -> list[str]:
     told += [] if wanted is None else [f"rank lowered from {wanted}"]
     return [
         *told,
-        "projected backward" if param_state.gradient.site is not None else "full gradient",
+        "projected backward" if param_state.gradient.linear is not None else "full gradient",
     ]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.backward.linear import can_project
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
@@ -59,8 +59,9 @@ def linears_to_encode(
     found = {}
     for assignment in _assignments(trained, options, model):
         module = modules.get(assignment.name)
-        site = _site(assignment, modules, {}, options["projected_backward"])  # tied: refused below
-        if site is not None and isinstance(module, nn.Linear):
+        # tied ones are refused below
+        linear = _linear(assignment, modules, {}, options["projected_backward"])
+        if linear is not None and isinstance(module, nn.Linear):
             found[assignment.name] = module
     check_encodable(model, found, dtype)
     return found
@@ -100,10 +101,10 @@ def build_param_states(
             shards = RowShards(*assignment.settings.oriented(m, n), world)
             rows, dtype = shards.rows(rank), settings.model_dtype
             matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
-        site = _site(assignment, modules, tied, options["projected_backward"])
-        encoded = None if site is None else encoded_weight(modules[name])
+        linear = _linear(assignment, modules, tied, options["projected_backward"])
+        encoded = None if linear is None else encoded_weight(modules[name])
         keep_master = options["master_weights"] == "fp32"
-        gradient = Gradient(index, name, param, shards, matrix, site)
+        gradient = Gradient(index, name, param, shards, matrix, linear)
         state: DenseState | None = None
         host: HostAdamW | None = None
         if encoded is not None:
@@ -164,13 +165,17 @@ def _host_weight(
     return HostWeight(param, shards, rank, states, worker, name, dense and has_master and early)
 
 
-def _site(
+def _linear(
     assignment: Assignment,
     modules: Mapping[str, nn.Module],
     tied: Mapping[str, str],
     wanted: bool | str,
-) -> ProjectedSite | None:
-    """A site where the projected backward applies; refuses where it is insisted on and does not."""
+) -> ProjectedLinear | None:
+    """A projected linear where the projected backward applies, else None.
+
+    Raises:
+        ValueError: it is insisted on and does not apply.
+    """
     settings = assignment.settings
     if settings is None or wanted is False:
         return None
@@ -185,7 +190,7 @@ def _site(
     other = tied.get(assignment.name)
     if module is not None and other is None and can_project(module):
         m, n = assignment.shape
-        return ProjectedSite(assignment.name, settings.transposes(m, n))
+        return ProjectedLinear(assignment.name, settings.transposes(m, n))
     if wanted is True:
         why = f"belongs to a {type(module).__name__}, whose weight others read than nn.Linear's forward"
         why = why if other is None else f"is also {other} (tied)"

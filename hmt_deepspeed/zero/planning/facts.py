@@ -287,7 +287,7 @@ def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
         p.matrix.columns.owner: (p.name, p.matrix.width)
         for p in zero.low_rank
         if isinstance(p.matrix, ProjectedMatrix)
-        if p.gradient.refreshing and p.gradient.site is not None
+        if p.gradient.refreshing and p.gradient.linear is not None
         if not (p.matrix.transposed or p.matrix.takes_whole)
     }
     by_name = dict(widths.values())

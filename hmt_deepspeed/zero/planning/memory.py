@@ -121,7 +121,7 @@ def _cached_bytes(zero: ZeroState) -> int:
     """Bytes of bases, probes not counted, that a cache holds in the device's place."""
     matrices = [p.matrix for p in zero.low_rank if isinstance(p.matrix, ProjectedMatrix)]
     return sum(
-        m.columns.parked[:, : m.rank].nbytes
+        m.columns.local[:, : m.rank].nbytes
         for m in matrices
-        if m.columns.owner == m.name and m.columns.parked is not None and m.columns.parked.is_meta
+        if m.columns.owner == m.name and m.columns.local is not None and m.columns.local.is_meta
     )

@@ -63,7 +63,7 @@ def hmt_state(
         "step_count": zero.step_count,
         "schedule": _schedule_state(zero),
         "shared_inputs": zero.basis_groups.shared.groups(),
-        "settled": zero.basis_groups.shared.settled,
+        "settled": zero.basis_groups.shared.observed,
         "rules": {p.name: p.assignment.layout for p in zero.param_states},
         "policy": zero.basis_groups.policy.state_dict(),
         "matrices": _matrix_states(zero, take),

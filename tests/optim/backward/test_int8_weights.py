@@ -19,7 +19,7 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     quantize,
 )
 from hmt_deepspeed.optim.backward.linear import patch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}
@@ -152,7 +152,7 @@ def results(module, x, site=None):
 
 
 def patched(module, side):
-    site = ProjectedSite("weight", side == "left")
+    site = ProjectedLinear("weight", side == "left")
     shared = SharedInputs([site])
     patch_linear(module, site, shared)
     generator = torch.Generator().manual_seed(4)

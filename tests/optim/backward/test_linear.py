@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedSite, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 
 D = 32
 
@@ -22,7 +22,7 @@ def columns(width=6, seed=0, n=D, dtype=torch.float64):
 
 def patched(modules, width=6, dtype=torch.float64, project=True):
     """Sites of the modules, their shared inputs laid out."""
-    sites = [ProjectedSite(f"site{i}") for i in range(len(modules))]
+    sites = [ProjectedLinear(f"site{i}") for i in range(len(modules))]
     shared = SharedInputs(sites)
     for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
         if project:
@@ -80,7 +80,7 @@ def test_exact_against_projecting_the_full_gradient(shape):
 
 def left_patched(modules, width=6, dtype=torch.float64):
     """Sites of modules projected from the left, as :func:`patched`."""
-    sites = [ProjectedSite(f"site{i}", transposed=True) for i in range(len(modules))]
+    sites = [ProjectedLinear(f"site{i}", transposed=True) for i in range(len(modules))]
     shared = SharedInputs(sites)
     for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
         site.projection = columns(width, i, module.out_features, dtype)
@@ -186,7 +186,7 @@ def test_q_k_v_share_one_product_and_o_does_not():
     model(x)
     shared.lay_out()
     assert shared.groups() == [["site0", "site1", "site2"]]
-    assert sites[3].group.sites == [sites[3]]
+    assert sites[3].group.linears == [sites[3]]
     calls = []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -319,7 +319,7 @@ def test_deep_copy_and_unpatched_are_ordinary_linears():
     assert twin.weight.grad is not None
     assert site.take() is None
     assert can_project(twin)  # so that a copy can be trained by another optimizer
-    unpatch_linear(module, ProjectedSite("another's"))
+    unpatch_linear(module, ProjectedLinear("another's"))
     module(x).sum().backward()
     assert module.weight.grad is None  # still the first site's
     unpatch_linear(module, site)
@@ -427,11 +427,11 @@ def test_one_projection_object_means_one_product():
 
 
 def test_without_sites_there_is_nothing_to_wait_for():
-    assert SharedInputs(()).settled
-    shared = SharedInputs([ProjectedSite("a")])
-    assert not shared.settled
-    shared.restore([], settled=True)
-    assert shared.settled
+    assert SharedInputs(()).observed
+    shared = SharedInputs([ProjectedLinear("a")])
+    assert not shared.observed
+    shared.restore([], observed=True)
+    assert shared.observed
 
 
 def test_bf16_micro_batches_add_up_in_fp32():

@@ -118,7 +118,7 @@ def test_one_product_is_saved_per_group():
         model = Block()
         optimizer = HMT(model, **{**OPTIONS, "share_basis": share, "update_interval": 100})
         train(model, optimizer, batches(12))
-        assert all(site.active for site in optimizer._patches.sites.values())
+        assert all(site.active for site in optimizer._patches.projected.values())
         saved[share] = saved_products(model, x)
     one = 64 * (RANK + PROBES) * 4
     assert saved[True] == 4 * one  # q k v, o, gate up, down

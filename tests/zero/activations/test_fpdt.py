@@ -127,17 +127,17 @@ def test_weights_are_gathered_once_per_pass_not_once_per_chunk(ranks: Ranks) -> 
 
 def kept_in_chunks() -> list[tuple[int, ...]]:
     """Shapes of what projected linears keep of their inputs in the middle of a backward."""
-    from hmt_deepspeed.optim.backward.linear_functions import ProjectedLinear
+    from hmt_deepspeed.optim.backward.linear_functions import ProjectedLinearFunction
 
     engine = make_engine(config_with(2, CHUNKS), tiny_llama(use_cache=False))
     shapes = []
-    forward = ProjectedLinear.forward
+    forward = ProjectedLinearFunction.forward
 
     def noting(ctx: Any, x: Any, weight: Any, bias: Any, product: Any, *rest: Any) -> Any:
         shapes.append((x.shape[0] * x.shape[1], product.shape[0], product.shape[1], x.shape[2]))
         return forward(ctx, x, weight, bias, product, *rest)
 
-    ProjectedLinear.forward = staticmethod(noting)
+    ProjectedLinearFunction.forward = staticmethod(noting)
     tokens = micro_batches(engine, 0)[0]
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.destroy()

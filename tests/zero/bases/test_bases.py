@@ -18,22 +18,22 @@ def held_after_training(stage: int, projected: bool) -> dict[str, Any]:
     return {
         "losses": losses,
         "rows": [e.matrix.projection.shape[0] for e in optimizer.zero.low_rank],
-        "parked": [_parked_rows(e) for e in optimizer.zero.low_rank],
+        "local": [_local_rows(e) for e in optimizer.zero.low_rank],
         "columns": [e.matrix.shape[1] for e in optimizer.zero.low_rank],
         "bytes": optimizer.metrics()["low_rank_state_bytes"],
     }
 
 
-def _parked_rows(entry: Any) -> int | None:
-    parked = entry.matrix.columns.parked
-    return None if parked is None else parked.shape[0]
+def _local_rows(entry: Any) -> int | None:
+    local = entry.matrix.columns.local
+    return None if local is None else local.shape[0]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_of_stage_3_keeps_its_rows_of_every_basis(ranks: Ranks, world: int) -> None:
     for result in ranks.run(held_after_training, world, 3, True):
         assert result["rows"] == [0] * len(result["rows"])
-        assert result["parked"] == [-(-n // world) for n in result["columns"]]
+        assert result["local"] == [-(-n // world) for n in result["columns"]]
 
 
 def test_only_the_bases_are_fewer_bytes_than_at_stage_2(ranks: Ranks) -> None:
@@ -51,4 +51,4 @@ def test_only_the_bases_are_fewer_bytes_than_at_stage_2(ranks: Ranks) -> None:
 def test_without_projected_backward_the_hooks_keep_whole_bases(ranks: Ranks) -> None:
     result = ranks.run(held_after_training, 2, 3, False)[0]
     assert result["rows"] == result["columns"]
-    assert result["parked"] == [None] * len(result["columns"])
+    assert result["local"] == [None] * len(result["columns"])

@@ -76,7 +76,7 @@ def input_gradients(stage: int) -> dict[str, Any]:
     x = batch(5).requires_grad_()
     (found,) = torch.autograd.grad(engine(x).square().sum(), x)
     (expected,) = torch.autograd.grad(engine.module(x).square().sum(), x)
-    left = [e.gradient.site.pending for e in engine.optimizer.zero.low_rank]
+    left = [e.gradient.linear.pending for e in engine.optimizer.zero.low_rank]
     weight, messages = engine.module[0].weight, []
     for ask in (
         lambda: torch.autograd.grad(engine(x).sum(), weight),

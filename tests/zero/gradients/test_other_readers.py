@@ -61,7 +61,7 @@ def trained_by(stage: int, model: str, options: dict[str, Any]) -> dict[str, Any
         engine.backward(loss)
         engine.step()
         losses.append(mean_over_ranks(loss.item()))
-    sites = {e.name: e.gradient.site is not None for e in engine.optimizer.zero.low_rank}
+    sites = {e.name: e.gradient.linear is not None for e in engine.optimizer.zero.low_rank}
     return result(engine, losses) | {"sites": sites}
 
 

@@ -268,7 +268,7 @@ def test_low_rank_sends_an_eighth_of_stock(ranks: Ranks) -> None:
 def test_bytes_sent_are_the_formula(ranks: Ranks, stage: int, world: int) -> None:
     """Gradients m (r + k) instead of m n; weights gathered as in ZeRO; nothing else but norms.
 
-    At stage 3 also the dealt bases n (r + k): in every forward, and twice in a step (the update, new
+    At stage 3 also the sharded bases n (r + k): in every forward, and twice in a step (the update, new
     probes).
     """
     gas = 2

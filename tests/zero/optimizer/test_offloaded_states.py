@@ -51,9 +51,9 @@ def tensors_of(engine: Any, name: str) -> list[Tensor]:
             found += [t for t in (gradient.reduced, gradient.full, gradient.local) if t is not None]
         elif name == "lp_params" and entry.matrix is not None:
             columns = getattr(entry.matrix, "columns", None)
-            place = None if columns is None else columns.parked
+            place = None if columns is None else columns.local
             place = place if place is not None or columns is None else columns.whole
-            site = entry.gradient.site
+            site = entry.gradient.linear
             found += [
                 t
                 for t in (place, site and site.projection, site and site.group.columns)

@@ -324,7 +324,7 @@ def conv1d(stage: int) -> dict[str, Any]:
     engine = make_engine(ds_config(stage, LOW_RANK, gas=2), GPT2LMHeadModel(config))
     found = result(engine, train(engine, STEPS))
     low_rank = engine.optimizer.zero.low_rank
-    found["matrices"] = {e.name: e.gradient.site is None for e in low_rank}
+    found["matrices"] = {e.name: e.gradient.linear is None for e in low_rank}
     found["ranks"] = matrix_ranks(engine)
     return found
 

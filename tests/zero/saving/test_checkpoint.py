@@ -254,8 +254,8 @@ def test_saving_changes_nothing(ranks: Ranks, saved_runs: Any) -> None:
 def test_any_layout_loads_any_other(ranks: Ranks, saved_runs: Any, world: int) -> None:
     folders, straight = saved_runs
     # What is read is whole tensors by name, whoever wrote them, and what is done with them is the reader's: every
-    # layout is read at another stage, every stage reads what one rank and what two wrote; those that deal their state
-    # read it as whole, as dealt to as many ranks, and as dealt to fewer.
+    # layout is read at another stage, every stage reads what one rank and what two wrote; those that shard their state
+    # read it as whole, as sharded over as many ranks, and as sharded over fewer.
     wanted = {
         1: [(w, (w[0] + w[1]) % 4) for w in folders],
         2: [((0, 1), 2), ((1, 1), 3), ((3, 2), 0), ((2, 2), 3), ((3, 2), 1)],
