@@ -1,1 +1,1 @@
-"""Gradients from backward to the shard that takes them: hooks, accumulation, reduction."""
+"""Gradients between backward and the optimizer step: hooks, accumulation, reduction."""

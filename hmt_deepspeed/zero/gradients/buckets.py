@@ -1,4 +1,4 @@
-"""Buckets of gradients: what one collective reduces."""
+"""Buckets of gradients; one collective reduces a bucket."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ __all__ = ["Bucket", "InFlight", "build_buckets"]
 
 @dataclass(eq=False)
 class Bucket:
-    """Members reduced by one collective; ``offsets`` count elements of one rank's chunk.
+    """Gradients that one collective reduces.
 
-    waiting: members that have not arrived in this round, and leaves in place of theirs. launched: its
-    collective has begun in this round.
+    Attributes:
+        offsets: where each member begins, in elements of one rank's chunk.
+        waiting: members that have not arrived in this round; a leaf stands for its members.
+        launched: its collective has begun in this round.
     """
 
     index: int
@@ -42,7 +44,7 @@ class InFlight:
 def build_buckets(
     gradients: Sequence[Gradient], parts: int, bucket_elements: int, each_alone: bool
 ) -> list[Bucket]:
-    """Buckets of a window, the last parameters first, as backward will meet them.
+    """Buckets of an accumulation window, the last parameters first, as backward will meet them.
 
     A whole gradient, of a matrix that refreshes its basis, has a bucket of its own.
 

@@ -1,4 +1,7 @@
-"""One parameter's gradient from backward to its shard."""
+"""One parameter's gradient: taken from backward, accumulated, reduced to its shard.
+
+A window is an accumulation window: the micro-batches between two optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ class Gradient:
     """Gradient of one parameter on its way to its shard.
 
     Attributes:
-        shards: rows of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
+        shards: partition of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
             that is projected.
-        matrix, linear: of a matrix rule; ``linear`` is None without projected backward.
+        matrix: its rule, None for a dense parameter. linear: receives projected gradients; None without
+            projected backward.
         refreshing: this window forms the full gradient, for the basis.
         owner: rank that finds the basis.
         leaf: of ZeRO-3, when it is of one: it counts as arrived with the leaf, whether this rank used it or not.
@@ -108,7 +112,7 @@ class Gradient:
 
 
 class Accumulated(Enum):
-    """What of the accumulation window there is now; the same on every rank whose backwards were the same."""
+    """How far the accumulation window has come; the same on every rank whose backwards were the same."""
 
     NOTHING = "no backward has run since the last step"
     PART = "a backward is under way, or was broken off"

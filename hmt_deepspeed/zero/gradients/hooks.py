@@ -1,4 +1,4 @@
-"""What fires when a gradient is there: DeepSpeed's count of a backward's hooks around the reducer's work."""
+"""Gradient hooks: DeepSpeed counts a backward's hooks around the reducer's work."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Every trainable parameter has one :class:`Gradient`. Backward leaves a contribut
 matrix that refreshes its basis. Contributions travel in buckets of constant size whose contents are
 fixed before backward starts, so all ranks reduce the same things in the same order whatever a rank's
 own graph touched; a bucket is launched as soon as its last member has arrived, while backward goes on. With one rank
-a bucket is one gradient.
+a bucket is one gradient. A window is an accumulation window: the micro-batches between two optimizer steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GradientReducer:
     Attributes:
         events: ("arrive", name), ("launch", index), ("wait", index) in order, when recorded.
         peak_bytes: most bytes of gradient alive at once so far, buckets included.
-        last: whether what arrives is of the window's last micro-batch.
-        reached: places of the gradients that this rank's backwards of the window gave.
+        last: whether gradients that arrive now are of the window's last micro-batch.
+        reached: places of the gradients that this rank's backwards have given in the window.
     """
 
     MAX_IN_FLIGHT = 2
@@ -112,7 +112,7 @@ class GradientReducer:
 
     @property
     def accumulated(self) -> Accumulated:
-        """What the window has accumulated until now."""
+        """How far the accumulation window has come."""
         if self._is_open:
             return Accumulated.PART
         if self._has_own:

@@ -1,4 +1,7 @@
-"""AdamW of one parameter on the host: after clipping and overflow are decided, or before that, and undone where the decision is another."""
+"""AdamW of one parameter on the host, after the overflow and clip decision or before it.
+
+A step taken before it is undone where the decision turns out otherwise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States on an SSD as the optimizer sees them, and how bytes get there."""
+"""Keeps the optimizer's states in files on an SSD."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_BUFFERS = 3  # for a read, an update and a write at once
 
 
 class Ssd(SlotPipeline):
-    """The files of one rank's states, in a folder that is gone when the process is.
+    """The files of one rank's states, in a folder that is removed when the process ends.
 
     Args:
         engine: gives the buffers. chunk: elements of the largest piece.

@@ -1,4 +1,4 @@
-"""Where the fp32 states of a shard live between steps: in host memory, or on an SSD."""
+"""Stores the fp32 states of a shard between steps, in host memory or on an SSD."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
 class ChunkStates(ABC):
-    """The states of one chunk for one ``with`` block in the worker, a flat tensor for each column.
+    """The states of one chunk during one ``with`` block in the worker: a flat fp32 tensor for each column.
 
     A block that raises changes nothing of them.
     """
@@ -49,7 +49,7 @@ class HostStates(ABC):
     """Columns of flat fp32 values of one length, worked on in chunks.
 
     Attributes:
-        columns: their names. num_elements: of each.
+        columns: their names, such as "master" and "exp_avg". num_elements: elements of each column.
     """
 
     def __init__(self, num_elements: int, columns: Sequence[str]) -> None:
@@ -62,15 +62,16 @@ class HostStates(ABC):
 
     @abstractmethod
     def chunk(self, begin: int, end: int, early: bool = False) -> ChunkStates:
-        """A chunk, for the job submitted next.
+        """The states of one chunk, for the job submitted next.
 
         Args:
-            begin, end: one of :func:`chunks`. early: what the job changes may be undone.
+            begin, end: element range of the chunk, one of :func:`chunks`.
+            early: the job's changes may be undone.
         """
 
     @abstractmethod
     def expect(self) -> None:
-        """All chunks will be asked for next, in order, if all goes as usual."""
+        """Announce that all chunks are asked for next, in order, if all goes as usual."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -78,7 +79,7 @@ class HostStates(ABC):
 
     @abstractmethod
     def read(self, column: str) -> Tensor:
-        """Its values; those in host memory themselves, not a copy.
+        """The values of a column; in host memory the column itself, not a copy.
 
         Args:
             column: one of :attr:`columns`.
@@ -89,7 +90,11 @@ class HostStates(ABC):
 
     @abstractmethod
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Replace columns by values from any device, of any dtype; what was never written is zero."""
+        """Replace columns; one that was never written is zero.
+
+        Args:
+            values: flat, ``num_elements`` each, by column; from any device, of any dtype.
+        """
 
 
 class RamStates(HostStates):
@@ -240,7 +245,11 @@ class HostMoment(StateTensor):
         return self._states.read(self._column)
 
     def write(self, value: Tensor, key: int | None) -> None:
-        """Store fp32 values of the same shape, exactly; ``key`` is for storage that rounds."""
+        """Store values exactly.
+
+        Args:
+            value: flat fp32, as many as there are. key: ignored, for storage that rounds.
+        """
         self._states.write({self._column: value})
 
     @property

@@ -1,8 +1,9 @@
 """Weights whose fp32 masters and AdamW moments live in host memory or on an SSD and are updated on the host.
 
-A chunk's way: what updates it (the gradient's sum, which is on the host already, or a low-rank matrix's
-update, formed on the device and sent) -> AdamW or addition on the master -> the model's dtype -> the
-device's shard. Chunks follow one another through :class:`HostWorker`.
+A chunk passes through these steps, one chunk after another, in :class:`HostWorker`::
+
+    the gradient's sum, on the host   ->  AdamW on the master     ->  the model's dtype  ->  the device's shard
+    a low-rank update, from the device ->  addition to the master  ->  the model's dtype  ->  the device's shard
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ class HostWeight(Weight):
         return self.states.read(MASTER) if self.has_master else super().master_values()
 
     def set_values(self, values: Tensor) -> None:
-        """Overwrite master and shard from flat fp32 values of the shard."""
+        """Overwrite master and shard.
+
+        Args:
+            values: flat fp32 values of the shard, from any device.
+        """
         if self.has_master:
             self.states.write({MASTER: values})
         with self.shard(overwrite=True) as shard:

@@ -28,7 +28,7 @@ Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived f
 
 
 class Cancelled(Protocol):
-    """What a job would use, and must be told when it does not run."""
+    """Something that a job would use; it is told when the job does not run."""
 
     def cancel(self) -> None: ...
 
@@ -46,17 +46,17 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 class HostWorker:
     """Runs jobs on host memory one after another, in order of submission, beside the training thread.
 
-    What travels goes through two page-locked pools of constant size: a submission waits while the one
-    towards the host is full. After a job has failed the states are no longer one step's, so everything
+    Copies go through two page-locked pools of constant size: a submission waits while the one
+    towards the host is full. After a job has failed the states are no longer those of one step, so everything
     that follows raises too.
 
     Args:
         device: where gradients come from and weights go to.
-        pinned: page-lock the states and gradients too, not only what travels.
+        pinned: page-lock the states and gradients too, not only the buffers of copies.
         ssd: where the states live, if not in host memory.
 
     Attributes:
-        engine: moves what travels. adam: the kernel. scratch: fp32 for one chunk, for the job that runs.
+        engine: copies between device and host. adam: the kernel. scratch: fp32 of one chunk, for the running job.
         ssd: the states' files, None when there are none.
         nbytes: host bytes of states and gradients. addition_seconds: spent adding updates to masters.
 

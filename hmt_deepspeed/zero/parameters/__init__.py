@@ -1,1 +1,1 @@
-"""Everything of each parameter, built once."""
+"""State of each parameter: its rule, shards, weights, moments and gradient."""

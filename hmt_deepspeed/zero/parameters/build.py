@@ -1,4 +1,4 @@
-"""Everything of each parameter, built once: rule, shard, weights, states, gradient."""
+"""Builds each parameter's rule, shards, weights, states and gradient, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter is to the optimizer: its rule, gradient, weights and states."""
+"""A parameter's rule, gradient, weights and states."""
 
 from __future__ import annotations
 

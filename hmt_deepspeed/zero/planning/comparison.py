@@ -1,4 +1,4 @@
-"""What the iterations under a plan took and moved, for the comparison with what it predicted."""
+"""Times and traffic of the iterations under a plan, compared with the plan's predictions."""
 
 from __future__ import annotations
 

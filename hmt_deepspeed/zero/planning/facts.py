@@ -1,4 +1,4 @@
-"""What the planner is told of a run: its optimizer, its setup, its work and the memory that there is."""
+"""Describes a run to the planner: its optimizer, setup, work and memory."""
 
 from __future__ import annotations
 

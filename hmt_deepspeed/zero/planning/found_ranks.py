@@ -1,4 +1,4 @@
-"""The ranks that matrices have come to under ``"rank": "auto"``, for the planner."""
+"""Reports to the planner the ranks that ``"rank": "auto"`` has found."""
 
 from __future__ import annotations
 

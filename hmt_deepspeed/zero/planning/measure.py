@@ -187,7 +187,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def peak_flops_of(name: str) -> float:
-    """Datasheet bf16 FLOP/s of a device that is known by name, else 0: what was measured stands for it."""
+    """Datasheet bf16 FLOP/s of a device that is known by name; 0 of others, whose measured rate is used instead."""
     plain = name.lower().replace(" ", "")
     return max(
         (m.peak_flops for key, m in MACHINES.items() if key.split("-")[0] in plain), default=0.0
@@ -209,7 +209,12 @@ def matmul_rate(
     seconds: float,
     synchronize: Callable[[], Any],
 ) -> float:
-    """FLOP/s of ``X W^T`` over all products."""
+    """FLOP/s of ``X W^T`` over all products.
+
+    Args:
+        products: (tokens, inputs, outputs) of each. dtype: by name, such as "bf16".
+        seconds: to spend on calls. synchronize: waits for the device.
+    """
     kind = _TORCH_DTYPES[dtype]
     factors = [
         (
@@ -287,7 +292,11 @@ class LinkRates(NamedTuple):
 def link_rates(
     engine: TransferEngine, nbytes: int, seconds: float, synchronize: Callable[[], Any]
 ) -> LinkRates:
-    """Of copies of ``nbytes`` each, over at least so many seconds each way."""
+    """Bytes/s of copies between device and pinned host memory.
+
+    Args:
+        nbytes: of one copy. seconds: to spend on each direction. synchronize: waits for the device.
+    """
     source = torch.zeros(nbytes, dtype=torch.uint8, device=engine.device)
     held = engine.put(source, "profile, held")
     engine.host_bytes(held)

@@ -1,4 +1,4 @@
-"""Memory of an engine by kind, as the planner names it: what is of constant size, and what is counted."""
+"""Counts an engine's memory by kind, under the planner's names."""
 
 from __future__ import annotations
 

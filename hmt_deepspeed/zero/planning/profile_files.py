@@ -1,4 +1,4 @@
-"""Measured machines on disk: beside a plan, in a run's folder and in a cache by machine and model."""
+"""Stores measured machines on disk: beside a plan, in a run's folder and in a cache by machine and model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The machine as the first iterations of a run have it: their times, and what is measured beside them.
+"""Profiles the machine in the first iterations of a run.
 
-The iterations compute everything again that may be. Their phases are timed and what they run again: on a GPU in
-turn, because timing every op makes the iteration slower, on a processor together. The rates of links, SSDs and codecs are then measured with tensors of the sizes that the run would move.
+These iterations recompute all activations that may be recomputed. Their phases and the recomputed operations are
+timed: on a GPU in turn, because timing every op makes the iteration slower; on a CPU together. The rates of links,
+SSDs and codecs are then measured with tensors of the sizes that the run would move.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _UNKNOWN = MatmulRates(1.0, 1.0, 1.0)  # until what was run again gives it
 
 
 class _Sample(NamedTuple):
-    """An iteration; seconds by phase, and of what one of its micro-steps ran again, by component."""
+    """One iteration: seconds by phase, and seconds of recomputation in one of its micro-steps, by component."""
 
     facts: RunFacts
     workload: Workload
@@ -63,7 +64,7 @@ class RunProfile:
         self._samples: list[_Sample] = []
 
     def times_reruns(self, number: int) -> bool:
-        """Whether what the profiled iteration of this number runs again is to be timed."""
+        """Whether recomputed operations are timed in the profiled iteration of this number."""
         return self._is_processor or number % 2 == 1
 
     def add(

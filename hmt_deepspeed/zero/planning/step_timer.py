@@ -1,4 +1,4 @@
-"""Seconds of an engine's forwards, backwards and updates, in the iterations that are asked for."""
+"""Times an engine's forwards, backwards and updates in the iterations that are asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Backward is what lies between the end of a forward and the call of ``step``, of every micro-step.
+    """Times each micro-step's phases. Backward lasts from the end of a forward to the call of ``step``.
 
     Args:
         synchronize: waits for the device; called five times a micro-step while timing, never otherwise.

@@ -1,4 +1,4 @@
-"""Units of work per second: how a measurement repeats a call within its time."""
+"""Measures units of work per second by repeating a call for a given time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def rate(work: Work, seconds: float, synchronize: Callable[[], Any] = _nothing) 
 
 
 def rate_of_call(work: Work, synchronize: Callable[[], Any] = _nothing) -> float:
-    """Units per second of one call."""
+    """Units per second of one call.
+
+    Args:
+        work: returns its number of units. synchronize: waits for the device, before and after.
+    """
     synchronize()
     begin = perf_counter()
     units = work()

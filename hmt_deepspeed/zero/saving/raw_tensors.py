@@ -1,4 +1,4 @@
-"""Nested state whose tensors are raw bytes in a file of their own: written without holding the interpreter.
+"""Stores a nested state with its tensors as raw bytes in a file of their own, written outside the interpreter's lock.
 
 ``torch.save`` copies and checksums under the interpreter's lock; a file written beside training must not. So
 the tensors' bytes go to ``NAME.bin`` by plain writes, and ``NAME.pt`` holds the state with a record in each
@@ -45,7 +45,11 @@ class ByteFile:
         self.sha256 = ""
 
     def append(self, data: memoryview | bytes) -> int:
-        """Writes all of it; the offset where it begins, at which any dtype may be read."""
+        """Append all of ``data``.
+
+        Returns:
+            Byte offset where it begins, aligned so that any dtype may be read there.
+        """
         self._write(bytes(-self.size % _ALIGNMENT))
         begin = self.size
         self._write(data)
@@ -123,7 +127,7 @@ def _mapped(path: str, files: dict[str, Tensor]) -> Tensor:
 
 
 def map_file(path: str) -> Tensor:
-    """The bytes of a file, memory-mapped; private to the reader."""
+    """The bytes of a file as a flat uint8 tensor, memory-mapped and private to the reader."""
     return torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
 
 
@@ -131,13 +135,16 @@ def map_file(path: str) -> Tensor:
 
 
 def encode(new: Tensor, base: Tensor, itemsize: int, file: ByteFile) -> list[list[int]]:
-    """Append what turns ``base`` into ``new`` (uint8, as long), without loss.
+    """Append the lossless difference between two tensors to a file.
 
     The exclusive or of neighbouring numbers has zeros where sign, exponent and leading bits agree. Byte by
     byte of an element, each plane is deflated where that saves a tenth.
 
+    Args:
+        new, base: flat uint8, equally long. itemsize: bytes of an element.
+
     Returns:
-        By chunk and plane ``[offset, stored bytes, deflated]``, flat.
+        ``[offset, stored bytes, deflated]`` for each plane of each chunk, in one list.
     """
     planes = []
     for begin in range(0, new.numel(), _CHUNK):
@@ -152,7 +159,15 @@ def encode(new: Tensor, base: Tensor, itemsize: int, file: ByteFile) -> list[lis
 
 
 def decode(data: Tensor, planes: list[list[int]], base: Tensor, itemsize: int) -> Tensor:
-    """Undo :func:`encode`; ``data`` is the file's bytes."""
+    """Undo :func:`encode`.
+
+    Args:
+        data: the file's bytes, flat uint8. planes: what :func:`encode` returned.
+        base: flat uint8. itemsize: bytes of an element.
+
+    Returns:
+        Flat uint8, as long as ``base``.
+    """
     out = torch.empty_like(base)
     stored = iter(planes)
     for begin in range(0, base.numel(), _CHUNK):

@@ -65,6 +65,12 @@ def _rows_of(
 class SavedState:
     """One checkpoint folder.
 
+    Args:
+        folder: of the tag.
+
+    Raises:
+        ValueError: files of some ranks are missing.
+
     Attributes:
         hmt: our part of the first rank's optimizer state.
         model_state: DeepSpeed's model-state file of the first rank.
@@ -139,7 +145,7 @@ class SavedState:
     # -- weights ----------------------------------------------------------------------------------
 
     def master(self, name: str) -> Tensor:
-        """Whole fp32 weight of a trainable parameter, flat."""
+        """Whole weight of a trainable parameter, flat fp32 on the host."""
         if "masters" in self._optimizer[0]:
             return self._master_of_snapshot(name)
         if "fp32_flat_groups" in self._optimizer[0]:
@@ -147,7 +153,7 @@ class SavedState:
         return self._master_stage12(name)
 
     def int8_weight(self, name: str) -> dict[str, Tensor] | None:
-        """Codes and scales of a weight that was stored in INT8, else None."""
+        """``codes`` (m x n int8) and ``scales`` of a weight that was stored in INT8, else None."""
         found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
         return found
 
@@ -220,7 +226,7 @@ class SavedState:
     # -- states -----------------------------------------------------------------------------------
 
     def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
-        """State of a matrix rule with what it keeps by rows for the given rows.
+        """State of a matrix rule; of its tensors by rows only the given rows.
 
         A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
         rank of the same layout gets its own again.
@@ -244,8 +250,15 @@ class SavedState:
         return found
 
     def previous_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-        """Moments of previous bases with those bases, oldest first, of the rows given by matrix name; those that
-        every rank had kept."""
+        """Previous bases and the moments in them, oldest first; only those that every rank had kept.
+
+        Args:
+            rows: half-open range of the rows wanted, by matrix name.
+
+        Returns:
+            For each previous basis its ``owner``, ``steps``, ``columns``, ``basis`` (n x r) and by matrix name in
+            ``members`` the moments of the rows.
+        """
         saved = [
             state["hmt"].get("left_moments", {}).get("entries", []) for state in self._optimizer
         ]
@@ -276,7 +289,7 @@ class SavedState:
         return common
 
     def order_of_use(self, rank: int) -> list[str]:
-        """What a rank's basis cache kept of the past, least recently used first; nothing of further ranks."""
+        """Keys of previous bases in a rank's cache, least recently used first; none for ranks that did not save."""
         if rank >= len(self._optimizer):
             return []
         order: list[str] = self._optimizer[rank]["hmt"].get("left_moments", {}).get("order", [])
@@ -313,6 +326,6 @@ class SavedState:
         return files
 
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """Random number states a rank saved."""
+        """Random number states (uint8) that a rank saved, by generator."""
         state: dict[str, Tensor] = self._optimizer[rank]["hmt"]["rng"]
         return {key: value.clone() for key, value in state.items()}  # torch ignores a view's offset

@@ -103,7 +103,11 @@ class Collectives:
         return self._finish(work, not self.overlap)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Sum over ranks into ``tensor`` of ``owner`` (a rank of the group); others' contents are lost."""
+        """Sum over ranks into the owner's ``tensor``; the others' contents are lost.
+
+        Args:
+            tensor: of one shape and dtype on all ranks. owner: rank within the group.
+        """
         if self.world == 1:
             return _Done()
         self.sent_bytes += gather_bytes(_nbytes(tensor), self.world)
@@ -113,7 +117,14 @@ class Collectives:
         return self._finish(work, not self.overlap)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send ``parts[q]`` (flat) to rank q; what came from each rank p, ``sizes[p]`` elements."""
+        """Send ``parts[q]`` to rank q.
+
+        Args:
+            parts: one flat tensor for each rank, of one dtype. sizes: elements that come from each rank.
+
+        Returns:
+            By sending rank p a flat tensor of ``sizes[p]`` elements.
+        """
         if self.world == 1:
             return list(parts)
         sent = torch.cat(list(parts))
@@ -134,7 +145,11 @@ class Collectives:
         return box[0]
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
-        """``tensor`` of ``owner`` to all."""
+        """Overwrite ``tensor`` on all ranks by the owner's.
+
+        Args:
+            tensor: of one shape and dtype on all ranks. owner: rank within the group.
+        """
         if self.world > 1:
             self.sent_bytes += gather_bytes(_nbytes(tensor), self.world)
             dist.broadcast(tensor, dist.get_global_rank(self.group, owner), group=self.group)

@@ -1,4 +1,4 @@
-"""Who holds which rows of what.
+"""Sharding of matrices by rows over ranks.
 
 ZeRO shards the flat elements of a parameter over ranks in equal parts of ``ceil(numel / world)``. Such a
 part may start and end inside a row of the m x n matrix; a rank then holds the optimizer states of every
@@ -20,7 +20,7 @@ __all__ = ["RowShards", "padded", "whole_shape"]
 
 @dataclass(frozen=True)
 class RowShards:
-    """Partition of an m x n matrix over ``world`` ranks. All ranges are half-open."""
+    """Partition of an m x n matrix over ``world`` ranks. Ranges are ``(begin, end)``, half-open."""
 
     m: int
     n: int
@@ -32,20 +32,20 @@ class RowShards:
         return -(-self.m * self.n // self.world)
 
     def flat(self, rank: int) -> tuple[int, int]:
-        """Flat elements of the weight that a rank holds."""
+        """Range of flat elements of the weight that a rank holds."""
         numel = self.m * self.n
         begin = min(rank * self.partition, numel)
         return begin, min(begin + self.partition, numel)
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """Rows a rank touches: those whose states it holds."""
+        """Range of rows that a rank touches: it holds their states."""
         begin, end = self.flat(rank)
         if begin == end:
             return self.m, self.m
         return begin // self.n, -(-end // self.n)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Rows whose first element a rank holds: every row is owned by exactly one rank."""
+        """Range of rows whose first element a rank holds: every row is owned by exactly one rank."""
         begin, end = self.flat(rank)
         return -(-begin // self.n), -(-end // self.n)
 
@@ -100,18 +100,32 @@ class RowShards:
             out[begin:end].copy_(packed[rank, : end - begin])
 
     def shard_of(self, flat: Tensor, rank: int) -> Tensor:
-        """This rank's part of a whole flat tensor: a view of at most ``partition`` elements."""
+        """A rank's part of a whole flat tensor.
+
+        Args:
+            flat: m n elements, any dtype.
+
+        Returns:
+            A view of at most ``partition`` elements.
+        """
         begin, end = self.flat(rank)
         return flat[begin:end]
 
     def rows_to_shard(self, rows: Tensor, rank: int) -> Tensor:
-        """Flat part of a rank inside ``rows`` (its rows x n, contiguous): a view."""
+        """A rank's flat part within the rows that it touches.
+
+        Args:
+            rows: (rows of :meth:`rows`) x n, contiguous, any dtype.
+
+        Returns:
+            A flat view of at most ``partition`` elements.
+        """
         begin, end = self.flat(rank)
         offset = self.rows(rank)[0] * self.n
         return rows.reshape(-1)[begin - offset : end - offset]
 
     def counted(self, rank: int) -> slice:
-        """Owned rows, relative to the rows held: what this rank contributes to sums over rows."""
+        """Owned rows relative to the rows held: the rank contributes these to sums over rows."""
         first = self.rows(rank)[0]
         begin, end = self.owned(rank)
         return slice(begin - first, end - first)

@@ -1,4 +1,4 @@
-"""From columns of a matrix to rows: an update that was computed by columns meets weights held by rows.
+"""Turns an update sharded by columns into one sharded by rows, as weights are.
 
 A rule on the transpose shards the columns of a weight over ranks; the weight's own shard is a range of its
 rows. Low-rank updates are gathered whole (they are small); a whole update travels once, each element to
@@ -19,12 +19,15 @@ __all__ = ["rows_from_columns"]
 def rows_from_columns(
     update: Tensor, columns: RowShards, rows: RowShards, collectives: Collectives
 ) -> Tensor:
-    """The rows this rank touches, rows x n, of an m x n update sharded by columns.
+    """Exchange an m x n update sharded by columns, so that each rank gets the rows that it touches.
 
     Args:
         update: columns this rank holds of the update, as rows: columns x m, any dtype.
         columns: partition of the transpose (n x m). rows: of the weight (m x n).
         collectives: of the ranks that hold them; one all-to-all.
+
+    Returns:
+        Rows that this rank touches x n, of the dtype of ``update``.
     """
     if rows.world == 1:
         return update.t()

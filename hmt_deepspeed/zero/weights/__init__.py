@@ -1,1 +1,1 @@
-"""Weights as an optimizer step sees them: shard, master, INT8 codes, stage 3's partitions."""
+"""Weights in an optimizer step: shard, master, INT8 codes, stage 3's partitions."""

@@ -43,7 +43,7 @@ class EncodedWeight(Weight):
 
     @contextmanager
     def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
-        """fp32 values of this rank's flat elements, decoded: to be read, not written."""
+        """Decoded fp32 values of the shard, flat: to be read, not written."""
         begin, end = self.shards.rows(self.rank)
         yield self.shards.rows_to_shard(self.encoded.decode_rows(begin, end), self.rank)
 
@@ -65,7 +65,10 @@ class EncodedWeight(Weight):
         return self.encoded.decode_rows(0, self.shards.m)
 
     def set_values(self, values: Tensor) -> None:
-        """Take the whole weight where this rank's part is all of it.
+        """Overwrite the whole weight where this rank's shard is all of it.
+
+        Args:
+            values: m n flat fp32 values.
 
         Raises:
             RuntimeError: on several shards, whose ranks would no longer hold the same codes.

@@ -1,4 +1,4 @@
-"""Partitions of stage 3 wherever DeepSpeed keeps them: in memory, or on an SSD between uses.
+"""Access to stage 3's partitions, which DeepSpeed keeps in memory or, between uses, on an SSD.
 
 Under ``offload_param`` on NVMe ``param.ds_tensor`` of a large parameter (from 1 MiB per rank) holds nothing
 between uses; DeepSpeed's swapper lends it one of ``buffer_count`` buffers. Everything here is local to a rank.
@@ -46,6 +46,9 @@ def resident(param: Any, overwrite: bool = False) -> Iterator[Tensor]:
     Args:
         overwrite: the block gives every element a new value: what an SSD holds is not read, but replaced
             when the block ends. Without it, what the block writes to a partition on an SSD is lost.
+
+    Returns:
+        1-d, ``ceil(numel / world)`` elements of the model's dtype.
     """
     part = param.ds_tensor
     if not on_ssd(param):
@@ -126,7 +129,12 @@ def detach_coordinator(parameter_offload: Any) -> None:
 
 
 def prepare_for_ssd(parameter_offload: Any, max_in_cpu: int, pin_memory: bool) -> None:
-    """What DeepSpeed's coordinator leaves to DeepSpeed's own optimizer, or gets wrong, on NVMe."""
+    """Do what DeepSpeed's coordinator leaves to DeepSpeed's own optimizer on NVMe, and correct what it gets wrong.
+
+    Args:
+        parameter_offload: the coordinator. max_in_cpu: elements that stay in host memory.
+        pin_memory: page-lock those.
+    """
     _keep_in_memory(parameter_offload.module, max_in_cpu, pin_memory)
     swapped = _swapped(parameter_offload.module.parameters())
     if swapped:

@@ -1,4 +1,4 @@
-"""Model weights as an optimizer step sees them: this rank's shard, its fp32 master, and their gather."""
+"""A parameter's weights on this rank: its shard, the shard's fp32 master, and the gather of new weights."""
 
 from __future__ import annotations
 
@@ -71,8 +71,15 @@ class Weight:
 
     @contextmanager
     def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
-        """Flat elements held here, valid inside the block: under stage 3 the parameter's partition, else
-        a view of the parameter. ``overwrite`` as in :func:`resident`."""
+        """The shard's elements, valid inside the block.
+
+        Args:
+            overwrite: as in :func:`resident`.
+
+        Returns:
+            Flat, :attr:`num_elements` of the model's dtype: part of the partition at stage 3, else a view of the
+            parameter.
+        """
         if self.partitioned:
             with resident(self.param, overwrite) as part:
                 yield part[: self.num_elements]
@@ -87,19 +94,19 @@ class Weight:
             return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
 
     def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for a master that is not the weights themselves.
+        """Move a master that is not the weights themselves.
 
         Args:
-            place: gives a copy elsewhere of a tensor.
+            place: copies a tensor to another device.
         """
         if self.master is not None and not self._master_is_shard():
             self.master = place(self.master)
 
     def move_weights(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Take what ``place`` gives for the weights held here, and for a master that is a part of them.
+        """Move the weights held here, and a master that is a part of them.
 
         Args:
-            place: gives a copy elsewhere of a tensor.
+            place: copies a tensor to another device.
         """
         was_shard = self._master_is_shard()
         move_parameter(self.param, place)
@@ -251,10 +258,10 @@ class Weight:
 
 
 def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
-    """Give a parameter what ``place`` gives for its values; of stage 3 for this rank's partition of them.
+    """Move a parameter's values; at stage 3 this rank's partition of them.
 
     Args:
-        place: gives a copy elsewhere of a tensor.
+        place: copies a tensor to another device.
     """
     values = param.ds_tensor if hasattr(param, "ds_tensor") else param
     values.data = place(values.data)
@@ -276,9 +283,11 @@ class GatherPipeline:
         self._in_flight: list[tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]] = []
 
     def add(self, part: Tensor, length: int, deliver: Callable[[Tensor], None]) -> None:
-        """Queue a flat part (padded to ``length``, equal on all ranks).
+        """Queue a flat part.
 
-        ``deliver`` gets the gathered world x length tensor, a view of the bucket.
+        Args:
+            part: 1-d, of at most ``length`` elements. length: padded length, equal on all ranks.
+            deliver: called with the gathered world x length tensor, a view of the bucket.
         """
         members = self._open.setdefault(part.dtype, [])
         members.append((padded(part, length), deliver))
