@@ -71,37 +71,23 @@ def install(
     Raises:
         ValueError: another family, or a setting that would change the result.
     """
-    if chunk_size < 1 or (piece_size is not None and piece_size < 1):
-        raise ValueError(
-            f"fpdt.chunk_size and piece_size are tokens, at least 1; got {chunk_size}, {piece_size}"
-        )
+    _check_sizes(chunk_size, piece_size)
     clear_for_fpdt(model)
     layers, family = decoder_layers(model), chunked_family(model)
-    sequence = SequenceParallel(group)
-    sequence.check_heads(*heads_of(layers[0], family)[:2])
-    if chunk_size < sequence.size:
-        raise ValueError(
-            f"fpdt.chunk_size is {chunk_size}, fewer tokens than the {sequence.size} ranks that share it"
-        )
+    sequence = _shared_sequence(group, layers[0], family, chunk_size)
     from transformers import AttentionInterface
 
     if ATTENTION not in AttentionInterface():
         register_attention()
     holders, attention_holders = holders or {}, attention_holders or {}
-    installation = Installation(model, ChunkMemory(offload_kv), sequence, engine)
+    memory = ChunkMemory(offload_kv)
+    installation = Installation(model, memory, sequence, engine)
     piece_size = piece_size or max(1, chunk_size // 4)
 
     def in_chunks(layer: nn.Module) -> ChunkedLayer:
+        held = holders.get(layer), attention_holders.get(layer)
         return ChunkedLayer(
-            layer,
-            family,
-            chunk_size,
-            piece_size,
-            installation.memory,
-            sequence,
-            around_backward,
-            holders.get(layer),
-            attention_holders.get(layer),
+            layer, family, chunk_size, piece_size, memory, sequence, around_backward, *held
         )
 
     with ExitStack() as undo:
@@ -112,6 +98,26 @@ def install(
         undo.pop_all()
     ownership.claim(installation)
     return installation
+
+
+def _check_sizes(chunk_size: int, piece_size: int | None) -> None:
+    if chunk_size < 1 or (piece_size is not None and piece_size < 1):
+        raise ValueError(
+            f"fpdt.chunk_size and piece_size are tokens, at least 1; got {chunk_size}, {piece_size}"
+        )
+
+
+def _shared_sequence(
+    group: Group | None, layer: nn.Module, family: Family, chunk_size: int
+) -> SequenceParallel:
+    """The ranks that share a sequence; ValueError where a layer's heads or a chunk cannot be shared among them."""
+    sequence = SequenceParallel(group)
+    sequence.check_heads(*heads_of(layer, family)[:2])
+    if chunk_size < sequence.size:
+        raise ValueError(
+            f"fpdt.chunk_size is {chunk_size}, fewer tokens than the {sequence.size} ranks that share it"
+        )
+    return sequence
 
 
 def _replace_layers(

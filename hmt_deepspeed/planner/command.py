@@ -38,6 +38,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  hmt-plan --model 7b --machine rtx4090 --seq_length 4096 --write ds.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_training(parser)
+    _add_machine(parser)
+    _add_setup(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is trained").add_argument
     add("--model", help=f"{', '.join(SIZES)}, or a folder with a config.json; required")
     add(
@@ -67,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         help="sequences of an optimizer step (default: those of one micro-step)",
     )
 
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("on what").add_argument
     add("--machine", help=f"{', '.join(MACHINES)}, or a profile (JSON); required")
     add("--num_gpus", type=int, metavar="N", help="GPUs (default: the machine's)")
@@ -95,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of the machine, for the cost of a million tokens",
     )
 
+
+def _add_setup(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "how; the fastest that fits is chosen where nothing is said"
     ).add_argument
@@ -125,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         "activations where the HMT paper's policy has them",
     )
 
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("files").add_argument
     add("--write", metavar="FILE", help="write the DeepSpeed JSON of the recommendation")
     add("--nvme_path", metavar="FOLDER", help="on the SSDs, for that JSON")
@@ -135,7 +149,6 @@ def _parser() -> argparse.ArgumentParser:
         help="draw its timeline and the GPU's memory: .svg, .png or .pdf (matplotlib)",
     )
     add("--plan", metavar="FILE", help="say what a saved plan does with the recommended setup")
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -141,52 +141,66 @@ def assign_rules(
     Raises:
         ValueError: a pattern that should match and does not, or whose matches earlier ones take.
     """
-    parameters, heads = list(parameters), set(head_names)
-    linear = None if linear_names is None else set(linear_names)
-    targets = None if target_modules == "all" else target_modules
-    _check_matches(targets or (), module_rules, parameters)
+    parameters = list(parameters)
+    targets = [] if target_modules is None or target_modules == "all" else target_modules
+    _check_matches(targets, module_rules, parameters)
     _check_order(module_rules, parameters)
+    linear = None if linear_names is None else set(linear_names)
+    choice = _Choice(settings, module_rules, target_modules, linear, set(head_names))
+    assigned = [choice.assign(name, tuple(shape)) for name, shape in parameters]
+    _check_targets(targets, assigned, [pattern for pattern, _ in module_rules])
+    if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
+        assigned = [replace(own, lr_scale=1.0) for own in assigned]
+    return assigned
 
-    def reason_dense(name: str, shape: tuple[int, ...]) -> str:
-        if settings is None:
-            return f"method is {DENSE}"
-        if target_modules == "all":
-            return f"{ADAPTER!r} is left to AdamW" if ADAPTER in name else ""
-        if name in heads:
-            return "output head"
-        always = next((p for p in LEFT_TO_ADAMW if re.search(p, name)), None)
-        if always is not None:
-            return f"{always!r} is left to AdamW"
-        if targets is not None and not any(re.search(p, name) for p in targets):
-            return "not in target_modules"
-        if linear is not None and name not in linear:
-            return "not the weight of a linear layer"
-        return ""
 
-    def assign(name: str, shape: tuple[int, ...]) -> Assignment:
-        scale = settings.lr_scale if settings and _is_beside(name, shape, heads) else 1.0
+@dataclass(frozen=True)
+class _Choice:
+    """The arguments of :func:`assign_rules` by which each parameter's rule is chosen, whatever the others' are."""
+
+    settings: MatrixSettings | None
+    module_rules: Sequence[ModuleRule]
+    target_modules: Sequence[str] | Literal["all"] | None
+    linear: set[str] | None
+    heads: set[str]
+
+    def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
+        """By shape, then by the first module rule that matches, then by the target modules."""
+        settings = self.settings
+        scale = settings.lr_scale if settings and _is_beside(name, shape, self.heads) else 1.0
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
-            return Assignment(
-                name, shape, None, reason if settings else f"method is {DENSE}", scale
-            )
+            reason = reason if settings else f"method is {DENSE}"
+            return Assignment(name, shape, None, reason, scale)
         if _is_vector(shape):
             return Assignment(name, shape, None, "a vector in disguise", scale)
-        rule = next((rule for rule in module_rules if re.search(rule[0], name)), None)
+        rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
         if rule is not None:
             reason = "" if rule[1] else f"module_rules {rule[0]!r}"
             rate = 1.0 if rule[1] is None else rule[1].lr_scale
             return Assignment(name, shape, rule[1], reason, rate)
-        reason = reason_dense(name, shape)
+        reason = self._reason_dense(name)
         if settings is None or reason:
             return Assignment(name, shape, None, reason, scale)
         return Assignment(name, shape, settings, lr_scale=settings.lr_scale)
 
-    assigned = [assign(name, tuple(shape)) for name, shape in parameters]
-    _check_targets(targets or (), assigned, [pattern for pattern, _ in module_rules])
-    if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
-        assigned = [replace(own, lr_scale=1.0) for own in assigned]
-    return assigned
+    def _reason_dense(self, name: str) -> str:
+        """Why a matrix that no module rule matches is left to AdamW; empty if it is not."""
+        if self.settings is None:
+            return f"method is {DENSE}"
+        if self.target_modules == "all":
+            return f"{ADAPTER!r} is left to AdamW" if ADAPTER in name else ""
+        if name in self.heads:
+            return "output head"
+        always = next((p for p in LEFT_TO_ADAMW if re.search(p, name)), None)
+        if always is not None:
+            return f"{always!r} is left to AdamW"
+        targets = self.target_modules
+        if targets is not None and not any(re.search(p, name) for p in targets):
+            return "not in target_modules"
+        if self.linear is not None and name not in self.linear:
+            return "not the weight of a linear layer"
+        return ""
 
 
 def _is_beside(name: str, shape: tuple[int, ...], heads: set[str]) -> bool:
