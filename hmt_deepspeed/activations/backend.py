@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from hmt_deepspeed import ownership
 from hmt_deepspeed.activations.caching import active_mode
 from hmt_deepspeed.activations.checkpoint import (
-    HeldInputs,
+    SavedInputs,
     activations_among,
     run_checkpointed,
     with_positional_activations,
 )
-from hmt_deepspeed.activations.codecs import Codec, Held, Keep
+from hmt_deepspeed.activations.codecs import Codec, Keep, SavedTensor
 from hmt_deepspeed.activations.head import hold_head_input
 from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
@@ -91,7 +91,7 @@ class ActivationBackend:
         self._around = around
         self._seed, self._error_interval = seed, error_interval
         self._transfers, self._engine = tuple(transfers), engine
-        self._ledger, self._inputs = Ledger(), HeldInputs()
+        self._ledger, self._inputs = Ledger(), SavedInputs()
         self._last: Callable[[], Recording | None] = _NOTHING
         self._installed: ExitStack | None = None
         self.calls = self.steps = self._head_calls = 0
@@ -173,13 +173,13 @@ class ActivationBackend:
         sites: LayerSites | None,
         args: tuple[Any, ...],
         key: Callable[[int], int],
-    ) -> list[Callable[[Tensor], Held] | None]:
+    ) -> list[Callable[[Tensor], SavedTensor] | None]:
         """What holds the activations that enter a function; None where autograd does."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         layer = "" if sites is None else sites.base.layer
         if sites is not None:
             self._ledger.visit(layer)
-        holders: list[Callable[[Tensor], Held] | None] = []
+        holders: list[Callable[[Tensor], SavedTensor] | None] = []
         for number, position in enumerate(activations_among(args)):
             label: str
             if sites is not None and number == 0:
@@ -204,7 +204,7 @@ class ActivationBackend:
         codec: Codec,
         key: int,
         tensor: Tensor,
-    ) -> Held:
+    ) -> SavedTensor:
         held, is_new = self._inputs.hold(tensor, codec, key, f"{layer or 'checkpoint'}: {label}")
         if is_new:
             recording.charge(layer, label, held.nbytes)
@@ -312,7 +312,7 @@ class ActivationBackend:
             return _NOTHING
         codec = self._policy.head_codec(name)
 
-        def count(tensor: Tensor, held: Held, owner: object) -> None:
+        def count(tensor: Tensor, held: SavedTensor, owner: object) -> None:
             if held.nbytes:
                 self._ledger.hold(owner, {(name, "lm_head"): held.nbytes})
             if self._measures and codec.lossy:

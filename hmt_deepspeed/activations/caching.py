@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmt_deepspeed.activations.codecs import Codec, HeldBlocks, Keep
+from hmt_deepspeed.activations.codecs import Codec, Keep, SavedBlocks
 from hmt_deepspeed.activations.ledger import Ledger
 from hmt_deepspeed.activations.linear import SavingCodes
 from hmt_deepspeed.activations.recording import (
@@ -111,7 +111,7 @@ class CachingMode(TorchDispatchMode):
 
     def substitute(
         self, site: Site, codec: Codec, tensor: Tensor
-    ) -> tuple[Tensor | None, HeldBlocks | None]:
+    ) -> tuple[Tensor | None, SavedBlocks | None]:
         """What an output projection whose input is held reads instead of ``tensor`` (None: that), and the
         codes to save of it for its weight's gradient, if there are."""
         raise NotImplementedError

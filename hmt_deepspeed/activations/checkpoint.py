@@ -15,15 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.activations.codecs import Codec, SavedTensor
 from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, storage_of
 from hmt_deepspeed.activations.replay import ReplayMode
 
-__all__ = ["HeldInputs", "activations_among", "run_checkpointed", "with_positional_activations"]
+__all__ = ["SavedInputs", "activations_among", "run_checkpointed", "with_positional_activations"]
 
 
-class HeldInputs:
+class SavedInputs:
     """Inputs that are held now; one that several calls read is held once.
 
     The key says which bytes: a storage whose identity the recordings keep from being given away, how often
@@ -33,11 +33,11 @@ class HeldInputs:
     def __init__(self) -> None:
         self._held: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
-    def hold(self, tensor: Tensor, codec: Codec, key: int, name: str) -> tuple[Held, bool]:
+    def hold(self, tensor: Tensor, codec: Codec, key: int, name: str) -> tuple[SavedTensor, bool]:
         """The held form of batch x tokens x width, and whether it is new."""
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         identity = (storage_of(tensor), tensor._version, view, id(codec))
-        held: Held | None = self._held.get(identity)
+        held: SavedTensor | None = self._held.get(identity)
         if held is not None:
             return held, False
         held = codec.encode(tensor, tuple(range(tensor.dim() - 1)), key, name)
@@ -50,7 +50,7 @@ def run_checkpointed(
     args: tuple[Any, ...],
     options: dict[str, Any],
     modes: tuple[RecordMode, ReplayMode],
-    holders: Sequence[Callable[[Tensor], Held] | None],
+    holders: Sequence[Callable[[Tensor], SavedTensor] | None],
 ) -> Any:
     """``fn(*args, **options)``, of which only what the modes and the holders hold is there until backward.
 
@@ -100,12 +100,12 @@ def with_positional_activations(
 
 
 def _around(
-    recording: Recording, holders: dict[int, Callable[[Tensor], Held] | None]
+    recording: Recording, holders: dict[int, Callable[[Tensor], SavedTensor] | None]
 ) -> saved_tensors_hooks:
     """Hooks through which the checkpoint saves its tensor arguments, one after the other."""
     positions = itertools.count()
 
-    def pack(tensor: Tensor) -> Tensor | Held:
+    def pack(tensor: Tensor) -> Tensor | SavedTensor:
         hold = holders.get(next(positions))
         if hold is None:
             return tensor
@@ -114,7 +114,7 @@ def _around(
         recording.inputs.append(held)
         return held
 
-    def unpack(packed: Tensor | Held) -> Tensor:
+    def unpack(packed: Tensor | SavedTensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         recording.bring_back()

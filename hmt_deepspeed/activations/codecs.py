@@ -27,17 +27,17 @@ from hmt_deepspeed.memory.tiered import Store
 __all__ = [
     "Codec",
     "Fp8",
-    "Held",
-    "HeldBlocks",
     "Int8",
     "Keep",
+    "SavedBlocks",
+    "SavedTensor",
     "SwapHost",
     "SwapSsd",
     "build_codec",
 ]
 
 
-class Held(Protocol):
+class SavedTensor(Protocol):
     """One tensor between forward and backward; frees what it occupies when it is garbage."""
 
     @property
@@ -69,7 +69,7 @@ class Codec(Protocol):
         token_dims: int | tuple[int, ...] = 0,
         key: int = 0,
         name: str = "activation",
-    ) -> Held:
+    ) -> SavedTensor:
         """Hold a tensor.
 
         Args:
@@ -128,7 +128,7 @@ class Keep:
 # -- 8 bits ---------------------------------------------------------------------------------------
 
 
-class HeldBlocks:
+class SavedBlocks:
     """A tensor in 8 bits, in blocks of tokens within a channel.
 
     Attributes:
@@ -195,10 +195,10 @@ class _Blocks:
         token_dims: int | tuple[int, ...] = 0,
         key: int = 0,
         name: str = "activation",
-    ) -> HeldBlocks:
+    ) -> SavedBlocks:
         _check_float(tensor, self.choice, name)
         dims = _normalized(token_dims, tensor, name)
-        return HeldBlocks(tensor, dims, self, key)
+        return SavedBlocks(tensor, dims, self, key)
 
     def encode_matrix(self, value: Tensor, key: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

@@ -25,7 +25,7 @@ class Contiguous:
     """Codec: keeps tensors in the slots of one allocation, of ``number_checkpoints`` equal slots.
 
     It is made for the first tensor and stays: every further one goes to the lowest free slot, so that the
-    same checkpoint has the same address in every step. A slot is free again when its ``Held`` is gone.
+    same checkpoint has the same address in every step. A slot is free again when its ``SavedTensor`` is gone.
     Smaller tensors than the first fit; a larger one makes the allocation anew, once no slot is taken.
 
     Encode and decode copy: what was computed before may be written to, and what is decoded outlives the
@@ -58,7 +58,7 @@ class Contiguous:
         token_dims: int | tuple[int, ...] = 0,
         key: int = 0,
         name: str = "activation",
-    ) -> HeldSlot:
+    ) -> SavedSlot:
         """Copies the tensor to a slot.
 
         Raises:
@@ -75,7 +75,7 @@ class Contiguous:
             )
         index = heapq.heappop(self._free)
         slots[index, : layout.nbytes].copy_(flat)
-        held = HeldSlot(slots[index, : layout.nbytes], layout)
+        held = SavedSlot(slots[index, : layout.nbytes], layout)
         weakref.finalize(held, heapq.heappush, self._free, index).atexit = False
         return held
 
@@ -104,7 +104,7 @@ class Contiguous:
         return self.slots
 
 
-class HeldSlot:
+class SavedSlot:
     """A tensor in a slot.
 
     Attributes:

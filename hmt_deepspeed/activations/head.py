@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hmt_deepspeed.activations.codecs import Codec, Fp8, Held, Int8, Keep
+from hmt_deepspeed.activations.codecs import Codec, Fp8, Int8, Keep, SavedTensor
 from hmt_deepspeed.activations.linear import EncodedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.kernels.backward import is_transformed
 
@@ -18,7 +18,7 @@ __all__ = ["Count", "hold_head_input"]
 
 
 # Told of each input that is held: the input, its held form, and what lives as long as that.
-Count = Callable[[Tensor, Held, object], None]
+Count = Callable[[Tensor, SavedTensor, object], None]
 
 
 def hold_head_input(
@@ -82,7 +82,7 @@ class _Around:
             return
         storage = int(args[0].untyped_storage()._cdata)
 
-        def pack(tensor: Tensor) -> Held | _Saved:
+        def pack(tensor: Tensor) -> SavedTensor | _Saved:
             if int(tensor.untyped_storage()._cdata) != storage:
                 return _Saved(tensor, self._name)
             held = self._codec.encode(tensor, tuple(range(tensor.dim() - 1)), name=self._name)
@@ -120,5 +120,5 @@ class _Saved:
         return self._tensor
 
 
-def _unpack(packed: Held | _Saved) -> Tensor:
+def _unpack(packed: SavedTensor | _Saved) -> Tensor:
     return packed.decode()

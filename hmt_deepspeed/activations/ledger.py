@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.activations.codecs import Held
+from hmt_deepspeed.activations.codecs import SavedTensor
 from hmt_deepspeed.kernels.chunks import row_chunks
 
 __all__ = ["ActivationReport", "Ledger"]
@@ -145,7 +145,7 @@ class Ledger:
             self.layers.add(layer)
 
     @torch.no_grad()
-    def measure(self, label: str, tensor: Tensor, held: Held) -> None:
+    def measure(self, label: str, tensor: Tensor, held: SavedTensor) -> None:
         """Add to a label's error. On the device: nothing waits."""
         read, flat = held.decode().reshape(-1), tensor.detach().reshape(-1)
         chunks = list(row_chunks(len(flat), 1))

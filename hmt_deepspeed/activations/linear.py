@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hmt_deepspeed.activations.codecs import Fp8, HeldBlocks, Int8
+from hmt_deepspeed.activations.codecs import Fp8, Int8, SavedBlocks
 from hmt_deepspeed.kernels.backward import asked_of, is_transformed
 from hmt_deepspeed.kernels.dequant_matmul import dequant_matmul
 
@@ -66,7 +66,7 @@ class EncodedInputs:
         self,
         codec: Int8 | Fp8,
         next_key: Callable[[], int],
-        count: Callable[[Tensor, HeldBlocks], None] = lambda *_: None,
+        count: Callable[[Tensor, SavedBlocks], None] = lambda *_: None,
     ) -> None:
         self.codec, self.next_key, self._count = codec, next_key, count
         self.num_encoded = 0
@@ -143,7 +143,7 @@ class SavingCodes(TorchFunctionMode):
         x: ... x n, the tensor itself. held: the same as tokens x n.
     """
 
-    def __init__(self, x: Tensor, held: HeldBlocks) -> None:
+    def __init__(self, x: Tensor, held: SavedBlocks) -> None:
         super().__init__()
         self._x, self._held = x, held
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.activations.codecs import Codec, SavedTensor
 from hmt_deepspeed.kernels.chunks import row_chunks
 
 __all__ = ["Partitioned", "Replicas", "TorchReplicas", "fingerprint"]
@@ -74,7 +74,7 @@ class Partitioned:
         token_dims: int | tuple[int, ...] = 0,
         key: int = 0,
         name: str = "activation",
-    ) -> Held:
+    ) -> SavedTensor:
         """Holds this rank's part.
 
         Raises:
@@ -93,7 +93,7 @@ class Partitioned:
         part[: mine.shape[0]] = mine  # a copy: a view would keep the whole tensor alive
         part[mine.shape[0] :] = 0
         held = self.inner.encode(part, 0, _key_of_rank(key, rank), name)
-        return _HeldPart(self, held, geometry)
+        return _SavedPart(self, held, geometry)
 
     def _verify(self, rows: Tensor, tensor: Tensor, name: str) -> None:
         own = fingerprint(rows, tensor.shape)
@@ -112,10 +112,10 @@ class Partitioned:
             )
 
 
-class _HeldPart:
+class _SavedPart:
     """One rank's part of a tensor."""
 
-    def __init__(self, codec: Partitioned, held: Held, geometry: _Geometry) -> None:
+    def __init__(self, codec: Partitioned, held: SavedTensor, geometry: _Geometry) -> None:
         self._codec, self._held, self._geometry = codec, held, geometry
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hmt_deepspeed.activations.caching import RAW, CachingMode, tracked
-from hmt_deepspeed.activations.codecs import Codec, HeldBlocks
+from hmt_deepspeed.activations.codecs import Codec, SavedBlocks
 from hmt_deepspeed.activations.dependence import Dependence, tensors_among
 from hmt_deepspeed.activations.ledger import Ledger
 from hmt_deepspeed.activations.ops import Traits, traits_of
@@ -161,7 +161,7 @@ class RecordMode(CachingMode):
     @torch.no_grad()
     def substitute(
         self, site: Site, codec: Codec, tensor: Tensor
-    ) -> tuple[None, HeldBlocks | None]:
+    ) -> tuple[None, SavedBlocks | None]:
         """Hold it; the forward reads what it always did."""
         operation = self._new_operation(None, site, "attention_output", tensor)
         self.recording.substitutes.append(operation)

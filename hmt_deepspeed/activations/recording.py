@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hmt_deepspeed.activations.codecs import Codec, Held, HeldBlocks
+from hmt_deepspeed.activations.codecs import Codec, SavedBlocks, SavedTensor
 
 __all__ = ["Blank", "Constant", "Operation", "Recording", "Site", "storage_of"]
 
@@ -73,7 +73,7 @@ class Blank:
         return blank if blank.is_floating_point() else blank.zero_()  # a legal index
 
 
-Part = Held | Blank | Constant
+Part = SavedTensor | Blank | Constant
 
 
 @dataclass(eq=False)
@@ -110,10 +110,10 @@ class Operation:
         return self.held is self.blanks
 
     @property
-    def codes(self) -> HeldBlocks | None:
+    def codes(self) -> SavedBlocks | None:
         """What a linear may save in place of the tensor."""
         held = None if self.held is None else self.held[0]
-        return held if isinstance(held, HeldBlocks) else None
+        return held if isinstance(held, SavedBlocks) else None
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     products: list[Operation] = field(default_factory=list)
     substitutes: list[Operation] = field(default_factory=list)
-    inputs: list[Held] = field(default_factory=list)
+    inputs: list[SavedTensor] = field(default_factory=list)
     input_storages: list[StorageWeakRef] = field(default_factory=list)
     charges: dict[tuple[str, str], int] = field(default_factory=dict)
     is_coming: bool = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.activations.caching import RAW, CachingMode, tracked
-from hmt_deepspeed.activations.codecs import Codec, HeldBlocks, Keep
+from hmt_deepspeed.activations.codecs import Codec, Keep, SavedBlocks
 from hmt_deepspeed.activations.dependence import tensors_among
 from hmt_deepspeed.activations.ledger import Ledger
 from hmt_deepspeed.activations.ops import flops, traits_of
@@ -123,7 +123,7 @@ class ReplayMode(CachingMode):
     @torch.no_grad()
     def substitute(
         self, site: Site, codec: Codec, tensor: Tensor
-    ) -> tuple[Tensor | None, HeldBlocks | None]:
+    ) -> tuple[Tensor | None, SavedBlocks | None]:
         operation = self._recorded("substitutes", None)
         if operation.is_blank:
             return None, None

@@ -29,11 +29,11 @@ from hmt_deepspeed.fpdt.gradients import (
 )
 from hmt_deepspeed.fpdt.inputs import (
     AttentionHolder,
-    HeldInput,
-    HeldOutputs,
     Holder,
     Input,
     Passage,
+    SavedInput,
+    SavedOutputs,
     WholeInput,
     backward_follows,
     in_turn,
@@ -84,9 +84,9 @@ class ChunkedLayer:
         parameters = trained_parameters(self.layer)
         follows, held, outputs = backward_follows(x, parameters), None, None
         if follows and self.holder is not None:
-            held = HeldInput(x, self.holder())
+            held = SavedInput(x, self.holder())
         if follows and self.attention_holder is not None:
-            outputs = HeldOutputs(self.attention_holder())
+            outputs = SavedOutputs(self.attention_holder())
         passage = Passage(held, outputs)
         with passage.hooks():
             return _Layer.apply(x, cos, sin, self, visibility, held, outputs, passage, *parameters)
@@ -96,8 +96,8 @@ class ChunkedLayer:
         x: Tensor,
         visibility: Visibility,
         rotary: Rotary | None,
-        held: HeldInput | None = None,
-        outputs: HeldOutputs | None = None,
+        held: SavedInput | None = None,
+        outputs: SavedOutputs | None = None,
     ) -> Tensor:
         """Without grad. Each piece of ``x`` goes to ``held`` once it has been used, and each chunk's attention
         to ``outputs``."""
@@ -130,7 +130,7 @@ class ChunkedLayer:
         rotary: Rotary | None,
         wants_x: bool,
         sums: ParameterGradients,
-        outputs: HeldOutputs | None = None,
+        outputs: SavedOutputs | None = None,
     ) -> Tensor | None:
         """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
         dx = x.new_gradient() if wants_x else None
@@ -315,8 +315,8 @@ class _Layer(torch.autograd.Function):
         sin: Tensor | None,
         layer: ChunkedLayer,
         visibility: Visibility,
-        held: HeldInput | None,
-        outputs: HeldOutputs | None,
+        held: SavedInput | None,
+        outputs: SavedOutputs | None,
         passage: Passage,
         *parameters: Tensor,
     ) -> Tensor:
@@ -337,8 +337,8 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, *_, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
-        x = passage.arrived(HeldInput) or WholeInput(first)
-        outputs = passage.arrived(HeldOutputs)
+        x = passage.arrived(SavedInput) or WholeInput(first)
+        outputs = passage.arrived(SavedOutputs)
         sums = ParameterGradients(ctx)
         with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]

@@ -19,13 +19,13 @@ from hmt_deepspeed.fpdt.visibility import Span
 
 __all__ = [
     "AttentionHolder",
-    "HeldAttention",
-    "HeldInput",
-    "HeldOutputs",
-    "HeldPiece",
     "Holder",
     "Input",
     "Passage",
+    "SavedAttention",
+    "SavedInput",
+    "SavedOutputs",
+    "SavedPiece",
     "WholeInput",
     "backward_follows",
     "in_turn",
@@ -35,7 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class HeldPiece(Protocol):
+class SavedPiece(Protocol):
     """Some tokens between forward and backward; frees what it occupies when it is garbage."""
 
     def prefetch(self) -> None:
@@ -47,10 +47,10 @@ class HeldPiece(Protocol):
 
 # Called where a forward begins that backward will follow. What it returns is given the pieces [..., T, n] in
 # order; it may read each as long as its copy takes, and the caller does not write to them.
-Holder = Callable[[], Callable[[Tensor], HeldPiece]]
+Holder = Callable[[], Callable[[Tensor], SavedPiece]]
 
 
-class HeldAttention(Protocol):
+class SavedAttention(Protocol):
     """One chunk's output and log-sum-exp between forward and backward."""
 
     def prefetch(self) -> None:
@@ -61,7 +61,7 @@ class HeldAttention(Protocol):
 
 
 # The same for attention: given output [B, T, n] and log-sum-exp [B, H, T] of one chunk after the other.
-AttentionHolder = Callable[[], Callable[[Tensor, Tensor], HeldAttention]]
+AttentionHolder = Callable[[], Callable[[Tensor, Tensor], SavedAttention]]
 
 
 class Input:
@@ -93,13 +93,13 @@ class WholeInput(Input):
         return tokens(self._x, part)
 
 
-class HeldInput(Input):
+class SavedInput(Input):
     """Pieces in another form. What is read are the parts that were held."""
 
-    def __init__(self, x: Tensor, hold: Callable[[Tensor], HeldPiece]) -> None:
+    def __init__(self, x: Tensor, hold: Callable[[Tensor], SavedPiece]) -> None:
         super().__init__(x)
         self._hold = hold
-        self._pieces: dict[Span, HeldPiece] = {}
+        self._pieces: dict[Span, SavedPiece] = {}
 
     def hold(self, part: Span, piece: Tensor) -> None:
         """Forward has used the tokens of ``part``."""
@@ -129,12 +129,12 @@ def in_turn(
         del piece
 
 
-class HeldOutputs:
+class SavedOutputs:
     """Attention's output and log-sum-exp of each chunk, in another form or another place."""
 
-    def __init__(self, hold: Callable[[Tensor, Tensor], HeldAttention]) -> None:
+    def __init__(self, hold: Callable[[Tensor, Tensor], SavedAttention]) -> None:
         self._hold = hold
-        self._chunks: list[HeldAttention] = []
+        self._chunks: list[SavedAttention] = []
 
     def hold(self, out: Tensor, log_sum_exp: Tensor) -> None:
         """Of the chunk after the last one: [B, H, T, D] and fp32 [B, H, T]."""

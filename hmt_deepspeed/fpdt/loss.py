@@ -23,9 +23,9 @@ from hmt_deepspeed.fpdt.gradients import (
     trained_parameters,
 )
 from hmt_deepspeed.fpdt.inputs import (
-    HeldInput,
     Holder,
     Passage,
+    SavedInput,
     WholeInput,
     backward_follows,
     in_turn,
@@ -58,7 +58,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         project: Callable[[Tensor], Tensor],
         chunk_size: int,
         around_backward: Around,
-        held: HeldInput | None,
+        held: SavedInput | None,
         passage: Passage,
         *parameters: Tensor,
     ) -> Tensor:
@@ -82,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, targets, count = ctx.saved_tensors  # type: ignore[attr-defined]
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
-        hidden = passage.arrived(HeldInput) or WholeInput(first)
+        hidden = passage.arrived(SavedInput) or WholeInput(first)
         wants_hidden = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         sums = ParameterGradients(ctx)
         d_hidden = hidden.new_gradient() if wants_hidden else None
@@ -142,7 +142,7 @@ def chunked_cross_entropy(
     flat, parameters = hidden.reshape(-1, hidden.shape[-1]), trained_parameters(head)
     held = None
     if holder is not None and backward_follows(flat, parameters):
-        held = HeldInput(flat, holder())
+        held = SavedInput(flat, holder())
     passage = Passage(held)
     with passage.hooks():
         return _ChunkedCrossEntropy.apply(

@@ -147,12 +147,12 @@ def _swapping(model: Any) -> Iterator[dict[nn.Module, Holder]]:
 @contextmanager
 def _swapping_attention(model: Any, device: str) -> Iterator[dict[nn.Module, AttentionHolder]]:
     """Holders that swap attention's outputs, as ``"attention_output": "swap_host"`` does."""
-    from hmt_deepspeed.zero.activations.chunked import HeldAttention
+    from hmt_deepspeed.zero.activations.chunked import SavedAttention
 
     with _swap(device) as codec:
 
-        def hold(out: Tensor, log_sum_exp: Tensor) -> HeldAttention:
-            return HeldAttention(codec.encode(out), codec.encode(log_sum_exp))
+        def hold(out: Tensor, log_sum_exp: Tensor) -> SavedAttention:
+            return SavedAttention(codec.encode(out), codec.encode(log_sum_exp))
 
         yield dict.fromkeys(model.model.layers, lambda: hold)
 

@@ -63,7 +63,7 @@ class Backend:
         self.installed.close()
 
 
-class HeldActivations:
+class SavedActivations:
     """What a backend held for backward and lost in encoding, over the steps of a run.
 
     Args:

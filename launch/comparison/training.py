@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import load_average, machine
 from benchmarks.timing import now, percentile
-from comparison.activations import HeldActivations
+from comparison.activations import SavedActivations
 from comparison.cells import Cell, Setting, Store
 from comparison.contenders import Contender, build
 from comparison.corpus import held_out_rows
@@ -98,7 +98,7 @@ class Run:
             "captured_energy": {},
         }
         self.memory, self.pcie = Memory(setting.device), Pcie(setting.device)
-        self.held = HeldActivations()
+        self.held = SavedActivations()
         self.energy: dict[str, float] = {}
         self.diverged = False
         self.commits = [code_version()]
@@ -224,7 +224,7 @@ class Run:
         self.commits = list(dict.fromkeys([*before, *self.commits]))
         self.memory = Memory(self.setting.device, state["memory"])
         self.pcie = Pcie(self.setting.device, state["pcie"])
-        self.held = HeldActivations(state.get("held"))  # older checkpoints are without
+        self.held = SavedActivations(state.get("held"))  # older checkpoints are without
         torch.set_rng_state(state["rng"].cpu())
         if self.memory.cuda:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])

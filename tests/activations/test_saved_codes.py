@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmt_deepspeed.activations.codecs import HeldBlocks, Int8
+from hmt_deepspeed.activations.codecs import Int8, SavedBlocks
 from hmt_deepspeed.activations.linear import SavingCodes
 from hmt_deepspeed.kernels import dequant_matmul
 from hmt_deepspeed.optim.hmt import HMT
@@ -43,14 +43,14 @@ def used(monkeypatch):
 @pytest.fixture
 def decoded(monkeypatch):
     """Shapes of what was decoded."""
-    found, decode = [], HeldBlocks.decode
+    found, decode = [], SavedBlocks.decode
 
     def counted(self):
         out = decode(self)
         found.append(tuple(out.shape))
         return out
 
-    monkeypatch.setattr(HeldBlocks, "decode", counted)
+    monkeypatch.setattr(SavedBlocks, "decode", counted)
     return found
 
 

@@ -35,7 +35,7 @@ from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, layer_linears
 
 __all__ = [
     "FpdtBytes",
-    "HeldInChunks",
+    "SavedInChunks",
     "fpdt_bytes",
     "fpdt_chunk_size",
     "longest_fpdt_sequence",
@@ -55,7 +55,7 @@ def runs_in_chunks(shape: ModelShape) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldInChunks:
+class SavedInChunks:
     """What ``hmt.activations`` beside ``hmt.fpdt`` holds on the device between forward and backward.
 
     Of what is swapped nothing counts, as if copies out kept up with the layers that make it.
@@ -113,7 +113,7 @@ def fpdt_bytes(
     micro_batch: int = 1,
     itemsize: int = 2,
     sequence_parallel: int = 1,
-    held: HeldInChunks | None = None,
+    held: SavedInChunks | None = None,
 ) -> FpdtBytes:
     """What FPDT needs for a sequence in chunks of ``chunk_size`` tokens, of which there are three or more.
 
@@ -134,7 +134,7 @@ def fpdt_bytes(
     waiting = itemsize * unit + FP32 * (query + heads)
     if held is None:
         kept: tuple[Choice, ...] = ("keep",)
-        held = HeldInChunks(kept * shape.layers, (), "keep")
+        held = SavedInChunks(kept * shape.layers, (), "keep")
     of_layers = held.bytes(
         shape, own, query * sequence_parallel, heads * sequence_parallel, itemsize
     )
@@ -185,7 +185,7 @@ def fpdt_chunk_size(
     micro_batch: int = 1,
     itemsize: int = 2,
     sequence_parallel: int = 1,
-    held: HeldInChunks | None = None,
+    held: SavedInChunks | None = None,
 ) -> int:
     """The largest power of two of tokens, up to the sequence, whose chunks fit; at least 256.
 

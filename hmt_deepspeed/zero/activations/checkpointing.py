@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from hmt_deepspeed.activations.caching import active_mode
-from hmt_deepspeed.activations.codecs import Codec, Held
+from hmt_deepspeed.activations.codecs import Codec, SavedTensor
 from hmt_deepspeed.activations.contiguous import Contiguous
 from hmt_deepspeed.activations.partition import Partitioned, Replicas
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
@@ -160,7 +160,7 @@ class _Following:
         token_dims: int | tuple[int, ...] = 0,
         key: int = 0,
         name: str = "activation",
-    ) -> Held:
+    ) -> SavedTensor:
         return self.current().encode(tensor, token_dims, key, name)
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hmt_deepspeed.activations.codecs import Codec, Held, Keep
+from hmt_deepspeed.activations.codecs import Codec, Keep, SavedTensor
 from hmt_deepspeed.activations.ledger import Ledger, by_label, by_layer
 from hmt_deepspeed.activations.policy import Policy
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config import ActivationsConfig
 from hmt_deepspeed.config.components import POLICY_COMPONENTS, Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed
-from hmt_deepspeed.planner.run.fpdt import HeldInChunks
+from hmt_deepspeed.planner.run.fpdt import SavedInChunks
 from hmt_deepspeed.report.metrics import format_table
 from hmt_deepspeed.zero.activations.install import (
     build_codecs,
@@ -34,7 +34,7 @@ from hmt_deepspeed.zero.activations.install import (
 )
 from hmt_deepspeed.zero.activations.swap import SwapMemory
 
-__all__ = ["CHUNKED", "ChunkedActivations", "HeldAttention", "refused_beside_chunks"]
+__all__ = ["CHUNKED", "ChunkedActivations", "SavedAttention", "refused_beside_chunks"]
 
 CHUNKED: tuple[Component, ...] = ("embedding", "residual", "attention_output", "lm_head")
 _RECOMPUTED: dict[Component, Choice] = {
@@ -85,9 +85,9 @@ class ChunkedActivations:
             undo.callback(self.memory.close)
             self._codecs = build_codecs(self.policy, self.overrides, self.memory)
             policy = Policy(_RECOMPUTED | self.policy, self.overrides, self._codecs)
-            self.holders: dict[nn.Module, Callable[[], Callable[[Tensor], Held]]] = {}
+            self.holders: dict[nn.Module, Callable[[], Callable[[Tensor], SavedTensor]]] = {}
             self.attention_holders: dict[
-                nn.Module, Callable[[], Callable[[Tensor, Tensor], HeldAttention]]
+                nn.Module, Callable[[], Callable[[Tensor, Tensor], SavedAttention]]
             ] = {}
             chosen: dict[Component, list[Choice]] = {component: [] for component in CHUNKED}
             for name, component in inputs:
@@ -100,7 +100,7 @@ class ChunkedActivations:
                     continue
                 codec = self._codecs[_held(choice)]
                 undo.callback(self._hold(model.get_submodule(name), name, component, codec))
-            self.held = HeldInChunks(
+            self.held = SavedInChunks(
                 inputs=tuple(_held(c) for c in chosen["embedding"] + chosen["residual"]),
                 attention=tuple(chosen["attention_output"]),
                 head=_held(next(iter(chosen["lm_head"]), "keep")),
@@ -121,7 +121,7 @@ class ChunkedActivations:
                 with_kwargs=True,
             ).remove
 
-        def begin() -> Callable[[Tensor], Held]:
+        def begin() -> Callable[[Tensor], SavedTensor]:
             return lambda piece: self._encode(piece, codec, name, component)
 
         self.holders[module] = begin
@@ -131,15 +131,15 @@ class ChunkedActivations:
         # probabilities are exponentials of their distance to the log-sum-exp: it is never rounded
         exact = self._codecs["keep"] if codec.lossy else codec
 
-        def begin() -> Callable[[Tensor, Tensor], HeldAttention]:
-            return lambda out, log_sum_exp: HeldAttention(
+        def begin() -> Callable[[Tensor, Tensor], SavedAttention]:
+            return lambda out, log_sum_exp: SavedAttention(
                 self._encode(out, codec, name, "attention_output"),
                 self._encode(log_sum_exp, exact, name, "attention_output"),
             )
 
         self.attention_holders[layer] = begin
 
-    def _encode(self, piece: Tensor, codec: Codec, name: str, component: Component) -> Held:
+    def _encode(self, piece: Tensor, codec: Codec, name: str, component: Component) -> SavedTensor:
         key = (self._step + 1) << 32 | next(self._count)  # a resumed run rounds as before
         label = f"{name}: {component}"
         held = codec.encode(piece, tuple(range(piece.dim() - 1)), key, label)
@@ -202,7 +202,7 @@ class _Charge:
 class _Charged:
     """A saved piece that is counted while it exists."""
 
-    def __init__(self, held: Held, charge: _Charge) -> None:
+    def __init__(self, held: SavedTensor, charge: _Charge) -> None:
         self._held, self._charge = held, charge
 
     @property
@@ -216,11 +216,11 @@ class _Charged:
         return self._held.decode()
 
 
-class HeldAttention(NamedTuple):
+class SavedAttention(NamedTuple):
     """One chunk's attention, see :data:`hmt_deepspeed.fpdt.inputs.AttentionHolder`."""
 
-    out: Held
-    log_sum_exp: Held
+    out: SavedTensor
+    log_sum_exp: SavedTensor
 
     def prefetch(self) -> None:
         for held in self:

@@ -117,7 +117,11 @@ def test_what_configure_sets_counts_from_the_next_checkpoint_on(monkeypatch):
             checkpointing.checkpoint(torch.sin, x * 1)
     finally:
         deepspeed.checkpointing.set_num_layers(None)
-    assert [type(held).__name__ for held in service.inputs.held] == ["_Raw", "HeldSlot", "HeldSlot"]
+    assert [type(held).__name__ for held in service.inputs.held] == [
+        "_Raw",
+        "SavedSlot",
+        "SavedSlot",
+    ]
     sum(y.sum() for y in ys).backward()
     assert torch.equal(x.grad, 3 * x.cos())
     service.close()

@@ -192,7 +192,7 @@ def test_a_layer_given_to_deepspeed_is_held_as_the_policy_says():
     forward = functools.partial(layer, position_embeddings=rotary)
     for function in (forward, lambda x: forward(x)):
         deepspeed.checkpointing.checkpoint(function, x).sum().backward()
-    assert [type(held).__name__ for held in inputs.held] == ["HeldBlocks", "_Raw"]
+    assert [type(held).__name__ for held in inputs.held] == ["SavedBlocks", "_Raw"]
     service.close()
 
 

@@ -19,14 +19,14 @@ from training import (
     train,
 )
 
-from hmt_deepspeed.activations.codecs import Held, SwapHost, build_codec
+from hmt_deepspeed.activations.codecs import SavedTensor, SwapHost, build_codec
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.codecs import CODECS, CodecSpec, register_codec
 
 STEPS = 3
 
 
-class HeldHalf:
+class SavedHalf:
     """A tensor in bf16, wherever a codec puts that."""
 
     def __init__(self, tensor: Tensor, half: Any) -> None:
@@ -51,8 +51,8 @@ class Half:
 
     def encode(
         self, tensor: Tensor, token_dims: Any = 0, key: int = 0, name: str = "activation"
-    ) -> Held:
-        return HeldHalf(tensor, tensor.detach().bfloat16())
+    ) -> SavedTensor:
+        return SavedHalf(tensor, tensor.detach().bfloat16())
 
 
 class HalfHost:
@@ -64,9 +64,9 @@ class HalfHost:
 
     def encode(
         self, tensor: Tensor, token_dims: Any = 0, key: int = 0, name: str = "activation"
-    ) -> Held:
+    ) -> SavedTensor:
         half = tensor.detach().bfloat16()
-        return HeldHalf(tensor, self._swap.encode(half, token_dims, key, name))
+        return SavedHalf(tensor, self._swap.encode(half, token_dims, key, name))
 
 
 def half_bytes(tokens: int, channels: int, itemsize: int) -> int:
