@@ -21,6 +21,7 @@ KEEP = dict.fromkeys(INSIDE, "keep")
 RECOMPUTE = dict.fromkeys(INSIDE, "recompute")
 PAPER_KEPT = {"attention_output": "keep", "mlp_intermediate": "keep"}  # the paper's table, exact
 SWAP = dict.fromkeys((*INSIDE, "embedding"), "swap_host")
+CHOICES = ["keep", "recompute", "swap_host"]  # the exact ones
 SEED = 3
 
 
@@ -120,6 +121,16 @@ def attribution_of(model, components=None, exits=("fc2",)):
         for i, layer in enumerate(model.layers)
     )
     return Attribution(layers, head=None, final_norm=None, unattributed=())
+
+
+def backend_on(model, choice="keep", components=None, exits=("fc2",), **options):
+    """On a stack: the MLP's intermediate in this form, inputs and residuals kept or, with it, swapped."""
+    policy = {"mlp_intermediate": choice, "embedding": "keep", "residual": "keep"}
+    if choice == "swap_host":
+        policy = dict.fromkeys(("mlp_intermediate", "embedding", "residual"), choice)
+        options.setdefault("store", host_store())
+    attribution = attribution_of(model, components, exits)
+    return installed(model, policy, attribution=attribution, **options)
 
 
 def batch(*shape):
