@@ -85,6 +85,18 @@ def assert_equal(found, expected):
     assert not different
 
 
+def cosines(model, found, expected):
+    """Cosine of the gradients of each layer."""
+    result = []
+    for index in range(len(model.model.layers)):
+        names = [n for n in expected if f"layers.{index}." in n]
+        one, other = (
+            torch.cat([g[n].double().flatten() for n in names]) for g in (found, expected)
+        )
+        result.append(float(torch.cosine_similarity(one, other, dim=0)))
+    return result
+
+
 class Mlp(nn.Module):
     """A layer of two linears and what a test puts between and after them."""
 
