@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates
-from hmt_deepspeed.planner.model.shapes import plain_shape
+from hmt_deepspeed.planner.model.shapes import ModelShape, parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import build_workload
 from hmt_deepspeed.planner.run.memory import MemoryBudget, OptimizerMode
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
@@ -56,3 +56,8 @@ def with_budget(problem: Problem, **bytes_of: float) -> Problem:
     """The problem with other limits."""
     given = {name: int(size) for name, size in bytes_of.items()}
     return replace(problem, budget=replace(problem.budget, **given))
+
+
+def linear_shapes(shape: ModelShape) -> list[tuple[int, ...]]:
+    """(rows, columns) of every linear layer's weight, layer by layer of the decoder."""
+    return [p.shape for p in parameters(shape) if p.kind == "linear" for _ in range(p.count)]

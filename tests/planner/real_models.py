@@ -77,6 +77,13 @@ def model(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32
     return made.train()
 
 
+def fresh(name: str, dtype: torch.dtype) -> Any:
+    """A model of a test's own, with random weights in ``dtype``."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config(name), dtype=dtype)
+
+
 def tokens(micro_batch: int = MICRO_BATCH, seq_length: int = SEQ_LENGTH) -> torch.Tensor:
     return torch.arange(micro_batch * seq_length).remainder(VOCAB).view(micro_batch, seq_length)
 
