@@ -1,4 +1,4 @@
-"""What becomes of activations between forward and backward, per component and layer.
+"""Saves, encodes, swaps or recomputes activations between forward and backward, per component and layer.
 
 Nothing here imports DeepSpeed, and importing touches no device.
 """

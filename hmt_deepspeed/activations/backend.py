@@ -1,4 +1,4 @@
-"""Carries out a policy on a model: which functions are checkpointed, and how their activations are held."""
+"""Carries out a policy on a model: checkpoints its functions and saves their activations as the policy says."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActivationBackend:
     """A policy on a model, installed as its gradient checkpointing.
 
     Args:
-        model: what ``attribution`` is of.
+        model: the one that ``attribution`` describes.
         attribution: see :func:`hmt_deepspeed.attribution.attribute`.
         policy, overrides, codecs, of_inputs: see :class:`Policy`.
         around: runs each checkpointed call; it is given what does that, the function and its arguments.

@@ -1,11 +1,11 @@
-"""What the two dispatch modes of a checkpointed function share: one records its forward, one replays it in backward.
+"""Base of the two dispatch modes of a checkpointed function: one records its forward, one replays it in backward.
 
 Recording (``record.py``) sees every operation below autograd. Of a *heavy* one (matrix product, convolution,
-attention) it holds the outputs in the form that the policy has for the module computing it, or nothing. Replaying
-(``replay.py``) runs the function again, hands out what is held in place of running a heavy operation, and runs the
+attention) it saves the outputs in the form that the policy has for the module computing it, or nothing. Replaying
+(``replay.py``) runs the function again, hands out saved outputs in place of running a heavy operation, and runs the
 rest.
 
-What nobody reads in backward is neither held nor run again, see :mod:`dependence`.
+An output that nobody reads in backward is neither saved nor computed again, see :mod:`dependence`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Alias(NamedTuple):
 
 
 class CachingMode(TorchDispatchMode):
-    """What both modes share: where in the model the function is, and copies before writes."""
+    """Tracks where in the model the function is, and copies tensors before they are written to."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

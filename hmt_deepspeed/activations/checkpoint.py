@@ -24,7 +24,7 @@ __all__ = ["SavedInputs", "activations_among", "run_checkpointed", "with_positio
 
 
 class SavedInputs:
-    """Inputs that are held now; one that several calls read is held once.
+    """Inputs that are saved now; one that several calls read is saved once.
 
     The key says which bytes: a storage whose identity the recordings keep from being given away, how often
     it was written to, and the view of it.

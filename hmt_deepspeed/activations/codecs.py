@@ -1,7 +1,7 @@
-"""The forms in which an activation is held between forward and backward.
+"""Codecs: the forms in which an activation is saved between forward and backward.
 
-A codec encodes a tensor; what it returns holds the tensor in another form until it is garbage, and gives
-it back as often as asked: a backward may run twice. Nothing is ever freed by a call.
+A codec encodes a tensor into a :class:`SavedTensor`, which decodes it as often as asked, since a backward may run
+twice. A saved tensor frees its memory when it is garbage; no call does.
 """
 
 from __future__ import annotations

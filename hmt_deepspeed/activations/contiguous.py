@@ -1,4 +1,4 @@
-"""ZeRO-R's defragmentation (M_D): held checkpoints live in memory that is allocated once.
+"""ZeRO-R's defragmentation (M_D): saved checkpoints live in memory that is allocated once.
 
 Source: ZeRO, section 6.3 (Rajbhandari et al., 2020): checkpoints live from forward to backward among tensors
 that live shortly, and fragment the memory between them. Its gradient side is the optimizer's: gradients

@@ -1,9 +1,9 @@
-"""Which heavy operations of a checkpointed function its backward needs.
+"""Finds the heavy operations of a checkpointed function that its backward needs.
 
-A set of heavy operations goes along with every storage: those that its bytes depend on. When autograd saves
-a tensor, the operations in its set are needed. An operation whose output is held has only itself in the set
-of its output, one that is run again has the sets of its inputs too; so what only leads to held outputs is
-needed by nobody, and so is what only leaves the function.
+Every storage has a set of heavy operations: those that its bytes depend on. When autograd saves a tensor, the
+operations in its set are needed. If an operation's output is saved, the output's set has only the operation itself;
+if it is run again, the set has those of its inputs too. So nobody needs an operation that only leads to saved
+outputs, or whose output only leaves the function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The input of the language-model head, which no checkpoint holds: encoded by the linear, or held around it."""
+"""Saves the input of the language-model head, which is in no checkpoint: the linear encodes it, or hooks around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend changes on a model: hooks that say where it is, and whose checkpoint its layers call."""
+"""Installs a backend on a model: hooks that track the running module, and the checkpoint that layers call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of the activation backend: what is held, what was run again, what was lost in encoding."""
+"""Counts the activation backend's saved bytes, recomputation and encoding errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear that holds its input in 8 bits for its weight's gradient.
+"""A linear that saves its input in 8 bits for its weight's gradient.
 
 Ordinary backward saves the input ``X`` (T x n) for ``dW = D^T X``. Here its codes and scales are saved, and
 the product is formed from them without decoding (:mod:`hmt_deepspeed.kernels.dequant_matmul`). For linears

@@ -1,4 +1,4 @@
-"""Which aten operations are worth holding, what they cost, what they write to and whether they draw."""
+"""Table of aten operations: which are worth saving, what they write to, and whether they draw random numbers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _FRESH = (
 
 
 class Traits(NamedTuple):
-    """What the dispatch modes ask of an operation.
+    """Properties of an operation that the dispatch modes need.
 
     Attributes:
         heavy: worth holding: matrix products, convolutions, attention.

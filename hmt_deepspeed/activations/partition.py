@@ -1,4 +1,4 @@
-"""ZeRO-R's partitioned activation checkpoints (P_a): of what all ranks hold alike, each holds its part.
+"""ZeRO-R's partitioned activation checkpoints (P_a): each rank saves its part of what all ranks hold alike.
 
 Source: ZeRO, section 6.1 (Rajbhandari et al., 2020): with tensor parallelism every rank of a model-parallel
 group holds the same input of each layer, N times in all; split over the ranks it is held once, for one
@@ -24,7 +24,7 @@ __all__ = ["Partitioned", "Replicas", "TorchReplicas", "fingerprint"]
 
 
 class Replicas(Protocol):
-    """The ranks that compute the same activations, and the one collective that is needed of them."""
+    """The ranks that compute the same activations, and the one collective that they need."""
 
     world: int
     rank: int

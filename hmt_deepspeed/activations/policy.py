@@ -1,4 +1,4 @@
-"""A policy resolved on a model: the site of every module, and what holds the input of every layer."""
+"""Resolves a policy on a model: the site of every module, and the codec of every layer's input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["LayerSites", "Policy", "check_overrides"]
 
 @dataclass(frozen=True, eq=False)
 class LayerSites:
-    """What becomes of a layer's activations.
+    """The policy's choices for one layer.
 
     Attributes:
         module: the layer. base: of what it computes itself.

@@ -1,4 +1,4 @@
-"""The dispatch mode of a checkpointed function's forward: what of it is held for backward."""
+"""The dispatch mode of a checkpointed function's forward: saves outputs for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held of one call of a checkpointed function, from its forward until its graph is freed."""
+"""The saved outputs of one call of a checkpointed function, from its forward until its graph is freed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A module of an attributed layer, and what becomes of what the operations directly in it compute.
+    """A module of an attributed layer, and the choice for outputs of operations directly in it.
 
     Attributes:
         layer: name of the layer.
@@ -126,7 +126,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Recording:
-    """See the module.
+    """One call's saved outputs.
 
     Attributes:
         redraws: a replay draws the random numbers that forward drew.

@@ -1,4 +1,4 @@
-"""The dispatch mode of a checkpointed function's second run, in backward: what is held is handed out, the rest runs."""
+"""The dispatch mode of a checkpointed function's second run, in backward: hands out saved outputs, runs the rest."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ATTENTION = "hmt_fpdt"  # chunked attention alone, as transformers knows it
 
 @dataclass
 class _Queries:
-    """What backward needs of one chunk of queries; ``grad_query`` is the fp32 sum so far."""
+    """One chunk of queries in backward; ``grad_query`` is the fp32 sum so far."""
 
     query: Tensor
     out: Tensor
@@ -60,7 +60,7 @@ class OnlineAttention:
         visibility: who sees whom.
         chunk_size: tokens of a chunk.
         scale: factor on the scores.
-        chunks: where chunks are between their uses.
+        chunks: stores chunks between their uses.
 
     Attributes:
         spans: the chunks' tokens.

@@ -1,9 +1,9 @@
 """A decoder layer in chunks: forward and backward of everything between its input and its output.
 
-Only the layer's input survives forward, as it is or in pieces of another form, and attention's output where a
-holder of it is given. Backward runs forward again chunk by chunk (but attention, if its output is there), takes each chunk's output gradient through MLP and output projection as it goes, then runs
-attention backward with chunks of keys outside, and takes dQ, dK, dV of each chunk through the projections as
-they become final.
+Forward saves only the layer's input, as it is or in pieces of another form, and attention's output where a holder
+of it is given. Backward runs forward again chunk by chunk, without attention if its output is saved, and takes each
+chunk's output gradient through MLP and output projection. Then it runs attention backward with chunks of keys
+outside, and takes dQ, dK, dV of each chunk through the projections as they become final.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ChunkedLayer:
         layer, family: what it is.
         chunk_size: tokens of a chunk in attention.
         piece_size: tokens that projections and MLP take at once.
-        memory: where chunks are between their uses.
+        memory: stores chunks between their uses.
         sequence: the ranks that share the sequence, of which ``x`` holds this one's tokens.
         around_backward: entered for the time of a backward.
         holder: of the input between forward and backward; None: autograd saves it.

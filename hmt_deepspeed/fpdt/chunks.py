@@ -1,4 +1,4 @@
-"""Where chunks are between their uses: on the host, or on the device under the same verbs."""
+"""Stores chunks between their uses, on the host or on the device, under the same verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forwards that take the place of a layer's, a norm's, the head's and the model's own."""
+"""Replaces the forwards of layers, norms, the head and the model."""
 
 from __future__ import annotations
 

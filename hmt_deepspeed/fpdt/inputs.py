@@ -1,8 +1,8 @@
-"""What is there of a layer between forward and backward: its input as it is, or its pieces in another form;
-and, where attention shall not run again, attention's output.
+"""Saves a layer's input between forward and backward, as it is or in pieces of another form; and attention's
+output where attention shall not run again.
 
-An input that is held in another form is encoded and decoded a piece at a time: there is never a second whole
-copy of it, and in backward not even a first.
+An input saved in another form is encoded and decoded a piece at a time. So there is never a second whole copy of
+it, and in backward not even a first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class WholeInput(Input):
 
 
 class SavedInput(Input):
-    """Pieces in another form. What is read are the parts that were held."""
+    """Pieces in another form, read in the parts in which they were saved."""
 
     def __init__(self, x: Tensor, hold: Callable[[Tensor], SavedPiece]) -> None:
         super().__init__(x)
@@ -149,7 +149,7 @@ class SavedOutputs:
 
 
 class Passage:
-    """Takes what is held from a Function's forward to its backward as autograd takes saved tensors.
+    """Takes saved pieces from a Function's forward to its backward as autograd takes saved tensors.
 
     It is then freed where they are: after a backward that does not retain the graph, although the graph's
     nodes live on as long as somebody has the loss.

@@ -1,4 +1,4 @@
-"""What an installation of FPDT changed of a model, and the way back."""
+"""An installation of FPDT on a model, and its removal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["Installation"]
 
 
 class Installation:
-    """What :func:`hmt_deepspeed.fpdt.install.install` changed; stays until :meth:`remove`, or until another owner takes the model over.
+    """The changes of :func:`hmt_deepspeed.fpdt.install.install`.
+
+    They stay until :meth:`remove`, or until another owner takes the model over.
 
     Args:
         model: that it is on. engine: whose installation it is, for messages; nothing takes an engine's place while

@@ -1,7 +1,7 @@
 """One decoder layer token by token, by its family's row: what runs before attention and after it.
 
-What works token by token is done by the layer's own submodules, called as modules, and by the rotary
-function of its own file: LoRA, projected backward and hooks see what they always see.
+The layer's own submodules, called as modules, and the rotary function of its own file do this work, so LoRA,
+projected backward and hooks see what they always see.
 """
 
 from __future__ import annotations

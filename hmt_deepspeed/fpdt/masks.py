@@ -1,7 +1,7 @@
-"""HF's mask, taken over as a :class:`Visibility`: what transformers would have written out as S x S values.
+"""Takes HF's mask over as a :class:`Visibility`, in place of the S x S values that transformers would write.
 
 Registered under the attention's name, so that HF's own code decides about documents, padding and windows.
-What its rule shows beyond these is refused.
+Anything else in its rule is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What works token by token (MLPs, norms), in chunks: one chunk's internals at a time.
+"""Runs modules that work token by token (MLPs, norms) in chunks: one chunk's internals at a time.
 
 Forward keeps the input and nothing else; backward computes each chunk again with grad.
 """

@@ -1,4 +1,4 @@
-"""What FPDT does not compute: settings of a model, and arguments of a call."""
+"""Refuses what FPDT does not compute: settings of a model, and arguments of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of chunks: which pair is computed when, what is fetched before it and released after it.
+"""The order of chunks: when each pair is computed, which units are fetched before it and released after it.
 
 FPDT's three roles (compute, fetch, release; 2408.16978, section 4) as plain data. A fetch is for the pair
 that follows, so that it runs beside the computation of this one: two buffers of each kind, never more,

@@ -1,8 +1,8 @@
-"""Who sees whom: causal attention with documents, padding on the right and a sliding window, as rectangles.
+"""Visibility of keys to queries as rectangles: causal, with documents, padding on the right and a sliding window.
 
 A query sees the keys of its own document that are not after it, not padding, and fewer than ``window``
-before it. Between two spans of tokens that is a few rectangles, most of them whole or causal, so masks are
-never needed for documents and padding, and what is not seen costs nothing.
+before it. Between two spans of tokens that is a few rectangles, most of them whole or causal. So documents and
+padding need no masks, and pairs that are not seen cost nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pieces of bytes in files that change all together or not at all."""
+"""Files of pieces of bytes that change all together or not at all."""
 
 from __future__ import annotations
 

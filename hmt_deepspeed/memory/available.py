@@ -1,4 +1,4 @@
-"""Host memory that is there to be taken."""
+"""Measures the host memory that is available."""
 
 from __future__ import annotations
 

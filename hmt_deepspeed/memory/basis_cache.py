@@ -1,4 +1,4 @@
-"""Projection bases in pinned host memory, of which the device holds those that the step needs next.
+"""A cache of projection bases in pinned host memory; the device holds only those that the step needs next.
 
 HMT paper, stage 4: host memory as a cache of bases instead of a place to offload weights to, since bases are
 so much smaller. Old bases, and low-rank moments that belong to some, are kept in what room the current ones leave.
@@ -27,7 +27,7 @@ SLAB_BYTES = 2**26
 
 
 class _Home(NamedTuple):
-    """Under which key the store has a current basis, and its bytes."""
+    """A current basis in the store: its key and bytes."""
 
     key: str
     nbytes: int
@@ -42,12 +42,11 @@ class _Kept(NamedTuple):
 
 
 class BasisCache:
-    """Current bases, which have no other home, and what is old, which makes room for those.
+    """Current bases, which live nowhere else, and old bases and moments, which make room for them.
 
     A current basis is fetched by :meth:`get` and dropped from the device by the next one; while it is used, the
-    bases that come next are on their way, see :meth:`begin_round`. What is old, bases by :meth:`remember` and
-    tensors that belong together by :meth:`keep`, stays until ``max_bytes`` are reached, and the least recently used
-    goes first.
+    bases that come next are on their way, see :meth:`begin_round`. Old bases (:meth:`remember`) and groups of old
+    tensors (:meth:`keep`) stay until ``max_bytes`` are reached; then the least recently used goes first.
 
     Args:
         engine: what moves them.

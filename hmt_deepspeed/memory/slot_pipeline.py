@@ -1,4 +1,4 @@
-"""Brings pieces from files to a few buffers in host memory and back, beside the work on them."""
+"""Reads pieces from files into a few buffers in host memory and writes them back, beside the work on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Event", "Lease", "SlotPipeline"]
 
 
 class Event(NamedTuple):
-    """What was done with a piece, and when (``time.perf_counter``)."""
+    """An action on a piece and its times (``time.perf_counter``)."""
 
     verb: str  # "read", "update", "write"
     name: str

@@ -1,4 +1,4 @@
-"""Streams and events: on CUDA the real ones, on CPU a twin that shows what forgets to wait.
+"""Streams and events: on CUDA the real ones, on CPU a twin that exposes a missing wait.
 
 Only these two classes know how to run a copy beside the caller's work; everything above is the same code
 on both.

@@ -46,7 +46,7 @@ class HMT(Optimizer):
     multiplied.
 
     Given a module, its low-rank linears get the projected backward: ``[A | S]`` comes out of backward
-    and the weight gradient is formed only in the window before a basis refresh. Given tensors, groups
+    and the weight gradient is formed only in the accumulation window before a basis refresh. Given tensors, groups
     or ``named_parameters()``, ``p.grad`` is projected, and nothing is allocated before the first step.
     Bare tensors are named ``param_<i>``; names seed the random draws and are matched by the patterns.
 
@@ -234,7 +234,7 @@ class HMT(Optimizer):
         super().zero_grad(set_to_none)
 
     def _ready(self) -> None:
-        """The window's gradients are complete: bases that are due are found, once per step.
+        """The accumulation window's gradients are complete: bases that are due are found, once per step.
 
         Raises:
             RuntimeError: the parameters have been taken over.

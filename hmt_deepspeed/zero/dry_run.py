@@ -1,4 +1,4 @@
-"""What an engine would be, without building it: no process group, no GPU, no weights.
+"""Describes an engine without building it: no process group, no GPU, no weights.
 
 The model and everything of its parameters are fake tensors, which have shapes, dtypes and bytes and no
 memory. The checks are the engine's own, in its order, and the tables are those of the start.
@@ -56,7 +56,7 @@ __all__ = ["DryRun", "dry_run"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be.
+    """Description of a run that was not started.
 
     Attributes:
         is_hmt: HMT's optimizer, not DeepSpeed's own. infers: there is none, beside a block. stage: of ZeRO.

@@ -1,4 +1,4 @@
-"""What an engine's JSON says, as plain values: the only form in which the rooms of zero are told of a config."""
+"""Plain values of an engine's JSON. The rooms of zero see a config in no other form."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ __all__ = [
 class SsdSettings:
     """``offload_optimizer`` on "nvme".
 
-    path: ``nvme_path``. num_buffers: ``buffer_count``. read_ahead, write_behind: what of the I/O goes beside
-    updates. aio: DeepSpeed's ``aio`` section, None where the JSON has none.
+    Attributes:
+        path: ``nvme_path``. num_buffers: ``buffer_count``.
+        read_ahead, write_behind: whether reads and writes run beside the updates.
+        aio: DeepSpeed's ``aio`` section, None where the JSON has none.
     """
 
     path: str
@@ -37,8 +39,9 @@ class SsdSettings:
 class HostSettings:
     """``zero_optimization.offload_optimizer`` and ``hmt.offload``.
 
-    pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
-    ssd: where masters and moments live, if not in host memory.
+    Attributes:
+        pinned: ``pin_memory``. overlap: "none", "backward" or "forward".
+        ssd: settings of the SSD that masters and moments live on; None for host memory.
     """
 
     pinned: bool
@@ -48,7 +51,11 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """max_bytes: of pinned host memory for bases. history: ``hmt.basis_cache.history``."""
+    """``hmt.basis_cache``.
+
+    Attributes:
+        max_bytes: of pinned host memory for bases. history: previous bases of each matrix to remember.
+    """
 
     max_bytes: int
     history: int
@@ -66,14 +73,17 @@ class ReductionScale:
 class ZeroSettings:
     """Plain values the engine takes from the DeepSpeed JSON.
 
-    stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
-    clip: ``gradient_clipping``, 0 for none. micro_batches: accumulation steps of a window.
-    check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
-    reduce_elements, gather_elements: sizes of the buckets; as many elements of updates are alive at once as are gathered.
-    ignore_unused: a step goes on though a parameter has got no gradient on this rank.
-    scale: factors that make a sum a mean.
-    host: where masters and dense states live in host memory, else None.
-    cache: how bases wait in host memory, else None.
+    Attributes:
+        stage: 0..3. model_dtype: of the weights. accumulate_dtype, comm_dtype: of gradients.
+        clip: ``gradient_clipping``, 0 for none.
+        micro_batches: of an accumulation window, which one optimizer step ends.
+        check_overflow: look for inf and NaN and skip such steps. overlap: asynchronous collectives.
+        reduce_elements, gather_elements: sizes of the buckets over all ranks; as many elements of updates are
+            alive at once as are gathered.
+        ignore_unused: a step goes on though a parameter has got no gradient on this rank.
+        scale: factors that make a sum a mean.
+        host: offload of masters and dense states to host memory, else None.
+        cache: cache of bases in host memory, else None.
     """
 
     stage: int

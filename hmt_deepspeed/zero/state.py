@@ -24,7 +24,7 @@ __all__ = ["ZeroState", "whole_flat"]
 
 @dataclass(eq=False)
 class ZeroState:
-    """Everything of one optimizer on this rank that outlives a step.
+    """All state of one optimizer on this rank that outlives a step.
 
     Attributes:
         carrier: torch's optimizer, which carries the parameter groups.
@@ -34,7 +34,7 @@ class ZeroState:
         options: fields of ``hmt.optimizer``. settings: what the JSON says.
         collectives: of the data-parallel group. shard_rank: this process's place in the shards, 0 at stage 0.
         host: updates what lives in host memory or on an SSD; None where nothing does.
-        bases: where they are between their uses. basis_groups: matrices that take one together.
+        bases: stores them between their uses. basis_groups: matrices that share one.
         loss_scaler: DeepSpeed's.
         step_count: optimizer steps taken; a skipped one does not count.
     """

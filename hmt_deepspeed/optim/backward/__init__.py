@@ -1,1 +1,1 @@
-"""Linear layers whose backward never forms the weight gradient, and what they change in a model."""
+"""Linear layers whose backward never forms the weight gradient, and the patches that install them."""

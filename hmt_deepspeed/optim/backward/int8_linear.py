@@ -1,6 +1,6 @@
 """Linear layers whose weight is stored in INT8 and decoded for each product (HMT paper, Algorithm 1).
 
-What is kept of a weight is its codes and scales (:mod:`hmt_deepspeed.kernels.int8_weight`), about half
+A weight is stored as codes and scales (:mod:`hmt_deepspeed.kernels.int8_weight`), about half
 of bf16's bytes. Forward decodes the matrix for its product and drops it; backward decodes again for the
 input's gradient. Updates go from codes to codes, a few rows or a tile at a time, rounded
 stochastically: no fp32 or bf16 copy outlives one linear's product.

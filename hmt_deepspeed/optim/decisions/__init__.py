@@ -1,1 +1,1 @@
-"""When a matrix takes a new basis, of which rank, and with whom it shares it."""
+"""Decides when a matrix takes a new basis, at which rank, and with which matrices it shares it."""

@@ -1,4 +1,4 @@
-"""Energies of past gradients along the directions of a basis, which Adam's second moments hold.
+"""Reads the energies of past gradients along the directions of a basis from Adam's second moments.
 
 A mini-batch's gradient has noise of its own; second moments have averaged ``(G q_j)^2`` along every direction q_j
 of a basis, over many batches. By them a rank is chosen for what it will hold

@@ -1,11 +1,11 @@
-"""What a basis of each rank will hold of the gradients that follow the one it was made from.
+"""Predicts the energy of later gradients that a basis of each rank will capture.
 
-A gradient of few tokens has noise of its own, of low rank, and its basis holds that too: bases that hold 95 %
-of the gradient that made them hold 52 to 65 % of later ones, for the queries and keys of a 3M-parameter Llama
-at an eighth of its hidden size. A window of steps shows what later ones have in the basis: its probe columns how
-much in all, Adam's second moments how much along each direction, and so how much in the first of them, which are the
-basis of a smaller rank. Beyond the rank in force the missed energy is taken to fall exponentially, as it does within
-the bases of that Llama.
+A gradient of few tokens has low-rank noise of its own, and its basis captures that too: bases that capture 95 % of
+the gradient that made them capture 52 to 65 % of later ones, for the queries and keys of a 3M-parameter Llama
+at an eighth of its hidden size. A refresh window, the steps from one basis to the next, shows the energy of later
+gradients: probe columns give the total, Adam's second moments give the part along each direction. The first
+directions are the basis of a smaller rank, so their parts are known too. Beyond the rank in force the missed
+energy is assumed to fall exponentially, as it does within the bases of that Llama.
 
 A matrix without such a curve has a power instead: the share that a basis misses of later gradients is about a fixed
 power of the share that it misses of its own.

@@ -1,4 +1,4 @@
-"""What past refreshes say about the next: rank history, priors by layer type, prediction.
+"""Predicts the next rank from past refreshes: rank history, priors by layer type.
 
 HMT paper, dynamic rank: "rank prediction from the gradient norm", "rank prior by layer type", and the rank
 history that the basis cache keeps. Everything here is plain numbers, for checkpoints and for any rank of
@@ -33,7 +33,7 @@ _LEAST_RESIDUAL = 1e-9  # rounding may leave less, or less than nothing
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One refresh, and what came of it.
+    """One refresh and its result.
 
     step: of the refresh. rank: that was chosen. captured: E at the candidates that were sketched, from the
     first, of the gradient that made the basis. later: E of the gradients since, at the candidates up to the

@@ -1,4 +1,4 @@
-"""New bases for matrices of one process: found from full gradients, moments carried over.
+"""Finds new bases for matrices of one process from full gradients, and carries moments over.
 
 :mod:`hmt_deepspeed.zero.bases.refresh` does the same over shards.
 """
@@ -25,7 +25,7 @@ __all__ = ["BasisRefreshes"]
 
 
 class BasisRefreshes:
-    """When the matrices of one process take new bases, which of them take one together, and at which ranks.
+    """Refreshes of one process: when matrices take new bases, which of them share one, and at which ranks.
 
     Args:
         options: fields of ``hmt.optimizer``.

@@ -1,4 +1,4 @@
-"""What each window of steps, from one basis to the next, has shown of the energies of later gradients."""
+"""Measures the energies of later gradients in refresh windows, the steps from one basis to the next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_energy(members: Sequence[MatrixRule]) -> Tensor:
 
 
 class Windows:
-    """Later energies of all groups, noted in their histories; what is expected is as of the last :meth:`close`.
+    """Records later energies of all groups in their histories; expectations are as of the last :meth:`close`.
 
     Args:
         leaders: low-rank ones, by group. groups: matrices that take one basis together.

@@ -1,4 +1,4 @@
-"""Which class carries out a matrix's settings."""
+"""Builds the rule of a matrix from its settings."""
 
 from __future__ import annotations
 

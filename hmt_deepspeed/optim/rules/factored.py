@@ -1,8 +1,8 @@
 """Low-rank AdamW whose second moment is kept as its row and column means (Adafactor, 1804.04235, section 3).
 
-Of the running mean ``V`` of ``A o A`` (m x r) only the means of its rows ``R``, of its columns ``C`` and of all
-of it are kept, in fp32, and ``v_ij = (R_i / mean) C_j`` stands for it: m + r numbers instead of m r. What
-a direction of the basis captures of the gradient is in its column's mean. With ``exp_avg`` in 8 bits both moments
+``V`` (m x r) is the running mean of ``A o A``. Only its row means ``R``, its column means ``C`` and its total mean
+are stored, in fp32, and ``v_ij = (R_i / mean) C_j`` replaces it: m + r numbers instead of m r. A column's mean
+holds the energy that its direction of the basis captures. With ``exp_avg`` in 8 bits both moments
 together take an eighth of fp32's bytes at the same rank.
 
 ``C`` travels to a new basis as a second moment of one row does; ``R / mean`` says how a row compares with the

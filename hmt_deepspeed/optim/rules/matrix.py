@@ -1,4 +1,4 @@
-"""What every matrix rule has in common: reduced gradient rows in, update out.
+"""Base class of matrix rules: reduced gradient rows in, update out.
 
 A rule holds the optimizer states of a range of rows of an m x n matrix and never knows who holds the
 others. Sums over all rows go through the caller, in two places: :meth:`MatrixRule.measure` before

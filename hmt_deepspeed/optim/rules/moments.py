@@ -95,7 +95,8 @@ class PreviousMoments:
 class Recalled(NamedTuple):
     """Moments of a previous basis, for the basis that comes now.
 
-    overlap: r_old x r_new, ``Q_old^T Q_new``. decay: of their evidence, ``beta_2^(steps since)``.
+    Attributes:
+        overlap: r_old x r_new, ``Q_old^T Q_new``. decay: factor on their evidence, ``beta_2^(steps since)``.
     """
 
     moments: PreviousMoments

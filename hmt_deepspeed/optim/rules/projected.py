@@ -1,6 +1,6 @@
-"""A matrix whose gradient is projected: one basis, where it lies, the probe columns beside it, and the next basis.
+"""A matrix whose gradient is projected: its basis, the probe columns beside it, and the change to the next basis.
 
-What is done in that space is a subclass's: :class:`~hmt_deepspeed.optim.rules.low_rank.LowRankMatrix` runs Adam.
+A subclass works in that space: :class:`~hmt_deepspeed.optim.rules.low_rank.LowRankMatrix` runs Adam.
 """
 
 from __future__ import annotations

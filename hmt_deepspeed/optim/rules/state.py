@@ -118,7 +118,7 @@ def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -
 
 
 class KeptStates(ABC):
-    """What a rule keeps of the rows of a matrix that are held here, but for its bases.
+    """States of a rule for the rows of a matrix held here, without its bases.
 
     Attributes:
         steps: taken.

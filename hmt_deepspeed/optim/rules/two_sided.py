@@ -2,7 +2,7 @@
 
 Backward and reduction are the one-sided ones: ``[A | S] = G [Q | Omega]`` of the rows held here
 arrives, and the core is a sum over rows, ``P^T A``. A holder of rows keeps only its rows of ``P``.
-What the core misses of ``A`` is known exactly, so the residual is ``A - P P^T A`` inside the span of Q
+The part of ``A`` outside the core is known exactly, so the residual is ``A - P P^T A`` inside the span of Q
 and the probes ``S`` outside it, both without states.
 """
 

@@ -1,1 +1,1 @@
-"""Fields of ``hmt.optimizer`` as settings of each parameter, and which rule it gets."""
+"""Turns fields of ``hmt.optimizer`` into each parameter's rule and settings."""

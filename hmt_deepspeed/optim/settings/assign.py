@@ -1,4 +1,4 @@
-"""Which rule each parameter gets, and why. Nothing is silently dense: the reason is in the start table."""
+"""Assigns a rule to each parameter, with the reason. Nothing is silently dense: the start table gives the reason."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches
 class Assignment:
     """Rule of one parameter.
 
-    settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-    lr_scale: factor on the learning rate, see :attr:`MatrixSettings.lr_scale`.
+    Attributes:
+        settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
+        lr_scale: factor on the learning rate, see :attr:`MatrixSettings.lr_scale`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Settings of one matrix's update rule, as plain values; what is legal is declared in `hmt_deepspeed.config`."""
+"""Settings of one matrix's update rule, as plain values; `hmt_deepspeed.config` declares what is legal."""
 
 from __future__ import annotations
 

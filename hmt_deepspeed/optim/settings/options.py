@@ -1,4 +1,4 @@
-"""The fields of ``hmt.optimizer``, as `hmt_deepspeed.config` declares them, as settings of matrices."""
+"""Converts the fields of ``hmt.optimizer``, which `hmt_deepspeed.config` declares, to settings of matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer before the run: does it fit, how fast is it, what to change, and the JSON that says so.
+"""Advises before the run: whether it fits, how fast it is, what to change, and the JSON for it.
 
 The playbook's three steps: first something that fits (ZeRO's stage, offload, HMT's mode, what becomes of
 activations), then the global batch (accumulation), then the fastest of what fits.

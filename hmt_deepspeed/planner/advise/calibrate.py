@@ -1,8 +1,8 @@
-"""From the measured iterations of a run to a machine that takes as long: rates and overheads.
+"""Calibrates a machine's rates and overheads from the measured iterations of a run.
 
-What backward ran again under a known plan gives the rate of products and the attention op's overhead. What is
-left of forward, backward and update is the model's and the optimizer's own, whatever is chosen for activations;
-how many times longer it took than products and memory traffic at their rates are the other overheads.
+Recomputation under a known plan gives the rate of products and the attention op's overhead. The rest of forward,
+backward and update does not depend on the choices for activations. Its time over that of products and memory
+traffic at their rates gives the other overheads.
 """
 
 from __future__ import annotations

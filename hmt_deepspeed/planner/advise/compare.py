@@ -20,7 +20,7 @@ __all__ = ["Busy", "Comparison", "Row", "compare", "held_by_component"]
 
 @dataclass(frozen=True)
 class Busy:
-    """How long a resource was at work, and the bytes that it moved (0 for one that moves none)."""
+    """Seconds that a resource worked, and the bytes that it moved (0 for one that moves none)."""
 
     seconds: float
     nbytes: float

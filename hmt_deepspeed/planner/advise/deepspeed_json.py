@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that says what was recommended."""
+"""Writes a recommendation as a DeepSpeed configuration."""
 
 from __future__ import annotations
 

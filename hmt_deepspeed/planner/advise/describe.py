@@ -1,4 +1,4 @@
-"""Advice and plans in words and tables, 80 columns wide."""
+"""Prints advice and plans as text and tables, 80 columns wide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and the setups that are tried for an answer."""
+"""A request to the planner, and the setups that it tries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Request", "host_modes", "host_setups", "setups", "stock_setups"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """A request to the planner.
 
     Attributes:
         micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all

@@ -1,1 +1,1 @@
-"""The model as numbers: shapes, families, FLOPs, and what backward keeps of a layer."""
+"""The model as numbers: shapes, families, FLOPs, and the activations that backward needs."""

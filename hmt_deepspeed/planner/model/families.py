@@ -1,4 +1,4 @@
-"""The :class:`~hmt_deepspeed.planner.model.shapes.ModelShape` of a Hugging Face config.
+"""Reads a :class:`~hmt_deepspeed.planner.model.shapes.ModelShape` off a Hugging Face config.
 
 Nothing is built: a config's numbers and the family's row are enough. Tests build small models of each family and
 compare parameters, FLOPs and saved tensors.

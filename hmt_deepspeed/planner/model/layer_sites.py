@@ -1,6 +1,6 @@
-"""The tensors that a choice is made for: of a decoder layer, and of what follows the layers.
+"""Sites: the tensors that a plan makes choices for, in a decoder layer and after the layers.
 
-Of a layer they are, with the heavy ops (matrix products and the attention op) as steps::
+The sites of a layer, with the heavy ops (matrix products and the attention op) as steps::
 
     layer_input -> [attention_qkv] -> [attention_output] -> [residual] -> [mlp_intermediate] -> [down]
 

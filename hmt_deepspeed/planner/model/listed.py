@@ -41,7 +41,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Product:
-    """What each token of a part is multiplied with.
+    """A matrix product that each token of a part goes through.
 
     Attributes:
         name: of the module, within its layer.
@@ -93,7 +93,7 @@ class AttentionOp:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a stack of modules does with each of its tokens.
+    """The work of a stack of modules on each of its tokens.
 
     Attributes:
         activations: channels that activation functions save beside the products' inputs and outputs.
@@ -126,7 +126,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Part:
-    """What is outside the layers that are planned and has tokens of its own: an encoder, a tower, a classifier."""
+    """A part outside the planned layers with tokens of its own: an encoder, a tower, a classifier."""
 
     name: str
     length: Length

@@ -1,4 +1,4 @@
-"""What one micro-batch of a :class:`~hmt_deepspeed.planner.model.listed.ListedShape` asks of a rank.
+"""The workload of one micro-batch of a :class:`~hmt_deepspeed.planner.model.listed.ListedShape` on a rank.
 
 Counted are products, norms and attention, as the modules have them; see ``coarse`` of the shape for what is assumed.
 """
@@ -34,7 +34,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class _Given:
-    """What a workload is made of."""
+    """The inputs of a workload."""
 
     shape: ListedShape
     micro_batch: int
@@ -124,7 +124,7 @@ def _parted(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Projection:
-    """What projected backward makes of the linears of a layer; FLOPs and columns for one token."""
+    """Effect of projected backward on the linears of a layer: FLOPs and columns for one token."""
 
     flops: float = 0.0
     columns: float = 0.0

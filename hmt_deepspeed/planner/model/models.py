@@ -1,4 +1,4 @@
-"""The model of a question: a size by name, or the config of a local folder."""
+"""Finds the model of a request: a size by name, or the config of a local folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model keeps its modules, as its family's row says."""
+"""Paths of a model's modules, by its family's row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LLAMA_NAMES", "Names", "names_of"]
 
 @dataclass(frozen=True)
 class Names:
-    """Where a family keeps its modules: dotted paths, ``*`` standing for the layer's number.
+    """Paths of a family's modules: dotted, ``*`` standing for the layer's number.
 
     Attributes:
         layer: path of a layer. embedding, positions, final_norm, head: paths from the root; ``positions``

@@ -1,4 +1,4 @@
-"""What autograd saves of a layer with no checkpointing, tensor by tensor.
+"""Lists the tensors that autograd saves of a layer with no checkpointing.
 
 The modules are those of ``transformers`` on CUDA: RMSNorm in Python, of which autograd keeps the fp32 copy
 of the input and the normalised product; LayerNorm, GELU and dropout as single ops; rotary positions that

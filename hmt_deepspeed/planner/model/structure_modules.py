@@ -1,4 +1,4 @@
-"""What a module is, by its class and the weights that it has itself."""
+"""Classifies a module by its class and its own weights."""
 
 from __future__ import annotations
 

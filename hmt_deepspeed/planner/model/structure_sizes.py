@@ -1,4 +1,4 @@
-"""What a config says of the parts of its model: tokens of each, experts, learned positions."""
+"""Reads sizes of a model's parts off its config: tokens, experts, learned positions."""
 
 from __future__ import annotations
 

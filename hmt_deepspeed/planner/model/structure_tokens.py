@@ -1,4 +1,4 @@
-"""What a stack of modules does with each of its tokens: products, attention, norms, read off the modules."""
+"""Reads the work per token off a stack of modules: products, attention, norms."""
 
 from __future__ import annotations
 

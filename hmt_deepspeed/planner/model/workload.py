@@ -1,4 +1,4 @@
-"""What one micro-batch asks of a rank: FLOPs, bytes held for backward and what recomputes from what.
+"""The workload of one micro-batch on a rank: FLOPs, bytes saved for backward, and recomputation.
 
 The unit is a decoder layer under the activation backend, a row of sites (`layer_sites.py`).
 """

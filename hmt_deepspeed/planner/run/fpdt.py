@@ -1,4 +1,4 @@
-"""What FPDT needs of device and host for chunks of a size, and the size to choose (2408.16978, section 4).
+"""Device and host bytes of FPDT by chunk size, and the choice of the size (2408.16978, section 4).
 
 Any of four moments may be the fullest; K, V, Q, O are tensors of a chunk (Qw, Kw: channels of queries and of
 keys; e: bytes of an element), and a layer's weight gradients are summed in fp32.

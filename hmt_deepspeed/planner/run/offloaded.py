@@ -1,4 +1,4 @@
-"""What ``offload_optimizer`` takes off the device, and the work that it leaves to the host.
+"""Bytes that ``offload_optimizer`` takes off the device, and the work that it gives to the host.
 
 DeepSpeed's own offload takes masters, moments and gradients of all parameters. HMT's engine takes those of
 AdamW's parameters, whose gradients the host sums in fp32, and of low-rank matrices the fp32 masters alone:
@@ -31,7 +31,7 @@ TREATMENTS: tuple[Treatment, ...] = ("dense", "low_rank")
 
 @dataclass(frozen=True)
 class HostShare:
-    """Of some parameters, on the rank that holds most, what is off the device and what a step does there.
+    """Bytes off the device and the host's work in a step, for some parameters, on the rank that holds most.
 
     Attributes:
         states: bytes of masters and moments between two steps. gradients: bytes of the gradients' sums.
@@ -61,7 +61,7 @@ class HostShare:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What is off the device of a model of ``num_layers`` equal layers, by the treatment of its parameters.
+    """Host shares of a model of ``num_layers`` equal layers, by the treatment of its parameters.
 
     Attributes:
         layer: of one of them, in the mean. outside: embeddings, head, final norm. resident: the states that stay on the

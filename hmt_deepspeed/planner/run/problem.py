@@ -1,4 +1,4 @@
-"""What a plan is made for: the work, the machine, how the run trains, and the optimizer's states."""
+"""The planning problem: work, machine, training setup and optimizer states."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a plan is made for; see :func:`make_problem`.
+    """The planning problem; see :func:`make_problem`.
 
     Attributes:
         total: bytes of the whole model's states. of_rank: of those on the rank that holds most.

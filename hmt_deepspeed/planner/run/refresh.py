@@ -1,4 +1,4 @@
-"""What the worst step holds because matrices refresh their basis in it: full gradients, and inputs of linears.
+"""Bytes that the worst step holds for basis refreshes: full gradients, and inputs of linears.
 
 A matrix that refreshes forms its full gradient instead of the projected one, and for that its linear keeps its
 input. How many do so in one step is bounded by ``max_full_gradient_bytes``; the fullest are the first steps,

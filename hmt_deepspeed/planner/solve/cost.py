@@ -1,4 +1,4 @@
-"""How long an iteration of any plan takes on a machine, and what memory it needs: the closed form.
+"""Cost model in closed form: time and memory of an iteration of any plan on a machine.
 
 Each phase takes as long as the busiest resource (LoHan, equations 2 and 5, with more resources), and then
 what it takes to fill and drain the pipeline of layers:

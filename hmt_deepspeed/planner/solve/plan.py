@@ -1,4 +1,4 @@
-"""A plan: what becomes of each layer's activations, for which model and machine it was made, as JSON."""
+"""A plan: choices for each layer's activations, with the model and machine it was made for, as JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LayerChoices:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the backend executes.
+    """Choices that the backend executes.
 
     Attributes:
         model, machine: fingerprints of what it was made for; see :func:`fingerprint`.

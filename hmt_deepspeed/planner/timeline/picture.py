@@ -1,4 +1,4 @@
-"""A plan as a picture: who works when, and what the GPU holds meanwhile. Needs matplotlib."""
+"""Draws a plan: when each resource works, and the GPU's memory. Needs matplotlib."""
 
 from __future__ import annotations
 

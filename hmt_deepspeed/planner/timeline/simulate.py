@@ -1,4 +1,4 @@
-"""A plan played event by event: when each layer computes, moves and is updated, and what memory it takes.
+"""Simulates a plan event by event: when each layer computes, moves and is updated, and its memory.
 
 Independent of `cost.py`: durations come from the machine and the model, the order from what waits for what.
 Where the closed form's assumption fails (few layers, layers that differ much), this is the number to believe.

@@ -1,4 +1,4 @@
-"""Tasks on resources, event by event: what `simulate.py` plays a plan with.
+"""Plays tasks on resources event by event; `simulate.py` plays plans with it.
 
 A resource serves one task at a time; of the tasks whose predecessors have ended it takes the one that comes
 first in the list. Resources that run together may slow one another down, as two directions of a link do.

@@ -1,4 +1,4 @@
-"""What is computed one after the other: the layers and the head, with what a plan's choices add to each."""
+"""Units computed one after the other: the layers and the head, each with the load of a plan's choices."""
 
 from __future__ import annotations
 

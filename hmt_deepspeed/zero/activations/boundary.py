@@ -1,4 +1,4 @@
-"""``profile`` and ``synchronize_checkpoint_boundary``: what DeepSpeed does where a checkpoint begins and ends."""
+"""``profile`` and ``synchronize_checkpoint_boundary``: DeepSpeed's timers and synchronisation around a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Boundary:
     when the next pass begins, and on CUDA nothing waits before.
 
     Args:
-        keys: what is asked for now.
+        keys: returns the keys in force.
     """
 
     def __init__(self, keys: Callable[[], ActivationCheckpointing]) -> None:

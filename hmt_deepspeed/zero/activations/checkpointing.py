@@ -137,7 +137,7 @@ def _conflict(key: str, inner: Codec) -> ValueError:
 
 
 class _Following:
-    """The codec of the keys as they are when something is encoded."""
+    """Encodes by the codec of the keys in force at that moment."""
 
     def __init__(self, inputs: LayerInputs, inner: Codec, position: int) -> None:
         self._inputs, self._inner, self._position = inputs, inner, position
@@ -168,7 +168,7 @@ class _Following:
 
 
 class Checkpoints(Protocol):
-    """What is needed of the backend."""
+    """The part of the backend that is used here."""
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any: ...
 

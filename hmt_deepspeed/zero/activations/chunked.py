@@ -1,4 +1,4 @@
-"""``hmt.activations`` beside ``hmt.fpdt``: what saves the inputs of layers in chunks, and of the head.
+"""``hmt.activations`` beside ``hmt.fpdt``: saves the inputs of layers in chunks and of the head.
 
 A layer in chunks computes everything but its input again, so of the policy's components there are four:
 ``embedding`` (what enters the first layer), ``residual`` (what enters each further one), ``lm_head``, and
@@ -43,7 +43,7 @@ _RECOMPUTED: dict[Component, Choice] = {
 
 
 class ChunkedActivations:
-    """What is saved of a model in chunks, from construction to :meth:`close`.
+    """Saves the activations of a model in chunks, from construction to :meth:`close`.
 
     Args:
         model: of the engine, before its layers are replaced.
@@ -160,7 +160,7 @@ class ChunkedActivations:
         return charge
 
     def _begin_step(self, module: nn.Module, _: Any) -> None:
-        """Before a forward: the numbers are of the window that it belongs to."""
+        """Before a forward: reset the numbers where an accumulation window begins."""
         step = self._current_step()
         if module.training and step != self._step:
             self._step, self._count = step, itertools.count()
@@ -191,7 +191,7 @@ class ChunkedActivations:
         return "\n".join([*lines, *describe_swap(self._codecs, self.memory)])
 
     def close(self) -> None:
-        """Host memory and files are given back. Idempotent."""
+        """Free host memory and files. Idempotent."""
         self._undo.close()
 
 

@@ -1,4 +1,4 @@
-"""FPDT in an engine: which modules ZeRO-3 gathers as one, and when the layers are replaced."""
+"""FPDT in an engine: sets which modules ZeRO-3 gathers as one, and replaces the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hmt.activations`` under DeepSpeed: from the block to an installed backend, its table, its numbers, its end."""
+"""``hmt.activations`` under DeepSpeed: installs the backend, describes it, reports its numbers, removes it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Activations:
         return self._codecs.get("swap_host") or build_codec("swap_host", self.memory.host)
 
     def _begin_step(self, module: nn.Module, _: Any) -> None:
-        """Before a forward: the report is of the window that it belongs to."""
+        """Before a forward: begin a new report where an accumulation window begins."""
         step = self._current_step()
         if module.training and step != self._step:
             if self._step >= 0 and not self._has_checked:
@@ -166,7 +166,7 @@ class Activations:
         return found
 
     def close(self) -> None:
-        """The model computes as before, host memory and files are given back. Idempotent."""
+        """Restore the model, free host memory and files. Idempotent."""
         self._undo.close()
 
 

@@ -1,4 +1,4 @@
-"""Where one engine's activations swap to: pinned host memory, and files on an SSD for what that cannot hold."""
+"""Stores that an engine's activations swap to: pinned host memory, then files on an SSD."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STAGING, _SSD_STAGING = 2**26, 2**30
 
 
 def staging_bytes(limit: int, nvme_path: str | None) -> int:
-    """Page-locked bytes of a limit that are for what is on its way to host memory, or on to files."""
+    """Page-locked bytes of ``limit`` reserved for copies on their way to host memory, or on to files."""
     return min(_pages(limit // 4), _STAGING if nvme_path is None else _SSD_STAGING)
 
 
@@ -88,7 +88,7 @@ class SwapMemory:
         return self.host if place == "host" else self.host_then_files
 
     def begin_step(self) -> None:
-        """What :meth:`numbers` says of moved bytes starts anew."""
+        """Reset the moved bytes of :meth:`numbers`."""
         self._moved_before = self._moved()
 
     def _moved(self) -> dict[str, int | float]:
@@ -122,7 +122,7 @@ class SwapMemory:
         return found
 
     def close(self) -> None:
-        """Frees the memory and removes the files. Idempotent."""
+        """Free the memory and remove the files. Idempotent."""
         for name in ("files", "host", "engine"):
             made = vars(self).pop(name, None)
             if made is not None:

@@ -1,1 +1,1 @@
-"""Bases under ZeRO: where they wait, how they are found, cached and carried over."""
+"""Bases under ZeRO: storage, refresh, host cache, moments of previous bases."""

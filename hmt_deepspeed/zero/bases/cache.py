@@ -1,4 +1,4 @@
-"""``hmt.basis_cache`` under DeepSpeed: where bases of one rank wait, and its numbers."""
+"""``hmt.basis_cache`` under DeepSpeed: builds the storage of one rank's bases and reports its numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAGING = 2**26
 
 
 def staging_bytes(settings: CacheSettings) -> int:
-    """Page-locked bytes of a cache for what is on its way."""
+    """Page-locked bytes that a cache needs for copies under way."""
     return min(_STAGING, settings.max_bytes)
 
 
@@ -31,7 +31,7 @@ def build_bases(
     settings: CacheSettings | None,
     param_states: Sequence[ParamState],
 ) -> BasisStorage:
-    """Where the bases of low-rank parameters wait.
+    """Build the storage of the bases of low-rank parameters.
 
     Args:
         collectives: of the data-parallel group. stage: of ZeRO. settings: of the cache; None for no cache.
@@ -86,7 +86,7 @@ def _rises_again(matrix: ProjectedMatrix) -> bool:
 
 
 def device_bytes(bases: BasisStorage, param_states: Sequence[ParamState]) -> int:
-    """Bytes of bases that wait on the device: whole ones, rows, and the copies that groups of linears hold.
+    """Device bytes of stored bases: whole ones, this rank's rows, and the copies of groups of linears.
 
     Args:
         param_states: parameters with a matrix.
@@ -137,7 +137,7 @@ def basis_metrics(bases: BasisStorage, param_states: Sequence[ParamState]) -> di
 
 
 def describe_bases(bases: BasisStorage, param_states: Sequence[ParamState]) -> list[str]:
-    """What the start table says of a cache."""
+    """Lines about a cache for the start table."""
     cache = bases.cache
     assert cache is not None
     names = {p.matrix.columns.owner for p in param_states if isinstance(p.matrix, ProjectedMatrix)}

@@ -1,4 +1,4 @@
-"""Groups of matrices that take one basis together: when they refresh, at which rank, and what they project on."""
+"""Groups of matrices that share a basis: when they refresh, at which rank, and which projection they use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BasisGroups:
 
     Args:
         low_rank: parameters with a matrix. schedule: when each of them refreshes, in their order.
-        bases: where projections wait between their uses. shared: which linears read the same input.
+        bases: stores projections between their uses. shared: which linears read the same input.
         refresh: finds bases and carries moments over to them. collectives: of the data-parallel group.
         options: fields of ``hmt.optimizer``. warn: tells the user something.
 
@@ -116,7 +116,11 @@ class BasisGroups:
         self.schedule.refreshed(index, step)
 
     def refresh(self, step: int) -> None:
-        """New bases from the mean full gradients of the window, at its end."""
+        """Find new bases at the end of an accumulation window, from its mean full gradients.
+
+        Args:
+            step: number of the optimizer step.
+        """
         self._refresh.run(self.groups, self.policy, self.schedule, step)
 
     def _owner(self, group: int) -> int:
@@ -126,7 +130,11 @@ class BasisGroups:
     # -- restoring a checkpoint ---------------------------------------------------------------------
 
     def load_old_bases(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over old bases, n x r by name of the matrix, of the groups whose bases this rank finds."""
+        """Restore old bases of the groups whose bases this rank finds.
+
+        Args:
+            saved: n x r on the host, by name of the matrix.
+        """
         own = [g[0] for n, g in enumerate(self.groups) if self._owner(n) == self._collectives.rank]
         self.bases.load_old_bases([self.low_rank[index] for index in own], saved)
 

@@ -19,7 +19,7 @@ __all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
 
 
 def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
-    """Tell gradients of the leaf that they are of, after DeepSpeed has marked parameters; those leaves.
+    """Tell each gradient its leaf, after DeepSpeed has marked parameters; returns the leaves.
 
     Args:
         param_states: of all trained parameters.
@@ -34,7 +34,7 @@ def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
 
 
 def shared_inputs(low_rank: Iterable[ParamState], bases: BasisStorage) -> SharedInputs:
-    """Of the linears with a projected backward, once leaves are marked.
+    """Shared inputs of the linears with a projected backward, once leaves are marked.
 
     Args:
         low_rank: parameters with a matrix. bases: where those that stage 3 shards wait.
@@ -76,7 +76,7 @@ class LeafInputs(SharedInputs):
             linear.group.gather = None
 
     def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
-        """Groups of a checkpoint without leaves are split."""
+        """Restore groups; those of a checkpoint without leaves are split."""
         leaves = {linear.name: leaf for linear, leaf in self._leaves.items()}
         parts: list[list[str]] = []
         for names in groups:

@@ -1,4 +1,4 @@
-"""Moments of matrices' previous bases, in each rank's basis cache, for when a basis turns back.
+"""Keeps moments of matrices' previous bases in each rank's basis cache, for when a basis turns back.
 
 A basis change carries over what the basis in force has seen, and a direction that it has not starts as new
 (:meth:`hmt_deepspeed.optim.rules.moments.Moments.rotate`). Where gradients come back to a subspace that an earlier
@@ -25,7 +25,7 @@ __all__ = ["MomentHistory", "SavedHistory"]
 
 
 class SavedHistory(Protocol):
-    """What a checkpoint holds of it, see :class:`~hmt_deepspeed.zero.saving.saved_state.SavedState`."""
+    """The history in a checkpoint, see :class:`~hmt_deepspeed.zero.saving.saved_state.SavedState`."""
 
     def previous_moments(self, rows: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]: ...
     def order_of_use(self, rank: int) -> list[str]: ...
@@ -33,8 +33,13 @@ class SavedHistory(Protocol):
 
 @dataclass(frozen=True)
 class _Previous:
-    """A previous basis: after how many Adam steps it was replaced, its columns, and by matrix its moments, whose tensors are
-    in the cache and here only described (meta). has_basis: whether this rank keeps the basis too."""
+    """A previous basis.
+
+    Attributes:
+        steps: Adam steps after which it was replaced. columns: its width.
+        members: its moments by matrix; tensors are in the cache and here only described (meta).
+        has_basis: whether this rank keeps the basis too.
+    """
 
     key: str
     steps: int
@@ -82,11 +87,11 @@ class MomentHistory:
 
     @property
     def nbytes(self) -> int:
-        """Kept on this rank."""
+        """Bytes kept on this rank."""
         return sum(self.cache.kept_bytes(previous.key) for _, previous in self._kept())
 
     def forget(self) -> None:
-        """Everything: the bases belong to other groups now."""
+        """Forget everything: the bases belong to other groups now."""
         for kept in self._previous.values():
             for previous in kept:
                 self.cache.discard(previous.key)
@@ -208,7 +213,7 @@ class MomentHistory:
     def state(
         self, param_states: Iterable[ParamState], take: Callable[[Any], Any], holds_rows: bool
     ) -> dict[str, Any]:
-        """This rank's part, oldest first: plain tensors, numbers and strings.
+        """State dict of this rank's part, oldest first: plain tensors, numbers and strings.
 
         Args:
             take: is given each tensor. holds_rows: whether this rank saves its rows of the moments.
@@ -274,7 +279,7 @@ class MomentHistory:
                 self.cache.touch(key)
 
     def _kept(self) -> Iterator[tuple[str, _Previous]]:
-        """By owner what this rank has, oldest first."""
+        """Previous bases on this rank with their owners, oldest first."""
         for owner, kept in self._previous.items():
             for previous in reversed(kept):
                 if self.cache.has_kept(previous.key):

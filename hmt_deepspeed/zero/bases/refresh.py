@@ -1,4 +1,4 @@
-"""New bases for matrices over shards: found at one rank, broadcast to all, moments carried over."""
+"""Finds new bases at one rank, broadcasts them, and carries the moments over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BasisRefresh:
     """Refreshes of one optimizer.
 
     Args:
-        low_rank: parameters with a matrix. bases: where they are between uses.
+        low_rank: parameters with a matrix. bases: stores them between uses.
         collectives: of the data-parallel group. sharded: whether each rank holds some rows only.
         shard_rank: this process's place in the shards; 0 at stage 0.
     """

@@ -1,1 +1,1 @@
-"""The engine: which config asks for HMT, what is refused, what is measured."""
+"""The engine: selection by the config, refusals, training loop, metrics."""

@@ -1,4 +1,4 @@
-"""An engine's checkpoints: DeepSpeed's calls, carried out by :mod:`hmt_deepspeed.zero.saving.checkpoint`."""
+"""DeepSpeed's calls that save and load, carried out by :mod:`hmt_deepspeed.zero.saving.checkpoint`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CheckpointingEngine"]
 
 
 class CheckpointingEngine(InferenceEngine):
-    """Saves and loads as HMT's checkpoints are, where it runs HMT's optimizer; else as DeepSpeed does."""
+    """Saves and loads HMT's checkpoints where it runs HMT's optimizer; else does as DeepSpeed does."""
 
     hmt_metrics: StepMetrics
     _tenure: Tenure

@@ -1,4 +1,4 @@
-"""FLOPs that a rank computes in a step: what HFU counts."""
+"""Counts the FLOPs that a rank computes in a step, for HFU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["computed_flops"]
 
 
 def computed_flops(engine: Engine, micro_batch: int, seq_length: int) -> float | None:
-    """Of products and attention in forwards and backwards of the last step, recompute included.
+    """FLOPs of products and attention in forwards and backwards of the last step, recompute included.
 
     A projected backward counts as projected, and also in the steps in which a matrix refreshes its basis, which
     compute more; the optimizer's own products are left out.

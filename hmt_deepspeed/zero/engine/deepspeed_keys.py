@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's JSON: who honours it when HMT's optimizer runs, or why it is refused.
+"""Table of DeepSpeed's JSON keys: who honours each when HMT's optimizer runs, or why it is refused.
 
 A row covers a key and, where they have no rows of their own, all keys below it. Refusals that depend on a second key
 (the stage, a field of the block) are in :mod:`hmt_deepspeed.zero.engine.support`; here a value is legal or not by itself.
@@ -34,7 +34,8 @@ class DeepSpeeds:
 class Refused:
     """Another value than the neutral ones would be ignored, or change what HMT computes.
 
-    neutral: values that ask for nothing. legal: in words, where they do not say it.
+    Attributes:
+        neutral: values that ask for nothing. legal: what is legal in words, where ``neutral`` does not say it.
     """
 
     neutral: tuple[object, ...]
@@ -275,7 +276,7 @@ def refused_keys(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _values(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """What a JSON gives for a dotted key, with the name by which it does."""
+    """Values that a JSON gives for a dotted key, each with the name used."""
     section, _, rest = key.partition(".")
     for name in (section, *(old for old, new in _SECTION_NAMES.items() if new == section)):
         value: Any = config.get(name)

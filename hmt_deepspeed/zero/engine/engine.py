@@ -71,7 +71,7 @@ class HMTEngine(TrainingEngine):
     dropped without :meth:`destroy` it takes itself apart.
 
     Attributes:
-        snapshot_client_state: called when a snapshot is taken, within :meth:`step`; what loading it returns.
+        snapshot_client_state: called when a snapshot is taken, within :meth:`step`; loading it returns the result.
     """
 
     def __init__(self, args: Any, model: Any, *positional: Any, **keyword: Any) -> None:
@@ -223,7 +223,7 @@ class HMTEngine(TrainingEngine):
         return found
 
     def run_facts(self, hmt: HMTConfig) -> RunFacts:
-        """This run in the planner's words; see :func:`run_facts`."""
+        """This run as the planner describes it; see :func:`run_facts`."""
         resolved = self._hmt
         if resolved is None:
             return run_facts(self, hmt, None, int(self.zero_optimization_stage()), None)
@@ -293,7 +293,7 @@ class HMTEngine(TrainingEngine):
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Consecutive ranks that have to be given the same rows (``hmt.fpdt.sequence_parallel_size``)."""
+        """Number of consecutive ranks that must get the same rows (``hmt.fpdt.sequence_parallel_size``)."""
         return 1 if self.hmt_fpdt is None else self.hmt_fpdt.sequence.size
 
     # -- what DeepSpeed puts on the model, which must not keep the engine alive, and goes with it ---------

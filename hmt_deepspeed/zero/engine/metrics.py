@@ -1,4 +1,4 @@
-"""Every number of an engine's last optimizer step: time, memory, bytes moved, and what its parts say."""
+"""Measures an engine's last optimizer step: time, memory, bytes moved, and the metrics of its parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepMetrics:
         ]
 
     def close(self) -> None:
-        """The module is watched no longer. Idempotent."""
+        """Stop watching the module. Idempotent."""
         for hook in self._hooks:
             hook.remove()
 
@@ -67,12 +67,12 @@ class StepMetrics:
             self.end_phase("forward")
 
     def end_phase(self, phase: str) -> None:
-        """Stop the clock of a phase and look at the memory, which is fullest at such moments."""
+        """Stop the clock of a phase and sample memory, which is fullest at such moments."""
         self.phases.stop(phase)
         self._samples.append(device_memory(self._accelerator).allocated)
 
     def end_step(self) -> None:
-        """An optimizer step is over, skipped or not."""
+        """Close an optimizer step, skipped or not."""
         engine = self._engine()
         assert engine is not None
         self.phases.end_step()
@@ -88,13 +88,13 @@ class StepMetrics:
             engine.monitor.write_events(events)
 
     def computed_flops(self, micro_batch: int, seq_length: int) -> float | None:
-        """Of the last step on this rank; see :func:`hmt_deepspeed.zero.engine.computed_flops.computed_flops`."""
+        """FLOPs of the last step on this rank; see :func:`hmt_deepspeed.zero.engine.computed_flops.computed_flops`."""
         engine = self._engine()
         assert engine is not None
         return computed_flops(engine, micro_batch, seq_length)
 
     def read(self, every_matrix: bool = True) -> dict[str, Any]:
-        """Numbers of the last step on this rank; waits for the device, for norm and captured energy.
+        """Metrics of the last step on this rank; waits for the device, which has norm and captured energy.
 
         Seconds are of the newest step that the device is done with. ``bytes_to_host`` and
         ``bytes_from_host`` cross PCIe on CUDA. Parameters that DeepSpeed itself offloads are not counted.
@@ -132,7 +132,7 @@ class StepMetrics:
 
 
 def _moved_bytes(engine: Engine) -> dict[str, float]:
-    """Bytes to and from host memory and SSDs since the start; only the paths that there are."""
+    """Bytes moved to and from host memory and SSDs since the start, by path in use."""
     found: dict[str, float] = {}
     for place, counters in _counters(engine):
         for name, number in (
@@ -173,7 +173,7 @@ def busy_resources(engine: Engine) -> dict[Resource, Busy]:
 
 
 def _host(engine: Engine) -> HostWorker | None:
-    """What updates states in host memory, if HMT's optimizer has some there."""
+    """The worker that updates states in host memory, if HMT's optimizer has some there."""
     return engine.optimizer.zero.host if engine.hmt_enabled else None
 
 

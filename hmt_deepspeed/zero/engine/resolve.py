@@ -1,4 +1,4 @@
-"""What an engine's config says to the parts below it: plain settings, the loss scaler, stage 3's coordinator."""
+"""Turns an engine's config into plain settings, the loss scaler and stage 3's coordinator."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the block says of HMT's optimizer once "auto" is decided.
+    """The block's settings of HMT's optimizer, "auto" decided.
 
-    options: fields of ``hmt.optimizer``. stage: the JSON's, which DeepSpeed is not told when it is 0.
-    overlap: "none", "backward" or "forward". cache: how bases wait in host memory,
-    None without the section. in_chunks: with ``hmt.fpdt``, whose leaves of ZeRO-3 all ranks use alike.
+    Attributes:
+        options: fields of ``hmt.optimizer``. stage: the JSON's, which DeepSpeed is not told when it is 0.
+        overlap: "none", "backward" or "forward".
+        cache: cache of bases in host memory, None without the section.
+        in_chunks: with ``hmt.fpdt``, whose leaves of ZeRO-3 all ranks use alike.
     """
 
     options: dict[str, Any]
@@ -63,7 +65,7 @@ class Resolved:
 
 
 def zero_settings(engine: DeepSpeedEngine, resolved: Resolved) -> ZeroSettings:
-    """What HMT's ZeRO optimizer takes from the JSON.
+    """The JSON's settings of HMT's ZeRO optimizer.
 
     Args:
         engine: DeepSpeed's part of it is built. resolved: what the block says.
@@ -118,7 +120,7 @@ def aio_section(engine: DeepSpeedEngine) -> dict[str, Any] | None:
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """DeepSpeed's, static or dynamic."""
+    """DeepSpeed's loss scaler, static or dynamic."""
     return CreateLossScaler(
         dtype=engine.get_data_types()[0],
         static_loss_scale=engine.loss_scale(),
@@ -164,13 +166,13 @@ def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:
 
 
 def _gather_elements(engine: DeepSpeedEngine, stage: int) -> int:
-    """Of a bucket; at stage 3 ``sub_group_size`` bounds it too, where the JSON gives one."""
+    """Elements of a gather bucket; at stage 3 ``sub_group_size`` bounds it too, where the JSON gives one."""
     bucket, group = int(engine.zero_allgather_bucket_size()), int(engine.zero_sub_group_size())
     return min(bucket, group) if stage == 3 and group else bucket
 
 
 def _reduction_scale(engine: DeepSpeedEngine) -> ReductionScale:
-    """Mean over ranks, divided where ``prescale_gradients`` and its factor say."""
+    """Factors of the mean over ranks, divided where ``prescale_gradients`` and its factor say."""
     if engine.seq_dp_world_size == 1:
         return ReductionScale(1.0, 1.0)  # nothing is reduced, so nothing is divided
     world = engine.seq_dp_world_size if engine.gradient_average else 1

@@ -1,4 +1,4 @@
-"""Whether a config asks for HMT, with which options, and for which parameters."""
+"""Decides whether a config asks for HMT, with which options, and for which parameters."""
 
 from __future__ import annotations
 

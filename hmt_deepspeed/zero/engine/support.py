@@ -1,4 +1,4 @@
-"""What HMT's engine cannot honour is refused here, before anything is built.
+"""Refuses what HMT's engine cannot honour, before anything is built.
 
 Values that are refused whatever stands beside them are in :mod:`hmt_deepspeed.zero.engine.deepspeed_keys`.
 """
@@ -120,7 +120,7 @@ def check_activations(
 
 
 def _check_stock_stage_3(config: dict[str, Any]) -> None:
-    """What DeepSpeed's own optimizer does not have at stage 3 with ``reduce_scatter``, its default."""
+    """Refuse what DeepSpeed's own optimizer does not have at stage 3 with ``reduce_scatter``, its default."""
     zero = config.get("zero_optimization") or {}
     if zero.get("stage") != 3 or not zero.get("reduce_scatter", True):
         return
@@ -219,7 +219,7 @@ def check_engine(engine: Any) -> None:
 
 
 def _check_nvme(engine: Any, buffer_size: int) -> None:
-    """What DeepSpeed's swapper would store in another dtype, or fail on by an assertion."""
+    """Refuse what DeepSpeed's swapper would store in another dtype, or fail on by an assertion."""
     swapped_as = _swapper_dtype(engine.module)
     for param, name in engine.param_names.items():
         if param.dtype != swapped_as:
@@ -238,7 +238,7 @@ def _check_nvme(engine: Any, buffer_size: int) -> None:
 
 
 def _swapper_dtype(module: nn.Module) -> torch.dtype:
-    """In which DeepSpeed will swap: of its swapper, where ``zero.Init`` has built one.
+    """The dtype in which DeepSpeed will swap: its swapper's, where ``zero.Init`` has built one.
 
     Else that of the first parameter, but ``Init._set_dtype`` of DeepSpeed 0.19 overrules it by bf16 where the
     accelerator has no fp16.
@@ -285,7 +285,7 @@ def _int8_weights(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
 
 
 def _clipping(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
-    """Without probe columns nobody knows the norm of what is outside the bases."""
+    """Refuse clipping without probe columns, since the norm outside the bases is then unknown."""
     if parsed.gradient_clipping and options["probes"] == 0:
         legal = f'"auto" or at least 1 with "gradient_clipping": {parsed.gradient_clipping!r}'
         yield (
@@ -297,7 +297,7 @@ def _clipping(parsed: Any, options: dict[str, Any]) -> Iterator[Refusal]:
 
 
 def _optimizer_params(config: dict[str, Any]) -> Iterator[Refusal]:
-    """What another optimizer took there, and fields of the block, which would not reach the engine."""
+    """Refuse params of another optimizer, and fields of the block, which would not reach the engine."""
     for key, value in ((config.get("optimizer") or {}).get("params") or {}).items():
         if key in ("lr", "betas", "eps", "weight_decay"):
             continue

@@ -1,4 +1,4 @@
-"""An engine's hold on its model, from construction until it is destroyed, dropped, or another owner takes over."""
+"""Ownership of a model by an engine, from construction until it is destroyed, dropped, or replaced by another owner."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Tenure:
     """Owns an engine's parameters for it (:class:`hmt_deepspeed.ownership.Owner`).
 
     Args:
-        engine: of which only a weak reference is kept.
+        engine: only a weak reference to it is kept.
         model: as it was given to the engine. stage: ZeRO's.
-        trained: what the engine will train, by name; at stage 3 it owns all parameters, which it gathers.
+        trained: parameters that the engine will train, by name; at stage 3 it owns all, since it gathers all.
         is_plain: nothing of HMT is in the engine. Plain engines leave one another alone, as DeepSpeed's do.
 
     Attributes:
-        undo: takes off what the engine has put on its model.
+        undo: removes what the engine has put on its model.
         ended: why the engine can no longer be used; empty while it can.
         dropped: the engine's user has no reference to it any more.
         has_gradients: backwards have left gradients that no step has used.

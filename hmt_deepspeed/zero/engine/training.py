@@ -1,4 +1,4 @@
-"""An engine's training loop: DeepSpeed's calls, with what HMT does before and after each."""
+"""Training calls of an engine: DeepSpeed's, with HMT's work before and after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the next use of a parameter wait for its update, where updates run beside the next forward."""
+"""Makes the next use of a parameter wait for its update when updates overlap the next forward."""
 
 from __future__ import annotations
 

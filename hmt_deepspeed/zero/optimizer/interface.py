@@ -1,4 +1,4 @@
-"""What the engine, Hugging Face's Trainer and DeepSpeed's tools read and set on any ZeRO optimizer."""
+"""Attributes that the engine, Hugging Face's Trainer and DeepSpeed's tools use on any ZeRO optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OptimizerInterface"]
 
 
 class OptimizerInterface(ZeROOptimizer):
-    """Learning rates, loss scales, and what a step has found.
+    """Learning rates, loss scales, and the norm and overflow of the last step.
 
     Args:
         optimizer: carries the parameter groups.
@@ -44,7 +44,7 @@ class OptimizerInterface(ZeROOptimizer):
         return self.optimizer.param_groups
 
     def set_lr(self, lr: float) -> None:
-        """The same learning rate for every group."""
+        """Set the same learning rate for every group."""
         for group in self.param_groups:
             group["lr"] = lr
 

@@ -5,7 +5,7 @@ One step, for all parameters (DESIGN: the mean over ranks commutes with the proj
     reduced gradients  ->  overflow decision  ->  new bases of the matrices that refresh
                        ->  estimated global norm, clip factor
                        ->  Adam in each projected space, probe residual
-                       ->  weights of this rank's rows  ->  gather  ->  next window
+                       ->  weights of this rank's rows  ->  gather  ->  next accumulation window
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When updates in host memory run: before the overflow decision, after the step, or within it; and who waits for them."""
+"""Schedules updates in host memory: before the overflow decision, within the step, or after it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Overlap:
                     param_state.gradient.host.complete = partial(self._start, param_state)
 
     def end_step(self) -> None:
-        """What the step has begun is finished now, unless the next forward waits for it."""
+        """Finish what the step has begun, unless the next forward waits for it."""
         if self._gates is None:
             self._step.finish()
         for param_state in self._begun:  # the next backward brings them in this order again
@@ -83,7 +83,9 @@ class Overlap:
         self._begun.clear()
 
     def synchronize(self) -> None:
-        """Make weights and states those of the last step; for whatever reads or replaces them.
+        """Finish or undo updates, so that weights and states are those of the last step.
+
+        Call it before reading or replacing them.
 
         Raises:
             RuntimeError: an update has begun during backward and cannot be undone.

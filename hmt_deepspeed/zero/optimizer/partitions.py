@@ -1,4 +1,4 @@
-"""Parameters that stage 3 keeps in parts, between the uses that DeepSpeed's coordinator gathers them for."""
+"""Partitions and gathers a model's parameters at stage 3, around DeepSpeed's coordinator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Partitions"]
 
 
 class Partitions:
-    """The parameters of one model; below stage 3 there is nothing to do.
+    """The parameters of one model; does nothing below stage 3.
 
     Args:
         parameter_offload: DeepSpeed's ZeRO-3 coordinator, None below stage 3. module: the model.
@@ -24,7 +24,7 @@ class Partitions:
         self._coordinator, self._module, self._world = parameter_offload, module, world
 
     def order_gathers(self, *_: object) -> None:
-        """Gathers to come wait for what was written to the partitions until now.
+        """Make coming gathers wait for the writes to the partitions until now.
 
         ZeRO-3's coordinator gathers on a stream of its own, which waits for nothing. A rank alone has nothing to
         gather, but DeepSpeed makes its host wait for that stream.
@@ -36,13 +36,13 @@ class Partitions:
             stream.wait_stream(get_accelerator().current_stream())
 
     def partition(self) -> None:
-        """Only the partitions are left, and no buffer waits for a use that will not come."""
+        """Release all gathered parameters and read-ahead buffers; only the partitions are left."""
         if self._coordinator is not None:
             self._coordinator.partition_all_parameters()
             release_buffers(self._module)
 
     def gather_persistent(self) -> None:
-        """Make the parameters whole that stay so between their uses."""
+        """Gather the parameters that stay whole between their uses."""
         if self._coordinator is not None and self._coordinator.persistent_parameters:
             persistent = self._coordinator.persistent_parameters
             persistent[0].all_gather(persistent)

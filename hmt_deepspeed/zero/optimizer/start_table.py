@@ -1,4 +1,4 @@
-"""The start table: what becomes of which parameters.
+"""The start table: rule, rank, bytes and storage of every parameter.
 
 Parameters that are treated alike and have one shape are a row. Rows that are treated alike stand under one heading;
 what is said of all of them is said once, above the table. 80 columns.
@@ -47,7 +47,7 @@ class StartRow:
 
 
 def start_rows(zero: ZeroState) -> list[StartRow]:
-    """Every parameter is in one of them: nothing is silently dense. In the order of the parameters."""
+    """Rows in the order of the parameters. Every parameter is in one: nothing is silently dense."""
     alike: dict[StartRow, list[ParamState]] = defaultdict(list)
     numbers = {id(group): index for index, group in enumerate(zero.param_groups)}
     for param_state in zero.param_states:

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer: bytes on this rank, bytes sent, ranks, captured energies."""
+"""Metrics of an optimizer: bytes on this rank, bytes sent, ranks, captured energies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_bytes(param_state: ParamState) -> int:
 
 
 def _offloaded_bytes(param_state: ParamState) -> int:
-    """Of these, and of the master, what is in host memory or on an SSD."""
+    """Bytes of states and master in host memory or on an SSD."""
     if not isinstance(param_state.weight, HostWeight):
         return 0
     moments = (

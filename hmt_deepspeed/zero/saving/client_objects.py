@@ -1,4 +1,4 @@
-"""What callers give to be saved beside our states: as it is where ``torch.load(weights_only=True)`` reads it.
+"""Stores a caller's client state, unchanged where ``torch.load(weights_only=True)`` reads it.
 
 DeepSpeed pickles a client state, and scripts put objects into it. Those are pickled here too, into bytes, so that
 every file stays readable without running what a pickle says; only who loads the checkpoint unpickles them.

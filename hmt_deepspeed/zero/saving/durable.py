@@ -1,4 +1,4 @@
-"""Files that are on the disk whole or not there at all, with their checksums."""
+"""Writes files atomically and durably, with their checksums."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MANIFEST = "manifest.json"
 class AtomicCheckpointEngine(TorchCheckpointEngine):
     """Saves to a temporary name, syncs, renames; remembers size and checksum of what it wrote.
 
-    What cannot be written (a full disk) is remembered too and raised when the checkpoint is committed, on
-    every rank: one that raised here would leave the others waiting for it.
+    A failed write (a full disk) is remembered too and raised on every rank when the checkpoint is committed: a
+    rank that raised here would leave the others waiting for it.
 
     Attributes:
         checksums: by file name within the checkpoint's folder: ``{"bytes": ..., "sha256": ...}``.

@@ -1,4 +1,4 @@
-"""fp32 weights of a checkpoint as DeepSpeed's ``zero_to_fp32.py`` looks for them."""
+"""Lays out a checkpoint's fp32 weights as DeepSpeed's ``zero_to_fp32.py`` expects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's states as a checkpoint holds them, by parameter name: saved and restored.
+"""Optimizer state dict, by parameter name: save and restore.
 
 The fp32 weights are where ``zero_to_fp32.py`` looks for them (and nowhere else: loading reads them from there
 too) and everything of ours is under ``"hmt"``.

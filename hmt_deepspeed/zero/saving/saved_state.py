@@ -1,4 +1,4 @@
-"""Reads a checkpoint of ours whole, whatever world size and ZeRO stage wrote it.
+"""Reads HMT's checkpoints, whatever world size and ZeRO stage wrote them.
 
 Files are memory-mapped; a parameter is assembled from the ranks' parts when it is asked for.
 """

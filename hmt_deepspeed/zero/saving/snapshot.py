@@ -1,8 +1,8 @@
-"""Snapshots: the state of training to an SSD every so many steps, beside training.
+"""Snapshots: write the training state to an SSD every so many steps, beside training.
 
 A snapshot is taken between two steps. Copies of weights, low-rank states and bases start on a side stream into
-page-locked memory, and a thread writes them from there; the next step's update waits only should the copies not
-be done. What the optimizer keeps elsewhere is taken there, see :mod:`hmt_deepspeed.zero.saving.snapshot_offloaded`.
+page-locked memory, and a thread writes them from there; the next step's update waits only while the copies are
+not done. :mod:`hmt_deepspeed.zero.saving.snapshot_offloaded` takes what the optimizer keeps off the device.
 
 Files appear as ``step<N>.saving``, synced and checksummed, and the folder gets its name when it is whole on
 every rank. Weights are stored whole, or as the difference to those of an earlier snapshot that is kept as long

@@ -1,4 +1,4 @@
-"""Masters and moments that live in host memory or on an SSD, in snapshots.
+"""Takes masters and moments in host memory or on an SSD into snapshots.
 
 Both are taken as the last step leaves them, though that may still be under way, and nobody waits for it. In host
 memory the worker copies them itself: a job among its updates, after those of this step and before those of the
@@ -28,7 +28,7 @@ __all__ = ["OffloadedStates"]
 
 
 class OffloadedStates:
-    """What one rank's snapshots take of states away from the device, one snapshot after another.
+    """Takes one rank's states off the device into one snapshot after another.
 
     :meth:`take` and :meth:`when_ready` are for the training thread, the others for the one that writes.
 

@@ -1,4 +1,4 @@
-"""The files of a snapshot: what a rank writes, how the folder becomes whole, what is removed."""
+"""Writes a rank's files of a snapshot, commits the folder, removes old ones."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class _Saving:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written: the parts of this rank, tensors replaced by :class:`Staged`.
+    """This rank's parts of a snapshot, tensors replaced by :class:`Staged`.
 
-    ``link`` puts files that are there already into the folder, and gives the manifest's entries of them.
+    ``link`` links existing files into the folder and returns their entries for the manifest.
     """
 
     tag: str

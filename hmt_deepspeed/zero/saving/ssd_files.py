@@ -1,4 +1,4 @@
-"""States on an SSD in checkpoints and snapshots: their files get a second name there; nothing is written again."""
+"""Hard-links states on an SSD into checkpoints and snapshots, so that nothing is written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a snapshot on their way to host memory, from where a thread writes them."""
+"""Copies a snapshot's tensors to host memory, from where a thread writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ``ds_to_universal`` says of our checkpoints.
+"""Makes DeepSpeed's ``ds_to_universal`` refuse HMT's checkpoints with a helpful message.
 
 It runs without any code of ours, and wants flat moments of full size where ours are low-rank. So the model files
 carry, in a field that it checks before it converts and quotes when it refuses, what to use instead. Nobody else reads

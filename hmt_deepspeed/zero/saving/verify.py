@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is whole: sizes and checksums of its files, verified before they are read."""
+"""Verifies sizes and checksums of a checkpoint's files, and finds the newest whole one."""
 
 from __future__ import annotations
 
