@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hmt_runs import settings_of
-from test_policy import SHAPE
+from rank_sources import SHAPE
 
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.rules.build import build_matrix

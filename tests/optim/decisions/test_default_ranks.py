@@ -5,12 +5,9 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from block_runs import Block, block_batches, train_block
 from hmt_runs import policy_like, settings_of
-from test_later_energy import BatchNoise, Turned
-from test_policy import SHAPE, Source, moment_and_basis_bytes, train
-from test_share_basis import Block
-from test_share_basis import batches as block_batches
-from test_share_basis import train as train_block
+from rank_sources import SHAPE, BatchNoise, Source, Turned, moment_and_basis_bytes, train
 from torch import nn
 
 from hmt_deepspeed.optim.bases.rank import (

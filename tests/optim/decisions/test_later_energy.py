@@ -6,7 +6,7 @@ from math import log
 import pytest
 import torch
 from hmt_runs import policy_like, settings_of
-from test_policy import SHAPE, Source, captured, construct, orthonormal, train
+from rank_sources import SHAPE, BatchNoise, Turned, captured, construct, train
 from torch import nn
 
 from hmt_deepspeed.optim.decisions.later_energy import (
@@ -25,37 +25,12 @@ from hmt_deepspeed.optim.rules import projected
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 
-class BatchNoise(Source):
-    """A share of every gradient lies in a few directions of its own, which the next one does not have."""
-
-    def __init__(self, directions, share, noisy, shape=SHAPE, seed=0):
-        super().__init__(directions, 0.0, shape, seed)
-        self.share, self.noisy, self.draws = share, noisy, 0
-
-    def __call__(self):
-        self.draws += 1
-        (m, n), k = self.shape, self.noisy
-        right = orthonormal(n, k, 1000 * self.draws + self.draws)
-        left = torch.randn(m, k, generator=self.generator) / (m * k) ** 0.5
-        return (1 - self.share) ** 0.5 * super().__call__() + self.share**0.5 * left @ right.t()
-
-
 class Falling(BatchNoise):
     """The lasting directions' energies fall, each by a fifth of the one before."""
 
     def turn(self, seed):
         super().turn(seed)
         self.right = self.right * (0.8 ** torch.arange(self.directions).float()).sqrt()
-
-
-class Turned:
-    """The gradients of a source, transposed: what lasts is on the left."""
-
-    def __init__(self, source):
-        self.source, self.shape = source, source.shape[::-1]
-
-    def __call__(self):
-        return self.source().t()
 
 
 # -- what is expected -------------------------------------------------------------------------------

@@ -4,58 +4,16 @@ import copy
 
 import pytest
 import torch
+from block_runs import KV, Block, D, block_batches, loss_of, train_block
 from hmt_runs import PAPERS_RULE, assert_same_state, assert_same_weights, refreshes, through_a_file
 from torch import nn
-from torch.nn import functional as F
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
-D, KV, HIDDEN, RANK, PROBES = 32, 16, 48, 4, 8
+RANK, PROBES = 4, 8
 GROUPS = [["q.weight", "k.weight", "v.weight"], ["gate.weight", "up.weight"]]
 OPTIONS = {"lr": 1e-2, "rank": RANK, "update_interval": 5, "share_basis": True}
-
-
-class Block(nn.Module):
-    """The linears of a Llama block, with fewer key and value heads."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.q, self.o = nn.Linear(D, D), nn.Linear(D, D)
-        self.k, self.v = nn.Linear(D, KV), nn.Linear(D, KV)
-        self.gate, self.up = nn.Linear(D, HIDDEN), nn.Linear(D, HIDDEN)
-        self.down = nn.Linear(HIDDEN, D)
-
-    def forward(self, x):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        mixed = torch.tanh(k) * v
-        x = x + self.o(torch.sigmoid(q) * torch.cat((mixed, mixed), dim=-1))
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def batches(count, size=32):
-    generator = torch.Generator().manual_seed(5)
-    teacher = torch.randn(D, D, generator=generator) / D**0.5
-    for _ in range(count):
-        x = torch.randn(size, D, generator=generator)
-        yield x, torch.tanh(x @ teacher)
-
-
-def loss_of(model, x, y):
-    return (model(x) - y).square().mean()
-
-
-def train(model, optimizer, data):
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def columns_of(optimizer, *names):
@@ -73,7 +31,7 @@ def columns_of(optimizer, *names):
 def test_readers_of_one_input_share_one_columns_object(fields):
     model = Block()
     optimizer = HMT(model, **{**OPTIONS, **fields})
-    train(model, optimizer, batches(12))
+    train_block(model, optimizer, block_batches(12))
     assert optimizer.state_dict()["hmt"]["groups"] == GROUPS
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
     assert len(columns_of(optimizer, "gate", "up")) == 1
@@ -90,7 +48,7 @@ def test_bytes_saved_are_those_of_the_bases_not_kept():
     for share in (True, False):
         model = Block()
         optimizer = HMT(model, **{**OPTIONS, "share_basis": share})
-        train(model, optimizer, batches(4))
+        train_block(model, optimizer, block_batches(4))
         sizes[share] = sum(row.state_bytes for row in optimizer.describe())
     # Two of q, k, v and one of gate, up keep no n x r basis of their own.
     assert sizes[False] - sizes[True] == 3 * D * RANK * 4
@@ -113,11 +71,11 @@ def saved_products(model, x):
 
 
 def test_one_product_is_saved_per_group():
-    saved, (x, _) = {}, next(batches(1, 64))
+    saved, (x, _) = {}, next(block_batches(1, 64))
     for share in (True, False):
         model = Block()
         optimizer = HMT(model, **{**OPTIONS, "share_basis": share, "update_interval": 100})
-        train(model, optimizer, batches(12))
+        train_block(model, optimizer, block_batches(12))
         assert all(site.active for site in optimizer._patches.projected.values())
         saved[share] = saved_products(model, x)
     one = 64 * (RANK + PROBES) * 4
@@ -130,11 +88,11 @@ def test_the_basis_is_that_of_the_stacked_gradient():
     optimizer = HMT(
         model, **{**OPTIONS, "max_full_gradient_bytes": 10**6, "range_finder": "svd", "rank": 3}
     )
-    first, second = batches(2)
-    train(model, optimizer, [first])  # shows who shares; all refresh in the next step
+    first, second = block_batches(2)
+    train_block(model, optimizer, [first])  # shows who shares; all refresh in the next step
     twin = copy.deepcopy(model)
     loss_of(twin, *second).backward()
-    train(model, optimizer, [second])
+    train_block(model, optimizer, [second])
     for group in (*GROUPS, ["o.weight"], ["down.weight"]):
         stacked = torch.cat([twin.get_parameter(name).grad for name in group])
         _, _, right = torch.linalg.svd(stacked)
@@ -150,14 +108,14 @@ def test_the_basis_is_that_of_the_stacked_gradient():
 def test_columns_are_filled_once_for_all_that_share_them(monkeypatch):
     model, filled, install = Block(), [], LowRankMatrix._install
     optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": 10**6})
-    train(model, optimizer, batches(1))
+    train_block(model, optimizer, block_batches(1))
 
     def noted(matrix, basis):
         filled.append(matrix.name)
         install(matrix, basis)
 
     monkeypatch.setattr(LowRankMatrix, "_install", noted)
-    train(model, optimizer, batches(1))
+    train_block(model, optimizer, block_batches(1))
     assert filled == ["q.weight", "o.weight", "gate.weight", "down.weight"]
 
 
@@ -165,7 +123,7 @@ def test_a_group_refreshes_together_under_a_budget_of_its_size():
     model = Block()
     optimizer = HMT(model, **OPTIONS)
     formed = []
-    for x, y in batches(14):
+    for x, y in block_batches(14):
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
         formed.append(
@@ -182,24 +140,24 @@ def test_a_group_refreshes_together_under_a_budget_of_its_size():
 def test_trains():
     model = Block()
     optimizer = HMT(model, **{**OPTIONS, "lr": 2e-2, "scale": 1.0, "rank": 8})
-    losses = train(model, optimizer, batches(150, 64))
+    losses = train_block(model, optimizer, block_batches(150, 64))
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
 
 
 @pytest.mark.parametrize("after", [1, 2, 8])
 def test_resume_is_bit_exact(after):
-    data = list(batches(16))
+    data = list(block_batches(16))
     options = {**OPTIONS, "rank": "auto", "rank_candidates": (2, 4, 8)}
     straight, resumed = Block(), Block(seed=1)
     optimizer = HMT(straight, **options)
-    train(straight, optimizer, data[:after])
+    train_block(straight, optimizer, data[:after])
     saved = through_a_file(optimizer.state_dict())
     resumed.load_state_dict(straight.state_dict())
-    train(straight, optimizer, data[after:])
+    train_block(straight, optimizer, data[after:])
     fresh = HMT(resumed, **options)
     fresh.load_state_dict(saved)
     assert len(columns_of(fresh, "q", "k", "v")) == 1
-    train(resumed, fresh, data[after:])
+    train_block(resumed, fresh, data[after:])
     assert_same_weights(straight, resumed)
     ours, theirs = optimizer.state_dict(), fresh.state_dict()
     for index, state in ours["state"].items():
@@ -213,16 +171,16 @@ def test_resume_of_a_model_in_which_nobody_shares():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
 
-    data = list(batches(12))
+    data = list(block_batches(12))
     straight, resumed = model(0), model(1)
     optimizer = HMT(straight, **{**OPTIONS, "update_interval": 2})
-    train(straight, optimizer, data[:5])
+    train_block(straight, optimizer, data[:5])
     saved = through_a_file(optimizer.state_dict())
     resumed.load_state_dict(straight.state_dict())
-    train(straight, optimizer, data[5:])
+    train_block(straight, optimizer, data[5:])
     fresh = HMT(resumed, **{**OPTIONS, "update_interval": 2})
     fresh.load_state_dict(saved)
-    train(resumed, fresh, data[5:])
+    train_block(resumed, fresh, data[5:])
     assert_same_weights(straight, resumed)
 
 
@@ -230,7 +188,7 @@ def test_only_matrices_of_equal_rules_share():
     model = Block()
     rules = {r"^k\.": {"rank": 2}, r"^up\.": {"projection": "two_sided"}}
     optimizer = HMT(model, module_rules=rules, **{**OPTIONS, "lr": 2e-2, "scale": 1.0})
-    losses = train(model, optimizer, batches(60))
+    losses = train_block(model, optimizer, block_batches(60))
     assert len(columns_of(optimizer, "q", "v")) == 1
     assert len(columns_of(optimizer, "q", "k", "gate", "up")) == 4
     assert [optimizer.matrices[f"{n}.weight"].rank for n in "qkv"] == [RANK, 2, RANK]
@@ -244,14 +202,14 @@ def test_goes_on_refreshing_without_patched_modules():
 
     model = nn.Sequential(Scaled(D, D), nn.Tanh(), Scaled(D, D))
     optimizer = HMT(model, **OPTIONS)
-    train(model, optimizer, batches(6))
+    train_block(model, optimizer, block_batches(6))
     assert min(refreshes(optimizer).values()) >= 1
     model = Block()
     optimizer = HMT(model, **OPTIONS)
-    train(model, optimizer, batches(8))
+    train_block(model, optimizer, block_batches(8))
     before = refreshes(optimizer)
     optimizer.close()
-    train(model, optimizer, batches(8))
+    train_block(model, optimizer, block_batches(8))
     after = refreshes(optimizer)
     assert all(after[name] > number for name, number in before.items())
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
@@ -264,7 +222,7 @@ def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
     own = {**PAPERS_RULE, "rank": "auto", "rank_candidates": (2, 4, 8), "energy_threshold": 0.7}
     own |= {"second_moment": second_moment, "lr": 2e-2, "scale": 1.0}
     alone = HMT(model, **{**OPTIONS, **own, "share_basis": False})
-    train(model, alone, batches(8))
+    train_block(model, alone, block_batches(8))
     before = {n: (m.basis.clone(), m.moments.exp_avg.read()) for n, m in alone.matrices.items()}
     assert len({before[name][0].shape[1] for name in GROUPS[0]}) > 1
     shared = HMT(model, **{**OPTIONS, **own})
@@ -277,14 +235,14 @@ def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
             turned = mean @ (basis.t() @ before[group[0]][0])
             found = shared.matrices[name].moments.exp_avg.read()
             torch.testing.assert_close(found, turned)
-    losses = train(model, shared, batches(30))
+    losses = train_block(model, shared, block_batches(30))
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_a_shared_basis_of_a_checkpoint_becomes_each_ones_own():
     model = Block()
     shared = HMT(model, **OPTIONS)
-    train(model, shared, batches(8))
+    train_block(model, shared, block_batches(8))
     alone = HMT(model, **{**OPTIONS, "share_basis": False})
     alone.load_state_dict(through_a_file(shared.state_dict()))
     assert len({id(m.columns) for m in alone.matrices.values()}) == len(alone.matrices)
@@ -294,7 +252,7 @@ def test_a_shared_basis_of_a_checkpoint_becomes_each_ones_own():
         assert torch.equal(
             matrix.moments.exp_avg.read(), shared.matrices[name].moments.exp_avg.read()
         )
-    train(model, alone, batches(8))
+    train_block(model, alone, block_batches(8))
     assert not torch.equal(alone.matrices["q.weight"].basis, alone.matrices["k.weight"].basis)
 
 
@@ -302,7 +260,7 @@ def test_a_basis_drawn_from_a_seed_is_not_shared():
     model = Block()
     rules = {r"^(q|k|v)\.": {"rank": RANK, "range_finder": "random"}}
     optimizer = HMT(model, module_rules=rules, **OPTIONS)
-    train(model, optimizer, batches(4))
+    train_block(model, optimizer, block_batches(4))
     assert len(columns_of(optimizer, "q", "k", "v")) == 3
     assert len(columns_of(optimizer, "gate", "up")) == 1
 
@@ -312,7 +270,7 @@ def test_a_group_above_a_fixed_budget_keeps_its_own_bases():
     optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": budget})
     said = f"max_full_gradient_bytes is {budget}, but .* gate.weight, up.weight .* at least 12288"
     with pytest.warns(UserWarning, match=said):
-        losses = train(model, optimizer, batches(8))
+        losses = train_block(model, optimizer, block_batches(8))
     assert len(losses) == 8
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
     assert len(columns_of(optimizer, "q", "gate", "up")) == 3
