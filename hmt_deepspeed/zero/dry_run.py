@@ -225,7 +225,7 @@ class _Host(HostWorker):
 
 
 def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
-    """What :func:`start_table.describe` reads of a :class:`ZeroState`."""
+    """The part of a :class:`ZeroState` that :func:`start_table.describe` reads."""
     settings, model, options = zero_settings(engine, resolved), engine.module, resolved.options
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = HMT(trainable, **(engine._config.optimizer_params or {})).param_groups
@@ -264,14 +264,14 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
 
 
 def _partition(param: Any, ranks: int) -> None:
-    """What stage 3 adds to a parameter, for rank 0. Where ``offload_param`` puts it changes no size."""
+    """Add stage 3's attributes to a parameter, for rank 0. Where ``offload_param`` puts it changes no size."""
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_tensor = torch.empty(-(-param.numel() // ranks), dtype=param.dtype)
     param.ds_tensor.final_location = None
 
 
 def _held_bytes(engine: Any, planned: Any) -> dict[str, int]:
-    """By place; what ``offload_param`` moves away counts there whole, also what would persist."""
+    """Bytes by place; parameters under ``offload_param`` count whole there, also those that would persist."""
     held = {"device": 0, "host": 0 if planned.host is None else planned.host.nbytes}
     offload = engine.zero_offload_param()
     place = "device"

@@ -1,4 +1,4 @@
-"""What parts of an engine and of its optimizer know of the whole that they are parts of."""
+"""Protocols by which parts of an engine and of its optimizer see the whole."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _TELL_AFTER = (
 
 @contextmanager
 def telling_waits(after: float = _TELL_AFTER) -> Iterator[None]:
-    """Who waits for such a lock inside says so: which file, how old it is, who holds it, what to do.
+    """Warn when a lock is waited for inside the block: which file, how old it is, who holds it, what to do.
 
     The wait itself is torch's. Nothing is deleted: a process on another machine or in another container may
     hold a lock that nobody here has open.

@@ -118,7 +118,7 @@ class ZeroSettings:
 
 
 def resolved_overlap(parsed: Any, offload: dict[str, str]) -> str:
-    """What ``hmt.offload.overlap`` means for a config: "none", "backward" or "forward".
+    """Resolve ``hmt.offload.overlap`` for a config: "none", "backward" or "forward".
 
     "auto" never doubles the states' memory, as "backward" does where an update may have to be undone, and
     never lets weights be read that a gate does not see, as "forward" does below stage 3.

@@ -20,8 +20,9 @@ keys; e: bytes of an element), and a layer's weight gradients are summed in fp32
    gradient in fp32, or the piece's gradient of the head beside the last of these; and the sum of the head's
    gradients in fp32.
 
-As long as the sequence are, in all, every layer's input and attention's outputs as far as they are held, the
-gradients that enter and leave the last layer, cos and sin; with the loss also the last norm's output. Gradients of layers that backward has left are ZeRO's.
+Tensors as long as the sequence are every layer's input, attention's outputs as far as they are saved, the gradients
+that enter and leave the last layer, cos and sin; with the loss also the last norm's output. Gradients of layers that
+backward has left are ZeRO's.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _with_configured(keys: ActivationCheckpointing) -> ActivationCheckpointing:
 
 
 def _model_parallel_group(mpu: Any) -> Any:
-    """Of ``configure``'s mpu, of the engine's, or DeepSpeed's own tensor-parallel group; None without."""
+    """The model-parallel group: of ``configure``'s mpu, of the engine's, or DeepSpeed's own; None without."""
     if checkpointing.mp_group is not None:
         return checkpointing.mp_group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -80,7 +80,7 @@ class LayerInputs:
         return _with_configured(self._json)
 
     def codec(self, inner: Codec, position: int = 0) -> Codec:
-        """What becomes of the ``position``-th input of each checkpoint, where the policy says ``inner``.
+        """The codec of the ``position``-th input of each checkpoint, where the policy says ``inner``.
 
         The same codec for the same arguments: a backend's ``of_inputs``.
 

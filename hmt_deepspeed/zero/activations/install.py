@@ -153,7 +153,7 @@ class Activations:
         return "\n".join([*lines, *describe_swap(self._codecs, self.memory)])
 
     def _modules(self) -> Counter[str]:
-        """How many modules' outputs, or inputs, belong to a component."""
+        """Number of modules whose outputs, or inputs, belong to a component."""
         found: Counter[str] = Counter(
             component
             for layer in self.attribution.layers
@@ -174,7 +174,7 @@ class Activations:
 
 
 def choices_of(model: BaseModel) -> dict[Component, Choice]:
-    """What is set of a policy or an override."""
+    """The choices that a policy or an override sets."""
     return {c: choice for c in POLICY_COMPONENTS if (choice := getattr(model, c))}
 
 
@@ -183,7 +183,7 @@ def build_codecs(
     overrides: Mapping[str, Mapping[Component, Choice]],
     memory: SwapMemory,
 ) -> dict[Choice, Codec]:
-    """Of the choices that occur; raw for whatever has no component."""
+    """Codecs of the choices that occur; raw for tensors without a component."""
     chosen: set[Choice] = {"keep", *policy.values()}
     chosen.update(*(choices.values() for choices in overrides.values()))
     return {
@@ -193,7 +193,7 @@ def build_codecs(
 
 
 def describe_exceptions(overrides: Mapping[str, Mapping[Component, Choice]]) -> list[str]:
-    """What overrides say otherwise than the table, a pattern each."""
+    """Lines about overrides, which differ from the table, one a pattern."""
     return [
         _wrapped(f"but {pattern!r}: {', '.join(f'{part} {how}' for part, how in choices.items())}")
         for pattern, choices in overrides.items()

@@ -31,7 +31,7 @@ def staging_bytes(limit: int, nvme_path: str | None) -> int:
 
 
 def _pages(nbytes: int) -> int:
-    """Of the whole pages in so many bytes: pools round up, and a limit is one."""
+    """Bytes of the whole pages within ``nbytes``: pools round up, and a limit must not be exceeded."""
     return nbytes // GRANULE * GRANULE
 
 
@@ -82,7 +82,7 @@ class SwapMemory:
         return TieredStore([self.host, self.files])
 
     def store(self, place: Place) -> Store | None:
-        """Where codecs of a place move tensors to; None for the device."""
+        """Store that codecs of a place move tensors to; None for the device."""
         if place == "device":
             return None
         return self.host if place == "host" else self.host_then_files

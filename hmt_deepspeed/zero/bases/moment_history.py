@@ -121,10 +121,14 @@ class MomentHistory:
     def recall(
         self, group: Sequence[ParamState], basis: Tensor | None, missing: Sequence[float]
     ) -> list[list[Recalled]]:
-        """What each matrix of a group that takes ``basis`` (None: full rank) remembers. A collective.
+        """Previous moments of each matrix of a group that takes ``basis``. A collective.
 
         Args:
+            group: matrices that share a basis. basis: n x r, the coming one; None for full rank.
             missing: :meth:`missing`, summed over ranks.
+
+        Returns:
+            For each matrix its previous moments with the overlap of their basis and the coming one.
         """
         leader, recalled = _matrix(group[0]), [list[Recalled]() for _ in group]
         if not self.most:

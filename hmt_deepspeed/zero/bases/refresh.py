@@ -50,7 +50,7 @@ class BasisRefresh:
         schedule: RefreshSchedule,
         step: int,
     ) -> None:
-        """New bases from the mean full gradients: found once, at the owner, and broadcast.
+        """Find new bases from the mean full gradients once, at each owner, and broadcast them.
 
         Every rank sees the same captured energies and so chooses the same ranks.
 
@@ -141,7 +141,7 @@ class BasisRefresh:
     def _column_energies(
         self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy
     ) -> dict[int, Tensor]:
-        """Of the groups whose policy reads them, the sums over all holders; one reduction for all."""
+        """Column energies summed over all holders, of the groups whose policy reads them; one reduction for all."""
         found: dict[int, Tensor] = {}
         for index, group in refreshing:
             if policy.reads_columns(index):

@@ -48,7 +48,7 @@ def computed_flops(engine: Engine, micro_batch: int, seq_length: int) -> float |
 
 
 def _checkpointed_share(model: nn.Module) -> float:
-    """Of a model's layers, those whose whole forward Hugging Face's own checkpointing runs again."""
+    """Share of a model's layers whose whole forward Hugging Face's own checkpointing runs again."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -53,7 +53,7 @@ class Resolved:
 
     @classmethod
     def of(cls, hmt: HMTConfig, options: dict[str, Any], parsed: Any) -> Resolved:
-        """From the block and DeepSpeed's parsed config."""
+        """Resolve the block and DeepSpeed's parsed config."""
         offload = hmt.offload.model_dump(exclude_unset=True)
         return cls(
             options,

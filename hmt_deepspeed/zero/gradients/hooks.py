@@ -42,7 +42,10 @@ def register_gradient_hooks(
     this = weakref.ref(optimizer)
 
     def fired(arrived: Gradient | nn.Module) -> Callable[..., None]:
-        """Of a gradient, or of a leaf. Also fires, with ``param.grad`` None, when a projected backward returned no gradient."""
+        """Make the hook of a gradient or of a leaf.
+
+        It also fires, with ``param.grad`` None, when a projected backward returned no gradient.
+        """
 
         def hook(*_: object) -> None:
             optimizer = this()

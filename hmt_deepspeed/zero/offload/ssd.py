@@ -62,7 +62,7 @@ class Ssd(SlotPipeline):
         )
 
     def describe(self) -> list[str]:
-        """What is where, for the start table."""
+        """Lines for the start table: bytes by place."""
         through = "the page cache" if self.settings.aio is None else "DeepSpeed's async_io"
         order = ("after", "beside")
         read, write = order[self.settings.read_ahead], order[self.settings.write_behind]

@@ -211,7 +211,7 @@ class HostWeight(Weight):
         return step
 
     def _place(self, target: Tensor) -> Tensor | Arrival:
-        """Where new weights go: on their way to the device, or at once where the shard is on the host too
+        """Destination of new weights: a copy to the device, or the shard itself where that is on the host too
         (``offload_param``)."""
         if self._offloaded:
             return target

@@ -77,7 +77,7 @@ class HostWorker:
         self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
 
     def describe(self) -> list[str]:
-        """What is where, for the start table."""
+        """Lines for the start table: bytes by place."""
         kind = "page-locked" if self._pinned else "not page-locked (pin_memory is false)"
         told = [
             f"{format_bytes(self.nbytes)} of states and gradients in host memory",
@@ -152,7 +152,7 @@ class HostWorker:
         self.wait([self._thread.submit(lambda: None)])
 
     def commit(self) -> None:
-        """What jobs have written to an SSD counts from now on. Raises as :meth:`check` does."""
+        """Commit what jobs have written to an SSD. Raises as :meth:`check` does."""
         if self.ssd is not None:
             with self.engine.counters.waiting():
                 self.ssd.drain()

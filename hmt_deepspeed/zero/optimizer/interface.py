@@ -54,7 +54,7 @@ class OptimizerInterface(ZeROOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by: DeepSpeed's scaler's, or that of :meth:`override_loss_scale`."""
+        """Factor on losses: that of DeepSpeed's scaler, or of :meth:`override_loss_scale`."""
         if self.custom_loss_scaler:
             return float(self.external_loss_scale)
         return float(self.loss_scaler.cur_scale)

@@ -41,7 +41,7 @@ class _Mover:
 
 
 class OffloadedStates:
-    """Which states of an optimizer are in host memory, between ``offload_states`` and ``reload_states``.
+    """Moves states of an optimizer to host memory between ``offload_states`` and ``reload_states``.
 
     - ``optim_states``: moments, and left bases of two-sided matrices.
     - ``hp_params``: fp32 masters. Those of an fp32 model are its weights, which are ``lp_params``.
@@ -122,13 +122,13 @@ class OffloadedStates:
             self._optimizer.checkpoint_event_epilogue()
 
     def synchronize(self) -> None:
-        """Copies that wait for no one have arrived: the host may read them."""
+        """Wait for asynchronous copies, after which the host may read them."""
         if self._copying:
             get_accelerator().synchronize()
             self._copying = False
 
     def require(self, action: str, needed: Container[str] = TRAINED) -> None:
-        """Before what reads some of the states on the device.
+        """Check that states are on the device; call before reading them there.
 
         Args:
             action: what reads them, for the message. needed: the states.
@@ -144,7 +144,7 @@ class OffloadedStates:
             )
 
     def _move(self, names: set[str], mover: _Mover) -> set[str]:
-        """Those of the names whose tensors there are to move."""
+        """Move the tensors of the names that have any."""
         moved = self._movers.keys() & names
         for name in sorted(moved):
             self._movers[name](mover)

@@ -102,7 +102,7 @@ class HMTZeroOptimizer(OptimizerInterface):
     # -- construction ---------------------------------------------------------------------------
 
     def _build(self, options: dict[str, Any], uneven_leaves: bool) -> None:
-        """Each part, and with it how it is taken apart."""
+        """Build each part, and register how it is undone."""
         settings, collectives = self.settings, self.collectives
         if self.parameter_offload is not None:
             self._undo.callback(detach_coordinator, self.parameter_offload)
@@ -148,7 +148,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         return [(self.param_names[p], p, group) for group, params in groups for p in params]
 
     def _host_worker(self) -> HostWorker | None:
-        """What updates states in host memory or on an SSD, where there are some."""
+        """The worker that updates states in host memory or on an SSD, where there are some."""
         host = self.settings.host
         if host is None:
             return None
@@ -168,7 +168,7 @@ class HMTZeroOptimizer(OptimizerInterface):
                 self._undo.callback(unpatch_linear, module, param_state.gradient.linear)
 
     def _compose(self, leaves: list[nn.Module]) -> None:
-        """What takes gradients to their shards, steps, and hides the time that this takes."""
+        """Build reduction, step and overlap."""
         zero, settings, partitioned = self.zero, self.settings, self.parameter_offload is not None
         self.reducer = GradientReducer(
             [p.gradient for p in zero.param_states],
@@ -356,12 +356,12 @@ class HMTZeroOptimizer(OptimizerInterface):
     def get_hp_param_device(
         self, param: nn.Parameter, optim_state_key: str | None = None
     ) -> torch.device | None:
-        """Where this rank's master of a trained parameter is, or a state of it."""
+        """Device of this rank's master of a trained parameter, or of a state of it."""
         found = self.state_access.get_local_fp32_param(param, optim_state_key)
         return None if found is None else found.device
 
     def synchronize(self) -> None:
-        """No update is under way, and no copy to the host."""
+        """Finish updates and copies to the host that are under way."""
         self.overlap.synchronize()
         self.offloaded.synchronize()
 

@@ -246,7 +246,7 @@ class ZeroStep:
         self.written()
 
     def commit(self) -> None:
-        """What a finished step has written to an SSD counts; waits for the last writes of it.
+        """Commit a finished step's writes to an SSD; waits for the last of them.
 
         Called before anything of the next step is written, so that those writes have a forward's time.
         """
@@ -258,7 +258,7 @@ class ZeroStep:
                 action()
 
     def when_committed(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once what the last step has written to an SSD counts: now or at its commit."""
+        """Call ``action`` once the last step's writes to an SSD are committed: now or at the commit."""
         if self._uncommitted:
             self._when_committed.append(action)
         else:

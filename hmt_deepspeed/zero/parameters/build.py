@@ -204,7 +204,7 @@ def _linear(
 def build_schedule(
     low_rank: Sequence[ParamState], options: Mapping[str, Any], dtype: torch.dtype
 ) -> RefreshSchedule:
-    """When each matrix refreshes.
+    """Build the schedule of the matrices' refreshes.
 
     Args:
         low_rank: parameters with a matrix. options: fields of ``hmt.optimizer``.

@@ -54,7 +54,7 @@ KEPT_FREE = 0.05  # of a device: fragmentation, workspaces of kernels
 
 
 class Shapes(NamedTuple):
-    """Of a micro-batch on one rank."""
+    """Shape of a micro-batch on one rank: sequences, and tokens of each."""
 
     micro_batch: int
     seq_length: int
@@ -89,7 +89,7 @@ class RunFacts:
         return replace(self, mode=replace(self.mode, ranks=ranks))
 
     def workload(self, micro_batch: int, seq_length: int) -> Workload:
-        """Of one micro-batch on one rank.
+        """Workload of one micro-batch on one rank.
 
         Args:
             micro_batch: sequences. seq_length: tokens of each.
@@ -106,7 +106,7 @@ class RunFacts:
     def problem(
         self, workload: Workload, machine: Machine, budget: MemoryBudget | None = None
     ) -> Problem:
-        """Of planning this run.
+        """The problem of planning this run.
 
         Args:
             workload: of one micro-batch on one rank. machine: to run on. budget: bytes of each memory; None for no limit.
@@ -138,7 +138,7 @@ def run_facts(
     host: HostSettings | None,
     cache: CacheSettings | None = None,
 ) -> RunFacts:
-    """What an engine has been built to do.
+    """Describe a built engine to the planner.
 
     Args:
         options: fields of ``hmt.optimizer``; None under another optimizer, which is taken for AdamW.
@@ -220,7 +220,7 @@ def ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
-    """Of the first tensor among a forward's inputs that has a batch and a sequence.
+    """Shapes of the first tensor among a forward's inputs that has a batch and a sequence.
 
     Raises:
         ValueError: there is none.
@@ -340,11 +340,11 @@ def memory_budget(
     capacity: int,
     on_ssd: float = 0.0,
 ) -> MemoryBudget:
-    """What the plan of this rank may use.
+    """Memory that the plan of this rank may use.
 
-    What the process has taken between two steps beyond what the planner knows of (a CUDA library's workspace,
-    a user's own tensors) is not the plan's to use. Of host memory a quarter is left for what is on its way and
-    for what page-locked pieces of one size leave unused (``zero/activations/swap.py``).
+    The plan may not use memory that the process has taken between two steps and the planner does not know of (a
+    CUDA library's workspace, a user's own tensors). A quarter of host memory is left for copies under way and for
+    the unused ends of page-locked pieces (``zero/activations/swap.py``).
 
     Args:
         problem: what is planned. hmt: the block.

@@ -102,7 +102,7 @@ class _Ranks:
             self._ranks[name].append(rank)
 
     def means(self) -> Ranks:
-        """Of those not at full rank, and each that is where others of its name are not."""
+        """Mean rank by name, without those at full rank; each full one by itself where others of its name are not."""
         found = [(name, -(-sum(ranks) // len(ranks))) for name, ranks in self._ranks.items()]
         for name, full in self._full.items():
             mixed = name in self._ranks

@@ -45,7 +45,7 @@ _ASSUMED_ADAM_NS = 1.0  # of a desktop's memory, where nothing is updated on the
 
 @dataclass(frozen=True)
 class Probe:
-    """What to measure with.
+    """Inputs of the measurements.
 
     Attributes:
         products: matrix products whose mean FLOP/s is the machine's: those of a model's linears.
@@ -257,7 +257,7 @@ def _codec_overheads(
     seconds: float,
     synchronize: Callable[[], Any],
 ) -> Overheads:
-    """How many times longer encoding and decoding take than their bytes through the device's memory."""
+    """Time of encoding and of decoding over that of moving their bytes through the device's memory."""
     codec = probe.codec
     if codec is None:
         return Overheads()

@@ -15,7 +15,7 @@ __all__ = ["find_profile", "keep_profile", "read_plan", "write_plan"]
 
 
 def read_plan(hmt: HMTConfig, facts: RunFacts, shapes: Shapes) -> str | None:
-    """What the file of ``hmt.planner.plan`` holds, as JSON; None where none is named or there is none yet.
+    """JSON of the file ``hmt.planner.plan``; None where none is named or there is none yet.
 
     Args:
         hmt: the block. facts: of the run. shapes: of the micro-batch that is to be planned for.

@@ -204,7 +204,7 @@ class RunPlanner:
         return reason is not None
 
     def _problem_of(self, facts: RunFacts, planned: Problem, plan: Plan) -> Problem:
-        """What the plan was made for, at other ranks."""
+        """The plan's problem at other ranks."""
         work = facts.workload(plan.micro_batch, plan.seq_length)
         return facts.problem(work, planned.machine, planned.budget)
 
@@ -245,7 +245,7 @@ class RunPlanner:
     # -- profile and plan -------------------------------------------------------------------------
 
     def _measure(self) -> Machine:
-        """By rank 0 while the others wait; kept for the next run."""
+        """Measure the machine at rank 0 while the others wait, and keep the result for the next run."""
         self._backend.time_reruns(None)
         several = self.facts.setup.ranks > 1
         begin = perf_counter()
@@ -277,7 +277,7 @@ class RunPlanner:
         self._execute(plan, problem)
 
     def _least(self, own: MemoryBudget) -> MemoryBudget:
-        """Of all ranks, since all execute one plan."""
+        """The least budget of all ranks, since all execute one plan."""
         if self.facts.setup.ranks == 1:
             return own
         sizes = torch.tensor([own.gpu, own.host, own.ssd], device=self._device)
@@ -346,7 +346,7 @@ class RunPlanner:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Of the plan in execution, by its timed iterations; None before there are any.
+        """The plan in execution compared with its timed iterations; None before there are any.
 
         Predicted is for the ranks that matrices have by now, which the plan may have been made before.
         """

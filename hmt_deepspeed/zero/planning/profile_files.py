@@ -43,7 +43,7 @@ def read_profile(path: str | os.PathLike[str]) -> Machine:
 
 
 def cache_file(model: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where this machine's profile for a model is kept, whether or not there is one.
+    """Path of this machine's profile for a model, whether or not there is one.
 
     Args:
         model: what tells its products from another's, such as its config as JSON.

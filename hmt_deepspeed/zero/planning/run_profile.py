@@ -44,7 +44,7 @@ class _Sample(NamedTuple):
 
 
 def reference_plan(hmt: HMTConfig, workload: Workload, machine: Machine) -> Plan:
-    """What is executed until there is a plan."""
+    """The plan that is executed until there is another."""
     policy = choices_of(hmt.activations.policy)
     return uniform_plan(workload, machine, {"layernorm": "keep", **policy})
 
@@ -121,7 +121,7 @@ class RunProfile:
         return sample.facts.problem(sample.workload, machine), plan
 
     def _probe(self) -> Probe:
-        """Of what the run could do, with tensors as large as it would move."""
+        """The measurements of what the run could do, with tensors as large as it would move."""
         work = self._samples[-1].workload
         seconds = [s.phases.total for s in self._samples if s.phases is not None]
         least, most = _BUFFER_BYTES

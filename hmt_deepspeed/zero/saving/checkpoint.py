@@ -62,7 +62,7 @@ def check_folder(name: str, value: Any) -> None:
 
 
 def common_state(engine: Engine, module: dict[str, Any], save_frozen: bool) -> dict[str, Any]:
-    """What DeepSpeed saves beside the optimizer's states, in plain types; what is None left out.
+    """DeepSpeed's state beside the optimizer's, in plain types, without keys that are None.
 
     Args:
         module: weights and buffers by name. save_frozen: whether frozen weights go in too.

@@ -50,7 +50,7 @@ def original(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """By exact types: a NumPy float is a float too."""
+    """Whether a value consists of plain types. Compares exact types: a NumPy float is a float too."""
     if type(value) in (dict, OrderedDict):
         return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
     if type(value) in (list, tuple):

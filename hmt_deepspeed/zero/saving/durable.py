@@ -74,7 +74,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 
     @contextlib.contextmanager
     def remembering(self, path: str) -> Iterator[None]:
-        """What the system refuses inside is remembered as the failure of ``path`` and not raised."""
+        """Remember an error of the system inside as the failure of ``path``; it is not raised."""
         try:
             yield
         # A write that came to an end too early is a RuntimeError of torch's writer.

@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 def optimizer_state(zero: ZeroState) -> dict[str, Any]:
-    """What goes into this rank's ``*_optim_states.pt``; plain tensors, numbers and strings only.
+    """State dict of this rank's ``*_optim_states.pt``: plain tensors, numbers and strings only.
 
     Args:
         zero: states of the optimizer.

@@ -320,7 +320,7 @@ class SavedState:
 
     @cached_property
     def _files(self) -> dict[str, Any]:
-        """Of the checkpoint's manifest."""
+        """Files of the checkpoint's manifest."""
         with open(os.path.join(self.folder, MANIFEST)) as file:
             files: dict[str, Any] = json.load(file)["files"]
         return files

@@ -144,8 +144,11 @@ class Snapshots:
             self.seconds_taking += time.perf_counter() - begin
 
     def newest(self, checkpoints: str) -> str:
-        """Of the snapshots' folder and another, the one whose newest whole checkpoint has taken more steps; the
-        same on all ranks."""
+        """The snapshots' folder or another, whichever has the whole checkpoint of more steps; the same on all ranks.
+
+        Args:
+            checkpoints: the other folder; of equal steps it is chosen.
+        """
         chosen = self.settings.path
         if self._rank == 0 and newest_steps(checkpoints) >= newest_steps(chosen):
             chosen = checkpoints
@@ -177,11 +180,11 @@ class Snapshots:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, from the start on; more only where ranks have risen since."""
+        """Bytes of host memory taken, from the start on; more only where ranks have risen since."""
         return self._staging.store.pinned_bytes + self._offloaded.nbytes
 
     def metrics(self) -> dict[str, Any]:
-        """Sums since the start of the run."""
+        """Counters since the start of the run."""
         return {
             "snapshots": self.num_taken,
             "snapshots_skipped": self.num_skipped,
@@ -252,7 +255,7 @@ class Snapshots:
         self._staging.open(limit - self._offloaded.nbytes, first=staged)
 
     def _states(self, masters: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank writes, by kind of file; masters and moments away from the device are given."""
+        """States that this rank writes, by kind of file; the caller gives masters and moments off the device."""
         self._staging.begin(_storages(self._engine))
         states = {"optim": self._optimizer_state(masters, moments)}
         if self._rank == 0 or self._zero.settings.stage == 3:
@@ -282,7 +285,7 @@ class Snapshots:
         return {"optimizer_state_dict": {"masters": masters, "hmt": ours}}
 
     def _model_state(self) -> dict[str, Any]:
-        """What DeepSpeed's model file holds of it, the weights that are trained aside."""
+        """Content of DeepSpeed's model file without the trained weights."""
         engine = self._engine
         frozen = engine._get_zero_frozen_param_attributes
         fragments = frozen(_fragment)
@@ -323,7 +326,7 @@ class Snapshots:
 
 
 def _fragment(param: Any) -> Tensor:
-    """What this rank holds of a frozen parameter, where it is."""
+    """This rank's part of a frozen parameter, where it is."""
     if not hasattr(param, "ds_tensor"):
         return cast(Tensor, param.detach())
     with resident(param) as part:

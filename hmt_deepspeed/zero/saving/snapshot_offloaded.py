@@ -62,7 +62,7 @@ class OffloadedStates:
                 self._copies[_name(weight, column)] = torch.empty(weight.num_elements).zero_()
 
     def outline(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What :meth:`take` gives, by the same names, of nothing."""
+        """The result of :meth:`take` by the same names, without states."""
         masters: dict[str, Any] = {w.name: {} for w in self._weights if MASTER in w.states.columns}
         return masters, {w.name: {} for w in self._weights}
 

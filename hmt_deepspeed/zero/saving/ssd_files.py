@@ -41,7 +41,7 @@ def _names(zero: ZeroState, masters: bool) -> dict[Piece, str]:
 
 
 def describe_files(zero: ZeroState, masters: bool = False) -> dict[str, dict[str, Any]]:
-    """By parameter its columns and ``[file, begin, end]`` of each piece, for the rank's own file.
+    """For the rank's own file: by parameter its columns and ``[file, begin, end]`` of each piece.
 
     Args:
         zero: states of the optimizer.

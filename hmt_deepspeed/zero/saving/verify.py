@@ -15,7 +15,7 @@ __all__ = ["candidate_tags", "damage", "newest_steps"]
 
 
 def damage(folder: str) -> str | None:
-    """What is wrong with a checkpoint's folder, or None. A stock checkpoint has no manifest to check."""
+    """Describe the damage to a checkpoint's folder, or None. A stock checkpoint has no manifest to check."""
     path = os.path.join(folder, MANIFEST)
     if not os.path.isdir(folder):
         return "the folder does not exist"

@@ -1,1 +1,1 @@
-"""Who holds which rows, and the collectives of a data-parallel group."""
+"""Sharding by rows over ranks, and the collectives of a data-parallel group."""

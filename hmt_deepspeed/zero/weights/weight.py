@@ -127,7 +127,7 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """What the weights are stored in."""
+        """Name of the dtype of the stored weights."""
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.param.dtype, "fp16")
 
     def master_values(self) -> Tensor:
