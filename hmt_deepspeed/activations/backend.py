@@ -174,7 +174,7 @@ class ActivationBackend:
         args: tuple[Any, ...],
         key: Callable[[int], int],
     ) -> list[Callable[[Tensor], SavedTensor] | None]:
-        """What holds the activations that enter a function; None where autograd does."""
+        """Codecs' encoders for the activations that enter a function; None where autograd saves them."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         layer = "" if sites is None else sites.base.layer
         if sites is not None:
@@ -322,7 +322,7 @@ class ActivationBackend:
         return hold_head_input(head, name, codec, self._next_head_key, count)
 
     def _next_head_key(self) -> int:
-        """Of no checkpointed call: those leave the highest bit alone."""
+        """A key that no checkpointed call has: those leave the highest bit alone."""
         self._head_calls += 1
         return 1 << 63 | _key(self._seed, self.calls, self._head_calls)
 

@@ -127,6 +127,6 @@ class SavedSlot:
 
 
 def _empty_ready_queue() -> None:
-    """What was ready to run when a backward on the CPU raised waits in the thread's queue for the next one."""
+    """Empty the thread's queue, where work of a backward on the CPU that raised waits for the next backward."""
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()

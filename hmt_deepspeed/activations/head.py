@@ -106,7 +106,7 @@ def _others_hold() -> bool:
 
 
 class _Saved:
-    """What else is saved, the weight: the tensor itself, with autograd's check, which hooks turn off."""
+    """The saved weight: the tensor itself, with autograd's check, which hooks turn off."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self._tensor, self._version, self._name = tensor, tensor._version, name

@@ -128,7 +128,7 @@ _ENABLED: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
 
 @torch._disable_dynamo
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Of a module that does not checkpoint itself."""
+    """Forward of a module that does not checkpoint itself."""
     before = vars(self)[_FORWARD_BEFORE] or functools.partial(type(self).forward, self)
     owned = _OWNED.get(self)
     if owned is None or not self.training:
@@ -143,7 +143,7 @@ def _set_gradient_checkpointing(
     gradient_checkpointing_func: Callable[..., Any] | None = None,
     every_n_layers: int = 1,
 ) -> None:
-    """What HF's ``activation_checkpointing_enable`` and ``_disable`` call."""
+    """Called by HF's ``activation_checkpointing_enable`` and ``_disable``."""
     function, ours = gradient_checkpointing_func, _ENABLED.get(self)
     if ours is not None and enable:
         _refuse_other(function)

@@ -30,7 +30,7 @@ __all__ = ["EncodedInputs", "SavingCodes", "patch_linear", "unpatch_linear"]
 
 
 class _Seen:
-    """Which contents of which memory were encoded, without keeping them or the codes alive."""
+    """Remembers which contents of which memory were encoded, without keeping them or the codes alive."""
 
     def __init__(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
         self._storage = StorageWeakRef(x.untyped_storage())  # its address is not used again

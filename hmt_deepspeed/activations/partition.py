@@ -138,7 +138,7 @@ class _SavedPart:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """How a tensor is read as tokens x channels, and becomes itself again.
+    """Reads a tensor as tokens x channels, and restores its shape and strides.
 
     Attributes:
         order: its dimensions, those of the tokens first.

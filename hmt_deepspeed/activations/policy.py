@@ -90,19 +90,19 @@ class Policy:
                 )
 
     def choice(self, component: Component, *names: str) -> Choice:
-        """What becomes of a component in a layer or module of these names."""
+        """Choice for a component in a layer or module of these names."""
         for pattern, chosen in self._overrides:
             if component in chosen and any(pattern.search(name) for name in names):
                 return chosen[component]
         return self._choices[component]
 
     def input_codec(self, choice: Choice, position: int) -> Codec:
-        """What holds an activation that enters a checkpointed function."""
+        """Codec of an activation that enters a checkpointed function."""
         codec = self._codecs[choice]
         return codec if self._of_inputs is None else self._of_inputs(codec, position)
 
     def head_codec(self, name: str) -> Codec:
-        """What holds the input of the language-model head of this name."""
+        """Codec of the input of the language-model head of this name."""
         return self._codecs[self.choice("lm_head", name)]
 
     def holds_products(self, *names: str) -> bool:

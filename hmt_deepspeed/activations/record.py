@@ -123,7 +123,7 @@ class RecordMode(CachingMode):
         self._dependence.set(outputs, operation.bit | (0 if codec else inputs))
 
     def _choose(self, traits: Traits, site: Site, inputs: int) -> tuple[str, Codec | None]:
-        """Whose output it is, and what holds it."""
+        """Label of an operation's output, and its codec."""
         if not site.attention or traits.attention:
             return site.label, site.codec
         if not traits.batched:

@@ -111,7 +111,7 @@ class Operation:
 
     @property
     def codes(self) -> SavedBlocks | None:
-        """What a linear may save in place of the tensor."""
+        """Codes that a linear may save in place of the tensor."""
         held = None if self.held is None else self.held[0]
         return held if isinstance(held, SavedBlocks) else None
 

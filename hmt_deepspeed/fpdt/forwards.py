@@ -30,7 +30,7 @@ __all__ = [
 
 
 def layer_forward(original: Callable[..., Any], chunked: ChunkedLayer) -> Callable[..., Tensor]:
-    """Of a decoder layer: the same arguments, of which FPDT takes the stream, the mask and the rotary tables."""
+    """Forward of a decoder layer: of the same arguments FPDT takes the stream, the mask and the rotary tables."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -82,7 +82,7 @@ def head_forward(
 
 
 def model_forward(original: Callable[..., Any], part: SequencePart) -> Callable[..., Any]:
-    """Of the causal model: with labels its loss, without logits; else what it always returned."""
+    """Forward of the causal model: with labels its loss, without logits; else its usual result."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
 

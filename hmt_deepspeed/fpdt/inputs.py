@@ -137,7 +137,7 @@ class SavedOutputs:
         self._chunks: list[SavedAttention] = []
 
     def hold(self, out: Tensor, log_sum_exp: Tensor) -> None:
-        """Of the chunk after the last one: [B, H, T, D] and fp32 [B, H, T]."""
+        """Save the output [B, H, T, D] and fp32 log-sum-exp [B, H, T] of the next chunk."""
         self._chunks.append(self._hold(out.transpose(1, 2).flatten(2), log_sum_exp))
 
     def read(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class Passage:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def arrived(self, kind: type[T]) -> T | None:
-        """What was held of this type, in backward, once the saved tensors have been looked up."""
+        """The saved object of this type, in backward, once the saved tensors have been looked up."""
         found = next((held for held in self._arrived if isinstance(held, kind)), None)
         self._arrived = [held for held in self._arrived if held is not found]
         return found

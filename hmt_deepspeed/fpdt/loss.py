@@ -106,7 +106,7 @@ def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_of(targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-    """What the sum of losses is divided by: ``num_items``, or the targets that count, at least 1.
+    """Divisor of the sum of losses: ``num_items``, or the number of targets that count, at least 1.
 
     Without a target that counts the loss is 0, where HF's mean is not a number.
     """

@@ -41,7 +41,7 @@ def shared_sequence(visibility: Visibility) -> Iterator[None]:
 def visibility_of_batch(
     position_ids: Tensor, attention_mask: Tensor | None, documents: bool
 ) -> Visibility:
-    """Of whole sequences, by transformers' rules. Reads document borders back from the device.
+    """Visibility of whole sequences, by transformers' rules. Reads document borders back from the device.
 
     Args:
         position_ids: [B, S]; where they do not go on by one, a document begins.

@@ -198,7 +198,7 @@ def _flash_window(tile: Tile) -> tuple[int, int]:
 
 
 def attention_ops(query: Tensor) -> AttentionOps:
-    """What can attend on the device of ``query``.
+    """Attention for the device of ``query``.
 
     Raises:
         ValueError: nothing can, or not with this dtype or head size.

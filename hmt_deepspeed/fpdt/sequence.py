@@ -85,7 +85,7 @@ class _Alone:
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """Which tokens each rank holds: a contiguous part of every chunk, in order of ranks.
+    """Sharding of a sequence's tokens: each rank holds a contiguous part of every chunk, in order of ranks.
 
     Attributes:
         length: tokens of the whole sequence; need not divide.
@@ -106,7 +106,7 @@ class TokenSharding:
         )
 
     def local_spans(self, rank: int) -> tuple[Span, ...]:
-        """Where a rank's part of each chunk lies among the tokens that the rank holds."""
+        """Span of each chunk's part among the tokens that a rank holds."""
         ends = tuple(accumulate(part[rank] for part in self.parts))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 

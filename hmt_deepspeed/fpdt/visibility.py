@@ -69,7 +69,7 @@ class Visibility:
         return cls(length, ((0,),) * batch, (length,) * batch, window)
 
     def tiles(self, queries: Span, keys: Span) -> tuple[Tile, ...]:
-        """What two spans of tokens share."""
+        """Rectangles of two spans of tokens in which queries see keys."""
         groups = [(0, len(self.documents))]
         if len(set(zip(self.documents, self.lengths, strict=True))) > 1:
             groups = [(row, row + 1) for row in range(len(self.documents))]
@@ -91,7 +91,7 @@ class Visibility:
                 yield tile
 
     def _tile(self, batch: Span, queries: Span, keys: Span) -> Tile | None:
-        """Of one document; without the queries that see nothing and the keys that nobody sees."""
+        """The rectangle of one document, without the queries that see nothing and the keys that nobody sees."""
         (q0, q1), (k0, k1) = queries, keys
         k1 = min(k1, q1)
         q0 = max(q0, k0)

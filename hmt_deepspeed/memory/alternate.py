@@ -23,7 +23,7 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOS
 
 
 class Record(NamedTuple):
-    """What a kept file holds: its size, how many bytes of it are content, and their checksum."""
+    """A kept file's size, its bytes of content, and their checksum."""
 
     file_bytes: int
     nbytes: int
@@ -50,7 +50,7 @@ class Piece:
 
 
 class Held:
-    """What a piece held when :meth:`AlternateSlots.hold` was called, whatever is committed after it.
+    """A reference to a piece's content when :meth:`AlternateSlots.hold` was called, whatever is committed after it.
 
     For any thread, by one at a time.
     """
@@ -159,7 +159,7 @@ class AlternateSlots:
                 self._retire(version)
 
     def roll_back(self, pieces: Iterable[Piece]) -> None:
-        """What was written of these pieces since the last commit never was."""
+        """Undo writes to these pieces since the last commit."""
         for piece in pieces:
             version, piece._written = piece._written, None
             self._open.discard(piece)

@@ -34,7 +34,7 @@ class _Home(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What there is of something old: the bytes of its tensors and, of an old basis, its name and columns."""
+    """An old item: the bytes of its tensors and, of an old basis, its name and columns."""
 
     nbytes: tuple[int, ...]
     basis_of: str | None = None
@@ -197,7 +197,7 @@ class BasisCache:
             self._store.prefetch(_part(key, part))
 
     def kept(self, key: str) -> list[Tensor]:
-        """What is kept under a key, on the device. KeyError: nothing is."""
+        """The tensors kept under a key, on the device. Raises KeyError where there are none."""
         return [self._store.get(_part(key, part)) for part in range(len(self._old[key].nbytes))]
 
     def touch(self, key: str) -> None:
@@ -211,14 +211,14 @@ class BasisCache:
             self._store.drop(_part(key, part))
 
     def kept_keys(self) -> list[str]:
-        """Of all that is old, least recently used first."""
+        """Keys of all old items, least recently used first."""
         return list(self._old)
 
     # -- numbers --------------------------------------------------------------------------------
 
     @property
     def host_bytes(self) -> int:
-        """Of all that is in host memory, current and old."""
+        """Bytes of all bases in host memory, current and old, and of old moments."""
         current = sum(home.nbytes for home in self._current.values())
         return current + sum(sum(kept.nbytes) for kept in self._old.values())
 

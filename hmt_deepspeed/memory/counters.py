@@ -1,4 +1,4 @@
-"""What was moved, and how long the host waited for it."""
+"""Counts bytes moved and the host's waiting time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Counters:
             self.num_in += 1
 
     def count_seconds(self, way: Way, seconds: float) -> None:
-        """What a transfer took whose clock is not the host's."""
+        """Count the seconds of a transfer whose clock is not the host's."""
         with self._lock:
             self._add_seconds(way, seconds)
 

@@ -1,4 +1,4 @@
-"""What can go wrong in moving bytes, as users see it."""
+"""Errors of moving bytes."""
 
 __all__ = ["PoolFull", "StoreError", "TransferError"]
 

@@ -1,4 +1,4 @@
-"""What of a tensor has to be kept so that its bytes become the same tensor again."""
+"""Layout of a tensor: what turns its bytes into the same tensor again."""
 
 from __future__ import annotations
 

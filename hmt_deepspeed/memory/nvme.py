@@ -58,7 +58,7 @@ class _Entry:
         self.num_busy = 0
 
     def reads(self) -> list[Future[None]]:
-        """Of the pieces that have been read from their files."""
+        """Reads of the pieces that have been read from their files."""
         return [piece.read for piece in self.pieces if piece.read is not None]
 
 

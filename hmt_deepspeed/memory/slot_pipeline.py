@@ -127,7 +127,7 @@ class SlotPipeline:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffers."""
+        """Bytes of the buffers."""
         return self.pool.nbytes
 
     def expect(self, pieces: Iterable[Piece]) -> None:

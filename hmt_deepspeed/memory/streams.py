@@ -38,7 +38,7 @@ class Event(Protocol):
         """Blocks the calling thread until it has; raises what the copy before it raised."""
 
     def seconds(self) -> float:
-        """What the copy that it ends took, without what it waited for; once it is done."""
+        """Seconds of the copy that it ends, once done, without the time that the copy waited."""
 
 
 class Streams(Protocol):

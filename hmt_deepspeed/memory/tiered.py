@@ -13,7 +13,7 @@ __all__ = ["Store", "TieredStore"]
 
 
 class Store(Protocol):
-    """What all stores can do; see ``HostStore`` for what each verb promises."""
+    """Interface of all stores; see ``HostStore`` for what each verb promises."""
 
     def put(self, name: str, tensor: Tensor) -> None: ...
 

@@ -118,7 +118,7 @@ class Slot:
         return [g for g in (pending, self.param.grad) if g is not None]
 
     def reduced(self) -> Tensor | None:
-        """What the rule takes, of all that has been accumulated: rows x width; None without a gradient.
+        """The accumulated gradient as the rule takes it: rows x width; None without a gradient.
 
         Fresh memory, except for the whole gradient of a rule that takes it.
         """
@@ -220,7 +220,7 @@ class Slot:
         self._write_back(weight)
 
     def _writable(self) -> Tensor:
-        """What the update is applied to, contiguous: the weights themselves or an fp32 master."""
+        """Contiguous target of the update: the weights themselves or an fp32 master."""
         if self.rounded or self.param.dtype == torch.float32:
             return self.param.contiguous()
         if "master" not in self.state:

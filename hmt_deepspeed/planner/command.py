@@ -216,7 +216,7 @@ def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
 
 
 def _lossy_modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
-    """Of each method without masters, with INT8 states, and both; low rank with INT8 weights besides."""
+    """Modes of each method without masters, with INT8 states, and both; low rank also with INT8 weights."""
     found = []
     for mode in _modes(args):
         no_masters = replace(mode, master_weights="none")
@@ -241,7 +241,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _compare(advice: Advice, path: str) -> None:
-    """What a plan from a file does in place of the one just made."""
+    """Print what a plan from a file would do in place of the one just made."""
     if not Path(path).is_file():
         raise ValueError(f"--plan {path}: no such file. Write one with --save_plan.")
     plan = plan_from_json(Path(path).read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ class MatmulRates:
 
 @dataclass(frozen=True)
 class Overheads:
-    """How many times longer work on the device takes than products and memory traffic at their rates.
+    """Factors by which work on the device takes longer than products and memory traffic at their rates.
 
     1 where nothing was measured. A profiled run measures them with its own model (`calibrate.py`,
     ``zero/planning/measure.py``): launches, small products, reductions in fp32, whatever the rates do not know.

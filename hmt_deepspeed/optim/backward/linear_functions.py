@@ -90,7 +90,7 @@ class LeftProjectedLinearFunction(torch.autograd.Function):
 
 
 def _asked_of_weight(ctx: FunctionCtx) -> Asked | None:
-    """What this backward wants of the weight: it may be for inputs only (``autograd.grad(loss, x)``)."""
+    """What this backward asks of the weight; None for inputs only (``autograd.grad(loss, x)``)."""
     edges = ctx.next_functions  # type: ignore[attr-defined]  # of the inputs that are tensors: x, weight, ...
     asked = asked_of(edges[1][0])
     # of a part computed again, the function around it has asked `autograd.grad` for what goes on

@@ -88,7 +88,7 @@ class InputGroup:
 
 
 class ProjectedLinear:
-    """What a patched linear and the optimizer share: the projection and the projected gradient.
+    """Link of a patched linear and the optimizer: the projection and the projected gradient.
 
     Attributes:
         projection: n x width columns for the coming window (m x width when ``transposed``), a function
@@ -119,7 +119,7 @@ class ProjectedLinear:
 
     @property
     def pending(self) -> Tensor | None:
-        """What :meth:`take` would return."""
+        """The result of :meth:`take`, without taking it."""
         return self._pending
 
     def add(self, product: Tensor) -> None:

@@ -181,7 +181,7 @@ def exact_subspace(
     generator: torch.Generator,
     start: Tensor | None = None,
 ) -> Subspace:
-    """By ``torch.linalg.svd``: slow, for checking. ``generator`` and ``start`` are not looked at."""
+    """Range finder by ``torch.linalg.svd``: slow, for checking. Ignores ``generator`` and ``start``."""
     _check_rank(rank, gradient)
     _, sigma, right = torch.linalg.svd(gradient.float(), full_matrices=False)
     return Subspace(right[:rank].t().contiguous(), sigma[:rank].square(), _square_norm(gradient))

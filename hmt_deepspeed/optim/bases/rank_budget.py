@@ -18,7 +18,7 @@ _LEAST_GAIN = 1e-12
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What the last refresh of one matrix measured, at its candidate ranks.
+    """Measurements of a matrix's last refresh at its candidate ranks.
 
     candidates: strictly increasing ranks. captured: share of ||G||_F^2 in [0, 1] at each, not falling.
     bytes: state bytes of this matrix at each, strictly increasing.

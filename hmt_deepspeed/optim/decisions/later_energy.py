@@ -41,7 +41,7 @@ def _missed(energy: float) -> float:
 
 
 def fading_of(half: float, whole: float, columns: int) -> float:
-    """How fast the missed energy falls at a basis' last columns: the fall of its logarithm by a column, >= 0.
+    """Rate at which the missed energy falls at a basis's last columns: fall of its logarithm by a column, >= 0.
 
     Args:
         half, whole: E of later gradients without the last ``columns`` (>= 1) and with them.

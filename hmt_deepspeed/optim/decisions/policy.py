@@ -301,7 +301,7 @@ class RankPolicy:
         return known
 
     def _spectrum(self, index: int, captured: Sequence[float]) -> Spectrum:
-        """What the plan may choose from.
+        """Candidates for the plan.
 
         One that takes no fewer bytes than a larger one is left out: full-rank AdamW has no basis and may be smaller
         than the rank below it. Of the others, those up to the first that reaches the threshold.
@@ -368,7 +368,7 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
 
 
 def _dense_bytes(group: Sequence[MatrixRule]) -> int:
-    """Of AdamW's moments of a group's low-rank matrices."""
+    """Bytes of AdamW's moments for a group's low-rank matrices."""
     return sum(8 * m.shape[0] * m.shape[1] for m in group if isinstance(m, ProjectedMatrix))
 
 

@@ -113,7 +113,7 @@ class BasisRefreshes:
                 self.schedule.postpone(self.groups[index][0], step)
 
     def times(self, slot: Slot) -> dict[str, int]:
-        """When a matrix refreshes next, and how often it has, for a checkpoint."""
+        """For a checkpoint: the step of a matrix's next refresh, and the number of its refreshes."""
         place = self.slots.index(slot)
         schedule = self.schedule
         return {
@@ -155,7 +155,7 @@ def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:
 
 
 def _refresh(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> bool:
-    """Of one group; False where the gradient is zero or not finite."""
+    """Refresh one group; False where the gradient is zero or not finite."""
     matrices = _matrices(slots)
     gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
     assert gradient is not None

@@ -1,4 +1,4 @@
-"""Which matrices refresh their basis at which step.
+"""Schedule of basis refreshes: which matrices refresh at which step.
 
 A refresh needs the matrix's full gradient. The bytes of full gradients alive at once are bounded, so
 at the first step as many matrices refresh as the bound allows, the others in the steps that follow.

@@ -119,7 +119,7 @@ class Windows:
         return [median(at) for at in zip(*others, strict=True)] or None
 
     def exponent(self, leader: ProjectedMatrix) -> float:
-        """Of a group without a curve: its own as last seen, else the median of all, else the usual one."""
+        """Exponent of a group without a curve: its own as last seen, else the median of all, else the usual one."""
         if leader.name in self._exponents:
             return self._exponents[leader.name]
         return median(self._exponents.values()) if self._exponents else USUAL_EXPONENT

@@ -158,7 +158,7 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """What is to be summed over all rows before clipping, a flat fp32 vector of fixed length.
+        """Terms to be summed over all rows before clipping: a flat fp32 vector of fixed length.
 
         Args:
             gradient: rows x width, reduced, not yet clipped. counted: the rows that no other holder

@@ -38,7 +38,7 @@ class PreviousMoments:
     def restored(
         cls, state: Mapping[str, Any], dtype: str, device: torch.device
     ) -> PreviousMoments:
-        """From values of :meth:`state_dict`; those that were 8- or 16-bit come back exactly."""
+        """Restore from :meth:`state_dict`; 8- and 16-bit values come back exactly."""
         columns = COLUMN_MEANS in state
         first = None if columns else restored_state(state["exp_avg"], dtype, True, device)
         key, kind = (COLUMN_MEANS, "fp32") if columns else ("exp_avg_sq", dtype)
@@ -181,7 +181,7 @@ class Moments(KeptStates):
     # -- change of basis ------------------------------------------------------------------------
 
     def as_previous(self) -> PreviousMoments:
-        """What another basis starts from: a change of basis makes new tensors, so these stay as they are."""
+        """Moments that another basis starts from: a change of basis makes new tensors, so these stay as they are."""
         states = self.exp_avg, self.exp_avg_sq
         return PreviousMoments(*states, self.evidence, self.first_evidence, self.steps)
 

@@ -216,7 +216,7 @@ class ProjectedMatrix(MatrixRule):
         return self.shape[1]
 
     def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
-        """What :meth:`adopt` takes for a rank <= that of ``found``, in the basis dtype."""
+        """The basis for :meth:`adopt`, of a rank <= that of ``found``, in the basis dtype."""
         return found.basis[:, :rank].to(self.dtype)
 
     def _resize(self, basis: Tensor | None) -> None:
@@ -245,7 +245,7 @@ class ProjectedMatrix(MatrixRule):
         return not self.redraws and any(s.recalled for s in self.settings.rule.states)
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
-        """What is to be summed over all rows before :meth:`adopt`; None when nothing is."""
+        """Terms to be summed over all rows before :meth:`adopt`; None where there are none."""
         return None
 
     def adopt(self, basis: Tensor | None, overlap_sum: Tensor | None = None) -> None:

@@ -87,7 +87,7 @@ class StateTensor:
             data.copy_(value)
 
     def tensors(self) -> list[Tensor]:
-        """What is stored: ``data``, and ``scales`` where there are."""
+        """Stored tensors: ``data``, and ``scales`` where there are."""
         return [self.data] if self.scales is None else [self.data, self.scales]
 
     def holding(self, tensors: Sequence[Tensor]) -> StateTensor:

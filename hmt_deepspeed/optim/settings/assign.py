@@ -62,7 +62,7 @@ class Assignment:
 
     @property
     def layout(self) -> str:
-        """What must agree for a saved state to fit, see :meth:`Rule.layout`."""
+        """Settings that must agree for a saved state to fit, see :meth:`Rule.layout`."""
         settings = self.settings
         if settings is None:
             return self.rule
@@ -166,7 +166,7 @@ class _Choice:
     heads: set[str]
 
     def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
-        """By shape, then by the first module rule that matches, then by the target modules."""
+        """Assign by shape, then by the first module rule that matches, then by the target modules."""
         settings = self.settings
         scale = settings.lr_scale if settings and _is_beside(name, shape, self.heads) else 1.0
         if len(shape) != 2:

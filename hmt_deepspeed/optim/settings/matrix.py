@@ -53,7 +53,7 @@ class MatrixSettings:
 
     @property
     def wants_whole(self) -> str:
-        """What asks for whole gradients, which a projected backward never forms: ``key is 'value'``, or nothing."""
+        """The setting that needs whole gradients, which no projected backward forms: ``key is 'value'``, or empty."""
         if self.rule.gradient == "whole":
             return f"{self.key('method')} is {self.method!r}"
         return f"{self.key('residual')} is 'full'" if self.residual == "full" else ""

@@ -92,7 +92,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, by the seconds to believe; 0 if it does not fit."""
+        """Tokens/s of all ranks, by the seconds to believe; 0 if it does not fit."""
         return 0.0 if self.plan is None else self.estimate.tokens / self.plan.seconds
 
     @property
@@ -254,7 +254,7 @@ def _problem(request: Request, setup: RunSetup, mode: OptimizerMode) -> Problem:
 
 
 def _frugal_policy(request: Request) -> dict[Component, Choice]:
-    """Of each component the allowed choice that holds least on the GPU."""
+    """For each component the allowed choice that holds least on the GPU."""
     return {
         component: min(given, key=_weight)
         for component, given in request.allowed.items()
@@ -263,7 +263,7 @@ def _frugal_policy(request: Request) -> dict[Component, Choice]:
 
 
 def _weight(choice: Choice) -> tuple[int, int]:
-    """Of one block in 16 bits, bytes on the device; of equals, what is moved least far is the lightest."""
+    """Key that sorts choices: device bytes of one block in 16 bits; of equals, the distance that it is moved."""
     place = place_of(choice)
     return held_bytes(choice, BLOCK_SIZE, 1, 2), 0 if place is None else 1 + PLACES.index(place)
 

@@ -33,7 +33,7 @@ class IterationSeconds:
 
     @property
     def total(self) -> float:
-        """Of the iteration."""
+        """Seconds of the iteration."""
         return self.forward + self.backward + self.update
 
 
@@ -100,7 +100,7 @@ def calibrated(problem: Problem, reference: Plan, measured: IterationSeconds) ->
 
 
 def _own_seconds(problem: Problem) -> IterationSeconds:
-    """Of an iteration's forwards, backwards and update, what no choice for activations changes."""
+    """Seconds of an iteration's forwards, backwards and update that no choice for activations changes."""
     machine, n = problem.machine, problem.setup.accumulation
     rate = machine.matmul.bf16 if problem.workload.itemsize == 2 else machine.matmul.fp32
     forward, backward = (

@@ -49,11 +49,11 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def row(self, name: str) -> Row:
-        """By its name."""
+        """The row of a name."""
         return next(row for row in self.rows if row.name == name)
 
     def as_json(self) -> dict[str, Any]:
-        """By name: unit, predicted, measured, error and, where nothing could be measured, why."""
+        """JSON by name: unit, predicted, measured, error and, where nothing could be measured, why."""
         found: dict[str, Any] = {}
         for row in self.rows:
             found[row.name] = {

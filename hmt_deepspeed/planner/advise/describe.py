@@ -105,7 +105,7 @@ def _has_choices(shape: ModelShape) -> bool:
 
 
 def _active(shape: ModelShape) -> str:
-    """Of a mixture of experts, what one token meets."""
+    """Parameters of a mixture of experts that one token meets."""
     if not isinstance(shape, ListedShape) or shape.active == num_parameters(shape):
         return ""
     return f" ({shape.active:,} of them for each token)"
@@ -118,7 +118,7 @@ _ABOVE_PEAK = (
 
 
 def _coarse(shape: ModelShape) -> list[str]:
-    """What is estimated roughly, and how."""
+    """Lines about rough estimates."""
     if not isinstance(shape, ListedShape):
         return []
     head = "no row for this architecture: read from the model itself. Parameters and states are exact; rough are"
@@ -157,7 +157,7 @@ def _wear(answer: Answer) -> str:
 
 
 def _room(advice: Advice) -> list[str]:
-    """How far the recommended setup would still go."""
+    """Lines about the room that the recommended setup leaves."""
     lines = [
         f"longest sequence at this micro-batch: {advice.longest_sequence:,} tokens",
         f"largest micro-batch at this sequence: {advice.largest_batch}",
@@ -216,7 +216,7 @@ def _numbers(*cells: str) -> str:
 
 
 def _mfu(answer: Answer) -> float:
-    """By the seconds to believe."""
+    """MFU by the seconds to believe."""
     assert answer.plan is not None
     return answer.estimate.mfu * answer.estimate.seconds / answer.plan.seconds
 

@@ -87,7 +87,7 @@ class Request:
 
 
 def setups(request: Request) -> Iterator[RunSetup]:
-    """What HMT's engine runs: stages 0 to 3, and weights offloaded at stage 3."""
+    """Setups that HMT's engine runs: stages 0 to 3, and weights offloaded at stage 3."""
     several = request.machine.num_gpus > 1
     for stage in _stages(request, (1, 2, 3) if several else (2, 3)):
         for place in _places(request):

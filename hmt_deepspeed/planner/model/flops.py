@@ -68,7 +68,7 @@ class Projected:
         return replace(self, others=tuple((name, *given) for name, given in kept.items()))
 
     def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
-        """Which side of one linear is projected, None for neither."""
+        """The projected side of one linear, None for neither."""
         if not is_selected(_weight(linear, names), self.target_modules, self.adamw_modules):
             return None
         side = self.side
@@ -112,7 +112,7 @@ def check_probes(prefix: str, probes: object) -> None:
 
 
 def _columns(linear: Linear, side: Literal["right", "left"]) -> int:
-    """Of the matrix as it is projected."""
+    """Columns of the matrix as it is projected."""
     return linear.inputs if side == "right" else linear.outputs
 
 

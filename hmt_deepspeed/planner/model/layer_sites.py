@@ -157,7 +157,7 @@ def layer_sites(
 
 
 def head_sites(shape: ModelShape, tokens: int, itemsize: int) -> tuple[Site, ...]:
-    """What enters the final norm, where there is one, and the head."""
+    """Sites of the inputs of the final norm, where there is one, and of the head."""
     width = shape.embedding_size or shape.hidden
     inputs: list[tuple[str, Component, int]] = [("lm_head", "lm_head", width)]
     if shape.names.final_norm:

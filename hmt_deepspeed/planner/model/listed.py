@@ -86,7 +86,7 @@ class AttentionOp:
     is_known: bool = False
 
     def flops(self, batch: int, queries: int, keys: int) -> int:
-        """Of a forward: two products over the pairs."""
+        """FLOPs of a forward: two products over the pairs."""
         pairs = queries * keys
         return 4 * batch * self.width * (pairs - pairs // 2 if self.causal else pairs)
 

@@ -47,7 +47,7 @@ class _Given:
         return self.micro_batch * length.of(self.seq_length)
 
     def attention_flops(self, work: Tokens, length: Length, whole: bool = False) -> int:
-        """Of a forward; ``whole``: of all pairs, as MFU counts them."""
+        """Attention FLOPs of a forward; ``whole``: of all pairs, as MFU counts them."""
         queries = length.of(self.seq_length)
         return sum(
             replace(op, causal=op.causal and not whole).flops(
@@ -200,7 +200,7 @@ def _sites(
     columns: int,
     projections: float,
 ) -> Iterator[Site]:
-    """Of a layer, those that it has of a decoder's; where the backend has no components, all that it saves as one."""
+    """A layer's sites of a decoder; one site of all that it saves where the backend has no components."""
     shape = given.shape
     entering: Component = "embedding" if numbers == (0,) else "residual"
     rows: list[tuple[str, Component, int, float, tuple[str, ...]]] = [

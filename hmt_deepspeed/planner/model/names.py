@@ -34,7 +34,7 @@ class Names:
 
 
 def names_of(row: Family, has_final_norm: bool = True, has_head_norms: bool = False) -> Names:
-    """Of a family, as its row says; some models of it may have fewer norms."""
+    """Names of a family by its row; some models of it may have fewer norms."""
 
     def within(root: str, name: str) -> str:
         return f"{root}.{name}" if root and name else name

@@ -164,7 +164,7 @@ class Linear:
 
     @property
     def elements(self) -> int:
-        """Of its weight."""
+        """Elements of its weight."""
         return self.outputs * self.inputs
 
 
@@ -250,7 +250,7 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
 
 
 def by_layer(layer: str, names: Iterable[str]) -> dict[int, dict[str, str]]:
-    """Of names that have a layer's number in the place of ``*``: by the number, with ``*`` -> as given.
+    """Groups names by the layer's number that they have in the place of ``*``: {number: {name with ``*``: name}}.
 
     Args:
         layer: path of a layer, as in :class:`Names`.

@@ -63,7 +63,7 @@ class _Reader:
 
     @cached_property
     def attribution(self) -> Attribution | None:
-        """What the activation backend would manage; None where it has no components."""
+        """Layers that the activation backend would manage; None where it has no components."""
         try:
             return attribute(self.model)
         except ValueError:
@@ -132,7 +132,7 @@ class _Reader:
         )
 
     def _kinds(self) -> dict[str, ParameterKind]:
-        """By the optimizer's own rules of which weights are linear, and which a head's."""
+        """Kinds of parameters by the optimizer's own rules of which weights are linear, and which a head's."""
         linears, heads = linear_weights(self.model), head_weights(self.model)
         found: dict[str, ParameterKind] = {}
         for name, parameter in self.model.named_parameters():
@@ -306,7 +306,7 @@ def _joined(a: Tokens, b: Tokens) -> Tokens:
 
 
 def _repeated(work: Tokens, times: int) -> Tokens:
-    """Of layers that run several times."""
+    """The work of layers that run several times."""
     return Tokens(
         tuple(
             replace(

@@ -37,14 +37,14 @@ _AUDIO = re.compile(r"audio|speech|acoustic|mel\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Experts:
-    """How many experts each token meets, of how many."""
+    """Experts of a layer, and how many of them each token meets."""
 
     chosen: int
     total: int
 
 
 class Sizes:
-    """Of one model, by the paths of its modules.
+    """Sizes of one model, by the paths of its modules.
 
     Attributes:
         coarse: what was assumed on the way, in order, each once.
@@ -124,7 +124,7 @@ class Sizes:
         return Length()
 
     def source(self) -> Length:
-        """Of the keys of cross-attention."""
+        """Length of the keys of cross-attention."""
         if not getattr(self._config, "is_encoder_decoder", False):
             return self.length("encoder") if hasattr(self._config, "encoder") else Length()
         return self.length("encoder")

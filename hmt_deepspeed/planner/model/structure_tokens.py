@@ -27,7 +27,7 @@ _BACK = re.compile(r"o|wo|out|o_proj|out_proj|c_proj|proj|dense|out_lin|to_out")
 
 
 class TokenReader:
-    """Of one model.
+    """Reads the work per token of one model.
 
     Args:
         sizes: of the model.
@@ -40,7 +40,7 @@ class TokenReader:
         self._sizes, self._components = sizes, components
 
     def tokens(self, module: nn.Module, name: str) -> Tokens:
-        """What a module and all in it do with each token."""
+        """Work of a module and all in it on each token."""
         components, attended = self._components(name)
         products, ops = list[Product](), list[AttentionOp]()
         activations, norms, centred, seen = 0.0, 0, 0, set[tuple[str, float]]()
@@ -75,7 +75,7 @@ class TokenReader:
     def _products(
         self, module: nn.Module, key: str, full: str, components: dict[str, Place]
     ) -> Iterator[Product]:
-        """Of the weights that a module itself has."""
+        """Products of the weights that a module itself has."""
         place = components.get(key, "other")
         times = self._sizes.times(full)
         for name, weight in module._parameters.items():

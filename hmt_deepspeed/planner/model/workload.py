@@ -60,7 +60,7 @@ class Layer:
 
     @property
     def count(self) -> int:
-        """How many equal layers."""
+        """Number of equal layers."""
         return len(self.layers)
 
     @property

@@ -1,1 +1,1 @@
-"""How a run trains: optimizer states, ZeRO, offload and FPDT as bytes and FLOPs of one iteration."""
+"""The run as numbers: optimizer states, ZeRO, offload and FPDT as bytes and FLOPs of one iteration."""

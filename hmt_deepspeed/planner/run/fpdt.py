@@ -57,9 +57,9 @@ def runs_in_chunks(shape: ModelShape) -> bool:
 
 @dataclass(frozen=True)
 class SavedInChunks:
-    """What ``hmt.activations`` beside ``hmt.fpdt`` holds on the device between forward and backward.
+    """Choices for the activations that ``hmt.activations`` beside ``hmt.fpdt`` saves on the device.
 
-    Of what is swapped nothing counts, as if copies out kept up with the layers that make it.
+    Swapped ones take no device bytes, as if copies out kept up with the layers that make them.
 
     Attributes:
         inputs, attention: the choices of the layers, of any number of them; ``recompute`` of attention holds nothing.
@@ -71,7 +71,7 @@ class SavedInChunks:
     head: Choice
 
     def bytes(self, shape: ModelShape, tokens: int, query: int, heads: int, itemsize: int) -> int:
-        """Of the layers, for ``tokens`` of inputs and for attention of ``query`` channels and ``heads`` heads."""
+        """Bytes of the layers, for ``tokens`` of inputs and for attention of ``query`` channels and ``heads`` heads."""
         found = sum(held_bytes(choice, tokens, shape.hidden, itemsize) for choice in self.inputs)
         for choice in self.attention:
             found += held_bytes(choice, tokens, query, itemsize)
@@ -116,7 +116,7 @@ def fpdt_bytes(
     sequence_parallel: int = 1,
     held: SavedInChunks | None = None,
 ) -> FpdtBytes:
-    """What FPDT needs for a sequence in chunks of ``chunk_size`` tokens, of which there are three or more.
+    """Bytes that FPDT needs for a sequence in chunks of ``chunk_size`` tokens, of which there are three or more.
 
     Args:
         seq_length, chunk_size: tokens of the whole sequence and of a whole chunk.

@@ -93,7 +93,7 @@ def usual_memory(
     host_memory: int,
     itemsize: int = 2,
 ) -> EngineMemory:
-    """Of a run by the JSON that ``hmt-plan`` writes.
+    """Memory of a run by the JSON that ``hmt-plan`` writes.
 
     Args:
         states, weights: where ``offload_optimizer`` and ``offload_param`` put them.
@@ -116,7 +116,7 @@ def largest_part(shape: ModelShape, ranks: int) -> int:
 
 
 def early_bytes(offloaded: Offloaded, on_ssd: bool, undoes: bool, itemsize: int) -> float:
-    """What AdamW's updates that begin before the overflow decision keep until it.
+    """Bytes that AdamW's updates begun before the overflow decision keep until it.
 
     In host memory what they overwrite, where they may be undone. On an SSD the old states are in other
     files; the new weights wait in host memory, since masters are out of reach then.
@@ -134,7 +134,7 @@ def early_bytes(offloaded: Offloaded, on_ssd: bool, undoes: bool, itemsize: int)
 
 @dataclass(frozen=True)
 class CachedBases:
-    """What a basis cache moves.
+    """Bytes of a basis cache.
 
     Attributes:
         bases, probes: bytes that are not on the device. passing: bytes of the basis in use and of those on

@@ -1,4 +1,4 @@
-"""What an iteration asks of a rank, before any machine: FLOPs, bytes moved and bytes held.
+"""Loads of an iteration on a rank, before any machine: FLOPs, bytes moved and bytes held.
 
 An iteration is ``accumulation`` micro-steps and one pass of the optimizer. It is cut into *phases* that do not
 overlap one another, each a vector of amounts; what the choices of a layer's sites add to forward and backward
@@ -101,7 +101,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer adds under some choices.
+    """Load that one layer adds under some choices.
 
     Attributes:
         forward, backward: amounts. held: (gpu, host, ssd) bytes until its backward.
@@ -143,7 +143,7 @@ def phases(problem: Problem) -> tuple[Phase, ...]:
 
 
 def model_work(workload: Workload) -> tuple[Amounts, Amounts]:
-    """What forward and backward of one micro-step ask of the device, whatever is chosen for activations."""
+    """Device work of forward and backward in one micro-step, whatever is chosen for activations."""
     saved = workload.head.saved_bytes + sum(x.count * x.saved_bytes for x in workload.layers)
     return (
         amounts(flops=workload.forward_flops, device=FORWARD_PASSES * saved),
@@ -215,7 +215,7 @@ def _update(problem: Problem) -> tuple[Amounts, Amounts]:
 
 
 def _on_host(share: HostShare, setup: RunSetup) -> Amounts:
-    """What updating a share asks of the links, the SSDs and the CPU."""
+    """Work of updating a share on the links, the SSDs and the CPU."""
     found = amounts(adam=share.adam, added=share.added)
     if setup.offload_param == "none":
         found += amounts(to_host=share.sent, to_gpu=share.returned)
@@ -249,7 +249,7 @@ def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
 
 
 def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerLoad:
-    """What one of ``layer``'s layers adds when its components take ``choices``; the head counts as a layer.
+    """Load that one of ``layer``'s layers adds when its components take ``choices``; the head counts as a layer.
 
     Raises:
         ValueError: see :func:`site_choices`.

@@ -21,7 +21,7 @@ __all__ = ["REPLICATED", "OptimizerMode", "Sharding", "StateDtype"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How model states are divided: ZeRO's stage over ``world_size`` ranks."""
+    """Sharding of model states: ZeRO's stage over ``world_size`` ranks."""
 
     stage: int = 0
     world_size: int = 1
@@ -154,7 +154,7 @@ class OptimizerMode:
         return not self._takes_projection or self.is_full(parameter)
 
     def backward(self) -> Projected | None:
-        """What projected backward does to the layers' linears, None without it."""
+        """Projected backward of the layers' linears, None without it."""
         if not self._takes_projection or not self.projected_backward or self.rank is None:
             return None
         return Projected(

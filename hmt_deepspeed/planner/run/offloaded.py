@@ -74,7 +74,7 @@ class Offloaded:
     resident: ModelStates
 
     def whole(self, *chosen: Treatment) -> HostShare:
-        """Of the model; by all treatments, or by those given."""
+        """Host share of the model; by all treatments, or by those given."""
         asked = chosen or TREATMENTS
         layers = sum((self.layer[treatment] for treatment in asked), HostShare())
         return sum((self.outside[treatment] for treatment in asked), layers.times(self.num_layers))
@@ -99,7 +99,7 @@ def offloaded_states(
     update_itemsize: int | None = None,
     is_offloaded: bool = True,
 ) -> Offloaded:
-    """What leaves the device of one rank.
+    """States that leave the device of one rank.
 
     Args:
         itemsize, gradient_itemsize: see :func:`~hmt_deepspeed.planner.run.states.model_states`.
@@ -156,7 +156,7 @@ def _share(
     gradient_itemsize: int,
     update_itemsize: int,
 ) -> HostShare:
-    """Of one parameter (of one layer, if it is a layer's)."""
+    """Host share of one parameter (of one layer, if it is a layer's)."""
     elements = float(-(-parameter.numel // sharding.ranks(1)))
     found = HostShare(
         states=float(sum(held[kind] for kind in leaving if kind != "gradients")),

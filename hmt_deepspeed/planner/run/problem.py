@@ -39,7 +39,7 @@ Schedule = Literal["optimised", "naive"]
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How a run trains, apart from what becomes of its activations.
+    """Setup of a run, apart from the choices for its activations.
 
     Attributes:
         ranks: data-parallel ranks; every one runs the workload.

@@ -28,7 +28,7 @@ __all__ = ["WorstRefresh", "worst_refresh"]
 
 
 class WorstRefresh(NamedTuple):
-    """Of the steps until every matrix has its basis.
+    """The worst step until every matrix has its basis.
 
     full_gradients: bytes that they have beyond the projected gradients whose place they take.
     inputs: which linears' inputs some layer keeps for it, by role; each different set once.

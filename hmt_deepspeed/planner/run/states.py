@@ -62,7 +62,7 @@ class ModelStates:
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer reports: masters, moments and bases."""
+        """Bytes that the optimizer reports: masters, moments and bases."""
         return self.masters + self.moments + self.bases
 
 

@@ -175,7 +175,7 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """Of the phase once."""
+        """Seconds of the phase once."""
         return max(self.by_resource.values()) + self.fill
 
     @property
@@ -207,7 +207,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return sum(phase.weight * phase.seconds for phase in self.phases)
 
     @property
@@ -235,12 +235,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens/s of all ranks."""
         return self.tokens / self.seconds
 
     @property
     def tflops(self) -> float:
-        """Of one GPU: FLOPs of ordinary training in 10^12 per second."""
+        """Model FLOPs of ordinary training on one GPU, in 10^12 per second."""
         return self.model_flops / self.seconds / 1e12
 
     @property
@@ -303,7 +303,7 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
 
 
 def grouped_layers(workload: Workload, plan: Plan) -> list[tuple[Layer, LayerChoices]]:
-    """Of each group of a plan's layers, what one of them does.
+    """For each group of a plan's layers one layer's work and choices.
 
     Raises:
         ValueError: layers that the model does not have, that are missing, or that are not equal.

@@ -78,7 +78,7 @@ class Plan:
         return sum(len(group.layers) for group in self.layers)
 
     def counts(self) -> dict[Component, dict[Choice, int]]:
-        """Of each component, how many layers take each choice; the head counts as one."""
+        """Number of layers that take each choice, by component; the head counts as one."""
         found: dict[Component, Counter[Choice]] = {}
         parts = [(len(group.layers), group.choices) for group in self.layers]
         for number, choices in [*parts, (1, self.head)]:
@@ -113,7 +113,7 @@ class Plan:
         return usual | {component: "keep" for component in rest}
 
     def overrides(self, layer_path: str) -> dict[str, dict[Component, Choice]]:
-        """What other layers take instead, by a regex of their names: ``hmt.activations.overrides``.
+        """Choices of other layers, by a regex of their names: ``hmt.activations.overrides``.
 
         Args:
             layer_path: of a layer in the model, ``*`` for its number (``shape.names.layer``).

@@ -56,7 +56,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much slower than the fastest counts these may be, as a fraction."""
+        """Bound on how much slower than the fastest counts these are, as a fraction."""
         return max(0.0, self.objective / self.bound - 1) if self.bound > 0 else 0.0
 
 

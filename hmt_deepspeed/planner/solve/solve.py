@@ -48,7 +48,7 @@ def allowed_choices(
     lossy: Mapping[Component, Choice] | None = None,
     fixed: Mapping[Component, Choice] | None = None,
 ) -> dict[Component, tuple[Choice, ...]]:
-    """What a plan may choose from: everything exact that the machine can do, and what the JSON permits.
+    """Choices open to a plan: everything exact that the machine can do, and what the JSON permits.
 
     Args:
         lossy: the lossy codec that may be used for a component; none may for the others. INT8 and FP8 take the

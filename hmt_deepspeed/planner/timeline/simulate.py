@@ -59,7 +59,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration."""
+        """Seconds of the iteration."""
         return self.timeline.seconds
 
     @property
@@ -144,7 +144,7 @@ class _Builder:
     # -- durations ------------------------------------------------------------------------------
 
     def seconds(self, resource: str, size: float) -> float:
-        """Of moving ``size`` bytes, or of ``size`` FLOPs or CPU Adam's elements, alone on this rank's share."""
+        """Seconds of moving ``size`` bytes, or of ``size`` FLOPs or CPU Adam's elements, alone on this rank's share."""
         machine = self.problem.machine
         sharing = ranks_per_node(machine, self.problem.setup)
         per_link = min(sharing, machine.gpus_per_link)
@@ -223,7 +223,7 @@ class _Builder:
         return [last, updated], takes
 
     def compute_seconds(self, unit: Unit, forward: bool) -> float:
-        """Of a unit's products and other ops, and of what its choices add: recompute and codecs."""
+        """Seconds of a unit's products and other ops, and of what its choices add: recompute and codecs."""
         machine = self.problem.machine
         factors, memory = machine.overheads, machine.gpu_bandwidth
         if forward:
@@ -378,7 +378,7 @@ class _Builder:
         return [index for index in range(len(self.tasks)) if index not in awaited]
 
     def update_on_gpu(self) -> None:
-        """What of the optimizer's pass is on the GPU, and its weights' way home."""
+        """Add the optimizer's pass on the GPU and the return of its weights."""
         setup, problem = self.problem.setup, self.problem
         weights, traffic = updated_on_device(problem), update_traffic(problem)
         if not traffic:

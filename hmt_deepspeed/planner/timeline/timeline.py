@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Span:
-    """When a task ran."""
+    """Start and end of a task."""
 
     task: Task
     start: float
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last task ended."""
+        """Seconds until the last task ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ class Unit:
 
     @property
     def off_device(self) -> HostShare:
-        """Of all rules."""
+        """Host share of all rules."""
         return sum(self.host.values(), HostShare())
 
 
