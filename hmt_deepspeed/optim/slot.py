@@ -90,7 +90,7 @@ class Slot:
     # -- gradient -------------------------------------------------------------------------------
 
     def prepare(self, step: int, due: bool) -> None:
-        """Open the window of a step: what backward projects on, or nothing before a refresh."""
+        """Open the accumulation window of a step: set what backward projects on, or nothing before a refresh."""
         assert self.matrix is not None
         self.due = due
         if not due:

@@ -81,16 +81,18 @@ class Projected(Contender):
 
     def __init__(self, stack: Stack, dtype: torch.dtype, device: str) -> None:
         super().__init__(stack, dtype, device)
-        self.sites = [ProjectedLinear(str(i)) for i in range(len(self.linears))]
-        self.shared = SharedInputs(self.sites)
-        for linear, site in zip(self.linears, self.sites, strict=True):
+        self.projected = [ProjectedLinear(str(i)) for i in range(len(self.linears))]
+        self.shared = SharedInputs(self.projected)
+        for linear, patched in zip(self.linears, self.projected, strict=True):
             settings = matrix_settings(complete_options({"rank": stack.rank}))
             assert settings is not None
             shape = (linear.out_features, linear.in_features)
-            matrix = LowRankMatrix(site.name, shape, (0, shape[0]), settings, dtype, self.x.device)
+            matrix = LowRankMatrix(
+                patched.name, shape, (0, shape[0]), settings, dtype, self.x.device
+            )
             matrix.prepare(0)
-            site.projection = matrix.projection
-            patch_linear(linear, site, self.shared)
+            patched.projection = matrix.projection
+            patch_linear(linear, patched, self.shared)
         self.shared.lay_out()
         self.run()  # one window is observed to learn which linears read the same input
         self.shared.lay_out()
@@ -98,8 +100,8 @@ class Projected(Contender):
     def run(self) -> None:
         self.shared.lay_out()  # the optimizer does this once a step: it counts
         self.forward_backward()
-        for site in self.sites:
-            site.take()
+        for patched in self.projected:
+            patched.take()
 
 
 def projected_backward(setting: Setting) -> CaseResult:
@@ -226,12 +228,12 @@ def exactness_error(stack: Stack) -> float:
     projected.shared.lay_out()
     projected.forward_backward()
     worst = 0.0
-    for linear, site in zip(usual.linears, projected.sites, strict=True):
+    for linear, patched in zip(usual.linears, projected.projected, strict=True):
         assert linear.weight.grad is not None
-        assert site.projection is not None
-        product = site.take()
+        assert patched.projection is not None
+        product = patched.take()
         assert product is not None
-        expected = linear.weight.grad @ site.projection
+        expected = linear.weight.grad @ patched.projection
         error = (product - expected).abs().max() / expected.abs().max()
         worst = max(worst, float(error))
     return worst

@@ -83,7 +83,7 @@ class BasisRefreshes:
         """Decide who refreshes in the coming step and what the others' backward projects on."""
         due: set[int] = set()
         if self.options["share_basis"] and not shared.observed:
-            shared.form_groups()  # the first window only observes who reads the same input
+            shared.form_groups()  # the first accumulation window only observes who reads the same input
             if shared.observed:
                 self.form_groups(shared)
         if not self.options["share_basis"] or shared.observed:
@@ -98,7 +98,7 @@ class BasisRefreshes:
         shared.lay_out()
 
     def find(self, step: int) -> None:
-        """The gradients of a window are complete: find the bases that are due, once per step."""
+        """Find the bases that are due once the gradients of an accumulation window are complete; once per step."""
         due = {
             index: [self.slots[member] for member in group]
             for index, group in enumerate(self.groups)
@@ -129,7 +129,7 @@ class BasisRefreshes:
 
 
 def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: int) -> set[int]:
-    """Take new bases from the window's full gradients.
+    """Take new bases from the full gradients of the accumulation window.
 
     Args:
         due: by group, its slots.

@@ -96,7 +96,7 @@ class BasisGroups:
     def _due(self, step: int) -> set[int]:
         """Matrices that refresh in the coming step."""
         if self._options["share_basis"] and not self.shared.observed:
-            self.shared.form_groups()  # the first window only observes who reads the same input
+            self.shared.form_groups()  # the first accumulation window only observes who reads the same input
             if not self.shared.observed:
                 return set()
             groups = self._collectives.broadcast_object(self.shared.groups())

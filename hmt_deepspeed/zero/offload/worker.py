@@ -218,7 +218,7 @@ class HostGradient:
         worker: sums. name: of the parameter. num_elements: of the shard.
 
     Attributes:
-        num_elements: of the shard. filled: whether anything has come in this window.
+        num_elements: of the shard. filled: whether anything has come in this accumulation window.
         complete: called when a part of the last micro-batch has been added, by default nothing.
     """
 
@@ -280,7 +280,7 @@ class HostGradient:
         self.add(values, last=False)
 
     def clear(self) -> None:
-        """Begin a new window."""
+        """Begin a new accumulation window."""
         self._arrive()
         self.filled = False
 

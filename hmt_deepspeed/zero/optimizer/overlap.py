@@ -62,7 +62,7 @@ class Overlap:
             p.gradient.param: p for p in param_states if isinstance(p.weight, HostWeight)
         }
         self._gates: Gates | None = None
-        # those with early updates in this window, in the order of their gradients
+        # those with early updates in this accumulation window, in the order of their gradients
         self._begun: list[ParamState] = []
         self.synchronize_copies: Callable[[], None] = lambda: None
         if kind == "forward":
@@ -131,7 +131,7 @@ class Overlap:
             self._gates.close()
 
     def _start(self, param_state: ParamState) -> None:
-        """The gradient of the whole window is here: update on the guess that it is neither clipped nor bad."""
+        """Update once a gradient of the whole accumulation window is here, on the guess that it is finite and not clipped."""
         assert param_state.host is not None
         self._step.commit()
         factor = torch.tensor(1.0 / self._loss_scale()).item()  # in fp32, as the step's own

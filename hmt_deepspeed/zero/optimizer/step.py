@@ -212,7 +212,7 @@ class ZeroStep:
     ) -> None:
         reduced, state = param_state.gradient.reduced, param_state.dense_state
         assert state is not None
-        # unused in this window: DeepSpeed's ZeRO counts it as zero too
+        # unused in this accumulation window: DeepSpeed's ZeRO counts it as zero too
         gradient = None if reduced is None else reduced.reshape(-1)
         keys = state_keys(self.options["seed"], param_state.name, step_count)
         hyper = {"factor": factor, "state_keys": keys, **param_state.hyper()}

@@ -278,7 +278,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
 
 
 def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
-    """Columns of ``X [Q | P]``, by layer, that no linear forms in this window, because their matrices refresh.
+    """Columns of ``X [Q | P]``, by layer, that no linear forms in this accumulation window, because their matrices refresh.
 
     Args:
         zero: states of the optimizer. layer_path: of a layer in the model, ``*`` for its number.

@@ -65,7 +65,8 @@ class RunPlanner:
         counted: bytes by (memory, kind), named as the planner names them.
         busy: seconds and bytes of each resource since the start, as far as somebody counts them.
         found_ranks: of matrices whose rank is "auto", after a step that found bases; else None.
-        refreshing_columns: see :func:`~hmt_deepspeed.zero.planning.facts.refreshing_columns`, of this window.
+        refreshing_columns: see :func:`~hmt_deepspeed.zero.planning.facts.refreshing_columns`, of this accumulation
+            window.
 
     Attributes:
         plan: in execution; None before there is one. machine: planned for; None before it is measured, and
