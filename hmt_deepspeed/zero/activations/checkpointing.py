@@ -93,7 +93,11 @@ class LayerInputs:
         return self._made[place]
 
     def compose(self, keys: ActivationCheckpointing, inner: Codec, position: int) -> Codec:
-        """The codec of these keys. Saved on the host, memory that is allocated once is the host store's."""
+        """The codec of some keys. On the host, the host store is the memory that is allocated once.
+
+        Args:
+            keys: DeepSpeed's. inner: the policy's codec. position: of the input among the checkpoint's inputs.
+        """
         if keys.cpu_checkpointing and inner.choice == "keep":
             inner = self._swap_host()
         elif keys.cpu_checkpointing and not CODECS[inner.choice].is_moved:

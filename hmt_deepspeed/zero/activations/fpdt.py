@@ -21,11 +21,17 @@ __all__ = ["check_ranks", "install_fpdt", "prepare_for_fpdt"]
 
 
 def prepare_for_fpdt(model: Any, undo: ExitStack) -> None:
-    """Before DeepSpeed's engine takes the model. Raises ValueError for a model that FPDT cannot run.
+    """Prepare a model for FPDT, before DeepSpeed's engine takes it.
 
     A decoder layer becomes one leaf of ZeRO-3: its parameters are gathered once before its forward and
     once before its backward, and stay for all of it. By its submodules they would be gathered for every
-    chunk, and partitioned again before the chunk's gradients are. ``undo`` makes them ordinary again.
+    chunk, and partitioned again before the chunk's gradients are.
+
+    Args:
+        model: of the engine. undo: makes the layers ordinary again.
+
+    Raises:
+        ValueError: FPDT cannot run the model.
     """
     clear_for_fpdt(model)
     kind = type(decoder_layers(model)[0])

@@ -183,7 +183,12 @@ def build_codecs(
     overrides: Mapping[str, Mapping[Component, Choice]],
     memory: SwapMemory,
 ) -> dict[Choice, Codec]:
-    """Codecs of the choices that occur; raw for tensors without a component."""
+    """Codecs of the choices that occur; raw for tensors without a component.
+
+    Args:
+        policy: choices by component. overrides: likewise, by pattern of module names.
+        memory: stores of the codecs that swap.
+    """
     chosen: set[Choice] = {"keep", *policy.values()}
     chosen.update(*(choices.values() for choices in overrides.values()))
     return {

@@ -26,7 +26,11 @@ _STAGING, _SSD_STAGING = 2**26, 2**30
 
 
 def staging_bytes(limit: int, nvme_path: str | None) -> int:
-    """Page-locked bytes of ``limit`` reserved for copies on their way to host memory, or on to files."""
+    """Page-locked bytes reserved for copies on their way to host memory, or on to files.
+
+    Args:
+        limit: bytes of pinned memory that the stores may take. nvme_path: folder of the files, None for none.
+    """
     return min(_pages(limit // 4), _STAGING if nvme_path is None else _SSD_STAGING)
 
 

@@ -100,9 +100,12 @@ class MomentHistory:
     # -- at a refresh ---------------------------------------------------------------------------
 
     def missing(self, matrix: ProjectedMatrix) -> list[float]:
-        """1 for each previous basis of the matrix that has made room on this rank, newest first; ``most`` numbers.
+        """Which previous bases of a matrix this rank has dropped; to be summed over ranks.
 
-        To be summed over ranks. What is there stays until :meth:`release`.
+        Those that are kept stay until :meth:`release`.
+
+        Returns:
+            ``most`` numbers, newest basis first: 1 for one that has made room, else 0.
         """
         found = [0.0] * self.most
         for place, previous in enumerate(self._previous[matrix.columns.owner] if self.most else ()):

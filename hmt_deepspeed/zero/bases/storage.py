@@ -237,8 +237,12 @@ class BasisStorage:
         return self.history.most > 0 and matrix.settings.range_finder != "svd"
 
     def remember(self, param_state: ParamState, rank: int) -> None:
-        """Call before a basis of ``rank`` replaces the matrix's: keeps the present one if it is wider, and forgets
-        an older one that is no wider than the new."""
+        """Call before a new basis replaces the matrix's: keeps the present one if it is wider, and forgets an older
+        one that is no wider than the new.
+
+        Args:
+            param_state: of the matrix. rank: of the new basis.
+        """
         matrix = param_state.matrix
         assert isinstance(matrix, ProjectedMatrix)
         if self.cache is None or not self._keeps_older(matrix):

@@ -88,7 +88,11 @@ class StepMetrics:
             engine.monitor.write_events(events)
 
     def computed_flops(self, micro_batch: int, seq_length: int) -> float | None:
-        """FLOPs of the last step on this rank; see :func:`hmt_deepspeed.zero.engine.computed_flops.computed_flops`."""
+        """FLOPs of the last step on this rank, see :func:`hmt_deepspeed.zero.engine.computed_flops.computed_flops`.
+
+        Args:
+            micro_batch: sequences of a micro-batch. seq_length: tokens of each.
+        """
         engine = self._engine()
         assert engine is not None
         return computed_flops(engine, micro_batch, seq_length)

@@ -53,7 +53,11 @@ class Resolved:
 
     @classmethod
     def of(cls, hmt: HMTConfig, options: dict[str, Any], parsed: Any) -> Resolved:
-        """Resolve the block and DeepSpeed's parsed config."""
+        """Resolve the block and DeepSpeed's parsed config.
+
+        Args:
+            hmt: the block. options: fields of ``hmt.optimizer``. parsed: DeepSpeed's config.
+        """
         offload = hmt.offload.model_dump(exclude_unset=True)
         return cls(
             options,

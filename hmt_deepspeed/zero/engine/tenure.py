@@ -71,7 +71,11 @@ class Tenure:
         return not (self.is_plain and isinstance(owner, Tenure) and owner.is_plain)
 
     def hold(self, engine: Engine, dropped: bool = False) -> None:
-        """The engine is built; or lives on, though it was dropped, until its updates are finished."""
+        """Note the engine by a weak reference, once it is built.
+
+        Args:
+            engine: the built one. dropped: its user has dropped it; it lives on until its updates are finished.
+        """
         self.dropped = dropped
         self._engine = weakref.ref(engine)
         ownership.claim(self)

@@ -139,6 +139,10 @@ class GradientAccess:
     ) -> None:
         """``gradient = update_func(gradient, param)`` for dense parameters.
 
+        Args:
+            update_func: maps a whole fp32 gradient of the parameter's shape to one of that shape.
+            param_list: the parameters.
+
         Raises:
             ValueError: one is a low-rank matrix, and none is changed; or as :meth:`get_fp32_grad_for_param`.
         """

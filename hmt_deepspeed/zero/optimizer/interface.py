@@ -66,5 +66,9 @@ class OptimizerInterface(ZeROOptimizer):
     cur_scale = loss_scale
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Multiply losses by ``loss_scale`` from now on, which the caller adapts."""
+        """Multiply losses by the caller's scale from now on; the caller adapts it.
+
+        Args:
+            loss_scale: factor on losses, which :meth:`step` takes out of gradients.
+        """
         self.custom_loss_scaler, self.external_loss_scale = True, loss_scale

@@ -54,7 +54,16 @@ class PlannedIterations:
         memory: Mapping[tuple[str, str], float],
         refreshing_columns: Mapping[int, int],
     ) -> Comparison | None:
-        """Medians beside the plan's predictions; None before the first. See :func:`compare`."""
+        """Medians of the timed iterations beside the plan's predictions, see :func:`compare`.
+
+        Args:
+            problem: what the plan is for. activations: metrics of the activation backend.
+            memory: bytes by (memory, kind), under the planner's names.
+            refreshing_columns: columns of ``X [Q | P]`` that no linear forms, by layer.
+
+        Returns:
+            None before the first timed iteration.
+        """
         if not self._seconds:
             return None
         seconds = {

@@ -52,7 +52,7 @@ __all__ = [
 
 
 def check_folder(name: str, value: Any) -> None:
-    """Before any rank waits for another: what is wrong with a folder's name is wrong on every rank.
+    """Check a folder's name before any rank waits for another: it is wrong on every rank alike.
 
     Raises:
         ValueError: None or an empty name of the folder that ``save_checkpoint`` or ``load_checkpoint`` was given.

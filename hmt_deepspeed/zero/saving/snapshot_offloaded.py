@@ -95,7 +95,7 @@ class OffloadedStates:
         return masters, moments
 
     def when_ready(self, zero: ZeroState, updates: HostUpdates, write: Callable[[], None]) -> None:
-        """Call ``write`` once what is taken can be written: now, or when the step's files count."""
+        """Call ``write`` once the states taken can be written: now, or when the step's files are committed."""
 
         def counted() -> None:
             self._held = hold_files(zero, masters=True)
