@@ -93,5 +93,5 @@ def _judge(found: dict[str, Any], report: CaseReport, most: Mapping[str, float])
         growing = slope > most.get(kind, inf)
         if growing:
             report.failures.append(f"{kind} grow by {slope:.3g} a step")
-        verdict = "growing" if growing else "flat"
-        report.count(f"{kind} {verdict if most else 'not judged'}")
+        trend = "growing" if growing else "flat"
+        report.count(f"{kind} {trend if most else 'not judged'}")
