@@ -98,3 +98,20 @@ def forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
     gc.collect()
+
+
+def logged(run: Any, *keys: str) -> list[tuple[float, ...]]:
+    return [tuple(h[k] for k in keys) for h in run.state.log_history if keys[0] in h]
+
+
+def tokenizer() -> Any:
+    """Words w0 to w57, of the tiny model's vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(58)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )

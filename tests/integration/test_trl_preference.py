@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from hf_runs import auto_config, forget, rows, save_tiny_model, whole_weights
-from test_trl_peft import logged, tokenizer
+from hf_runs import auto_config, forget, logged, rows, save_tiny_model, tokenizer, whole_weights
 from training import furthest
 
 import hmt_deepspeed

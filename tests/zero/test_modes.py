@@ -15,7 +15,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
 from modes import LOW_RANK, MODES, SAME_LAYOUT, mode_engine, model_of, trained
-from test_parity import assert_same_run
+from training import assert_same_run
 
 SAVED, AFTER = (
     3,

@@ -14,9 +14,8 @@ import pytest
 import torch
 from harness import Ranks
 from modes import mode_engine, trained
-from test_parity import assert_same_run
 from torch import Tensor, nn
-from training import PAPERS_RULE, tiny_llama
+from training import PAPERS_RULE, assert_same_run, tiny_llama
 
 from hmt_deepspeed import HMT
 from hmt_deepspeed.config import HMTConfig

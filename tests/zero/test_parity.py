@@ -11,7 +11,10 @@ import pytest
 import torch
 from harness import Ranks
 from training import (
+    LOSS,
     LOW_RANK,
+    WEIGHT,
+    assert_same_run,
     ds_config,
     furthest,
     global_batch,
@@ -20,7 +23,6 @@ from training import (
     micro_batches,
     model_weights,
     stock_config,
-    subspace_distance,
     tiny_llama,
     train,
     train_step,
@@ -30,14 +32,6 @@ from training import (
 from hmt_deepspeed.optim.hmt import HMT
 
 STEPS = 10
-
-# Sums over ranks, micro-batches and shards are taken in another order, which costs 1e-7 a step;
-# Adam's division by sqrt(v) amplifies it where v is small. Ten steps stay two digits below these.
-LOSS = 1e-5
-NORM = 1e-3
-WEIGHT = 2e-3  # of weights that moved by up to STEPS * lr = 3e-2
-ANGLE = 1e-2  # sine between subspaces; another basis of the same gradient would be near 1
-
 
 # -- cases --------------------------------------------------------------------------------------------
 
@@ -83,17 +77,6 @@ def sees_its_own_batch() -> list[Any]:
 
 
 # -- tests --------------------------------------------------------------------------------------------
-
-
-def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["losses"] == pytest.approx(other["losses"], rel=LOSS)
-    assert one["norms"] == pytest.approx(other["norms"], rel=NORM)
-    assert furthest(one["weights"], other["weights"]) < WEIGHT
-    if "ranks" in one:
-        assert one["ranks"] == other["ranks"]
-        assert one["refreshes"] == other["refreshes"]
-        for name, basis in one["bases"].items():
-            assert subspace_distance(basis, other["bases"][name]) < ANGLE, name
 
 
 def test_ranks_share_the_global_batch(ranks: Ranks) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from cached_runs import assert_equal, cached_engine, outcome
 from harness import Ranks
 from modes import MODES
 from torch.multiprocessing.reductions import StorageWeakRef
-from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, weights
+from training import LOW_RANK, train
 
 from hmt_deepspeed.memory import basis_cache as memory_cache
 from hmt_deepspeed.zero.bases import cache as basis_cache
@@ -19,19 +19,6 @@ from hmt_deepspeed.zero.engine import resolve as engine_settings
 CACHE: dict[str, Any] = {}
 STAGING = 4096  # bytes that may be on their way to the host
 STEPS = 5  # every matrix refreshes, some change their rank
-
-
-def cached_engine(
-    stage: int, mode: dict[str, Any], cache: dict[str, Any] | None, layers: int = 1, **changes: Any
-) -> Any:
-    config = ds_config(stage, mode, **changes)
-    if cache is not None:
-        config["hmt"]["basis_cache"] = cache
-    return make_engine(config, tiny_llama(layers=layers))
-
-
-def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
-    return {"losses": losses, "weights": weights(engine)}
 
 
 def runs(jobs: list[tuple[int, dict[str, Any], dict[str, Any]]]) -> list[Any]:
@@ -45,11 +32,6 @@ def runs(jobs: list[tuple[int, dict[str, Any], dict[str, Any]]]) -> list[Any]:
             engine.destroy()
         found.append(pair)
     return found
-
-
-def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["losses"] == other["losses"]
-    assert all(torch.equal(weight, other["weights"][n]) for n, weight in one["weights"].items())
 
 
 SHARDED: dict[str, Any] = {"bf16": {"enabled": True}}

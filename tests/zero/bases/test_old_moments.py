@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cached_runs import assert_equal, cached_engine, outcome
 from harness import Ranks
-from test_basis_cache_engine import assert_equal, cached_engine, outcome
 from training import assert_same, result, train, weights
 
 from hmt_deepspeed.zero.engine import resolve as engine_settings
@@ -206,7 +206,7 @@ def test_rows_are_dealt_again_where_the_number_of_ranks_changes(
         other = ranks.run(resumable, world, stage, {}, str(tmp_path), True)[0]
         assert other["hits"] == straight["hits"] - straight["before"]["hits"] > 0
         assert other["misses"] == 0
-        # sums over ranks in another order: see test_parity.py
+        # sums over ranks in another order: see training.py
         assert other["losses"] == pytest.approx(straight["losses"], rel=1e-5)
 
 

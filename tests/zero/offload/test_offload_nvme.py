@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_offload_overlap
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
@@ -24,6 +23,7 @@ from offloading import (
     small_chunks,
     stock_offload,
 )
+from overlapping import readers, same
 from training import (
     LOW_RANK,
     furthest,
@@ -269,24 +269,12 @@ def test_host_memory_holds_gradients_and_a_few_buffers(ranks: Ranks, tmp_path: P
 # -- who reads, waits -------------------------------------------------------------------------------------
 
 
-def readers_on_ssd(home: str, folder: str) -> dict[str, Any]:
-    """Everything that reads or replaces weights and states, between steps and within one."""
-
-    def offloaded_there(config: dict[str, Any]) -> dict[str, Any]:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": home}
-        return config
-
-    if home:
-        test_offload_overlap.offloaded = offloaded_there
-    return test_offload_overlap.readers(3, "backward" if home else "none", folder)
-
-
 def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
-    host = ranks.run(readers_on_ssd, 2, "", str(tmp_path / "host"))[0]
-    ssd = ranks.run(readers_on_ssd, 2, str(tmp_path / "home"), str(tmp_path / "ssd"))[0]
+    host = ranks.run(readers, 2, 3, "none", str(tmp_path / "host"))[0]
+    ssd = ranks.run(readers, 2, 3, "backward", str(tmp_path / "ssd"), str(tmp_path / "home"))[0]
     assert ssd.keys() == host.keys()
     for name, value in host.items():
-        assert test_offload_overlap.same(value, ssd[name]), name
+        assert same(value, ssd[name]), name
 
 
 # -- schedules ---------------------------------------------------------------------------------------------

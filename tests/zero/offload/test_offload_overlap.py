@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Ranks
-from offloading import ADAMW, offloaded, small_chunks
+from offloading import ADAMW, offloaded
+from overlapping import overlapped, readers, same, slowed
 from training import (
     LOW_RANK,
     assert_same,
@@ -29,30 +29,7 @@ from training import (
 STEPS = 5
 
 
-def overlapped(
-    stage: int, overlap: str, options: dict[str, Any] | None = None, gas: int = 1, **changes: Any
-) -> Any:
-    small_chunks()
-    config = offloaded(ds_config(stage, options or ADAMW, gas=gas, **changes))
-    config["hmt"]["offload"] = {"overlap": overlap}
-    return make_engine(config)
-
-
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-
-
-def slowed(engine: Any) -> list[int]:
-    """A worker that is always late; the steps of Adam that it takes, by number."""
-    adam, taken = engine.optimizer.zero.host.adam, []
-    step = adam.step_
-
-    def late(*arguments: Any, **keyword: Any) -> None:
-        taken.append(arguments[4])
-        time.sleep(1e-4)
-        step(*arguments, **keyword)
-
-    adam.step_ = late
-    return taken
 
 
 # -- the same bits ------------------------------------------------------------------------------------------
@@ -228,41 +205,6 @@ def table(stage: int, clip: float, changes: dict[str, Any]) -> str:
 # -- who reads, waits ------------------------------------------------------------------------------------------
 
 
-def readers(stage: int, overlap: str, folder: str) -> dict[str, Any]:
-    zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = overlapped(stage, overlap, gradient_clipping=1.0, zero_optimization=zero)
-    slowed(engine)
-    found: dict[str, Any] = {}
-
-    def after_a_step(name: str, read: Any) -> None:
-        train_step(engine, len(found))
-        found[name] = read()
-
-    def evaluated() -> Any:
-        with torch.no_grad():
-            return loss_of(engine, micro_batches(engine, 0)[0])
-
-    def copied(state: dict[str, Any]) -> dict[str, Any]:
-        return {name: value.clone() for name, value in state.items()}
-
-    after_a_step("masters", lambda: weights(engine))
-    after_a_step("evaluated", evaluated)
-    if stage == 3:  # below, GatheredParameters gathers nothing, so nothing can be gated
-        after_a_step("gathered", lambda: model_weights(engine))
-    else:
-        after_a_step("module state", lambda: copied(engine.module.state_dict()))
-    after_a_step("consolidated", lambda: engine.save_16bit_model(folder, "model.bin"))
-    after_a_step("saved", lambda: engine.save_checkpoint(folder, tag="one"))
-    after_a_step("state", lambda: [s["exp_avg"].clone() for s in engine.optimizer.state.values()])
-    engine.load_checkpoint(folder, tag="one")
-    found["loaded"] = train_step(engine, 5)
-    engine.backward(loss_of(engine, micro_batches(engine, 6)[0]))
-    found["between"] = weights(engine)  # an update begun during backward is taken back
-    engine.step()
-    found["end"] = weights(engine)
-    return found
-
-
 READERS = [(2, "forward"), (3, "forward"), pytest.param(3, "backward", marks=pytest.mark.slow)]
 
 
@@ -276,16 +218,6 @@ def test_readers_see_the_last_step(ranks: Ranks, tmp_path: Path, stage: int, ove
         assert same(value, ours[name]), name
     states = [torch.load(path / "model.bin", weights_only=True) for path in (mine, plain)]
     assert furthest(*states) == 0
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def cannot_be_taken_back() -> dict[str, str]:

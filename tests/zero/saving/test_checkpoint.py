@@ -249,7 +249,7 @@ def test_saving_changes_nothing(ranks: Ranks, saved_runs: Any) -> None:
 
 
 # A resumed run on another layout sums in another order, like a run on it from the start: the bars of
-# test_parity.py hold.
+# training.py hold.
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_layout_loads_any_other(ranks: Ranks, saved_runs: Any, world: int) -> None:
     folders, straight = saved_runs

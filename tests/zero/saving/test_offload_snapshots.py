@@ -21,7 +21,7 @@ from killed_runs import (
     undisturbed_and_resumed,
 )
 from offloading import ADAMW, flip_bit, offloaded_to, small_chunks
-from test_snapshots import tags, train_in_step
+from snapshot_runs import INTERVAL, STEPS, tags, train_in_step
 from training import (
     LOW_RANK,
     ds_config,
@@ -45,7 +45,6 @@ from hmt_deepspeed.zero.saving import snapshot
 from hmt_deepspeed.zero.saving.raw_tensors import ByteFile
 from hmt_deepspeed.zero.saving.verify import damage
 
-INTERVAL, STEPS = 2, 7
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -143,7 +142,7 @@ def test_files_are_linked_and_load_anywhere(ranks: Ranks, tmp_path: Path) -> Non
     # the run's own, two of each piece as ever, less what only snapshots still hold
     assert whole["files"] <= 2 * metrics["snapshot_bytes_linked"] / 3
     other = ranks.run(at_home, 1, folder)[0]
-    # sums over ranks in another order: see test_parity.py
+    # sums over ranks in another order: see training.py
     assert other["losses"] == pytest.approx(whole["losses"][6:], rel=1e-5)
     flip_bit(linked[3])
     assert "checksum" in str(damage(os.path.join(folder, "step00000006")))

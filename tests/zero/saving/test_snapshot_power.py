@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import Ranks
 from offloading import offloaded_to
-from test_snapshots import INTERVAL, STEPS, snapshot_engine, train_in_step
+from snapshot_runs import INTERVAL, STEPS, snapshot_engine, train_in_step
 from training import LOW_RANK, make_engine, tiny_llama, train
 
 from hmt_deepspeed.zero.saving import snapshot_writer as snapshot_files

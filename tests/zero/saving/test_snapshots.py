@@ -15,40 +15,13 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from snapshot_runs import STEPS, snapshot_engine, tags, train_in_step
 from training import LOW_RANK, ds_config, make_engine, tiny_llama, train, wait_for, weights
 
 from hmt_deepspeed.memory.growing import GrowingHostStore
 from hmt_deepspeed.zero.saving import raw_tensors
 from hmt_deepspeed.zero.saving.raw_tensors import ByteFile, decode, encode
 from hmt_deepspeed.zero.saving.verify import damage
-
-INTERVAL, STEPS = 2, 7
-
-
-def snapshot_engine(stage: int, folder: str | None, seed: int = 0, **changes: Any) -> Any:
-    block = changes.pop("block", {})
-    config = ds_config(stage, {**LOW_RANK, **changes.pop("options", {})}, **changes)
-    config["hmt"] |= block
-    if folder is not None:
-        config["hmt"]["snapshot"] = {"path": folder, "interval": INTERVAL}
-    engine = make_engine(config, tiny_llama(layers=1, seed=seed))
-    if folder is not None:
-        engine.snapshot_client_state = lambda: {"position": engine.global_steps * 12}
-    return engine
-
-
-def train_in_step(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Each snapshot written before the next is due: none is left out, whatever the disk's speed."""
-    losses = []
-    for step in range(first, first + steps):
-        losses += train(engine, 1, first=step)
-        engine.hmt_snapshots.finish()
-    return losses
-
-
-def tags(folder: str) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith("step"))
-
 
 # -- going on --------------------------------------------------------------------------------------------
 
@@ -117,7 +90,7 @@ def test_a_snapshot_loads_at_another_stage_and_world_size(ranks: Ranks, tmp_path
     whole = ranks.run(straight, 2, 3, folder, "fp32")[0]
     other = ranks.run(loaded, 1, 1, folder)[0]
     assert other["step"] == 6
-    # Sums over ranks in another order: see test_parity.py.
+    # Sums over ranks in another order: see training.py.
     assert other["losses"][:1] == pytest.approx(whole["losses"][6:], rel=1e-5)
 
 
