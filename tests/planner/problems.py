@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates
 from hmt_deepspeed.planner.model.shapes import ModelShape, parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import build_workload
@@ -61,3 +64,9 @@ def with_budget(problem: Problem, **bytes_of: float) -> Problem:
 def linear_shapes(shape: ModelShape) -> list[tuple[int, ...]]:
     """(rows, columns) of every linear layer's weight, layer by layer of the decoder."""
     return [p.shape for p in parameters(shape) if p.kind == "linear" for _ in range(p.count)]
+
+
+def answer_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `hmt-plan` prints."""
+    main(arguments)
+    return capsys.readouterr().out

@@ -1,17 +1,14 @@
-"""The command: what it recommends, the JSON it writes, what it refuses."""
+"""What is recommended, how far a machine goes, and the JSON of a recommendation."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from problems import MACHINE
+from problems import MACHINE, answer_of
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import PAPER_POLICY
@@ -25,29 +22,20 @@ from hmt_deepspeed.planner.advise.advise import (
 from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
 from hmt_deepspeed.planner.advise.describe import describe
 from hmt_deepspeed.planner.advise.setups import Request
-from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.hardware import named_machine
-from hmt_deepspeed.planner.model.models import SIZES, model_shape
+from hmt_deepspeed.planner.model.models import model_shape
 from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.run.memory import OptimizerMode
 from hmt_deepspeed.planner.run.problem import RunSetup
-from hmt_deepspeed.planner.solve.plan import plan_from_json
-from hmt_deepspeed.train.models import PRESETS
 
 GIB = 2**30
 SETUP, MODE = RunSetup(zero_stage=2), OptimizerMode(rank=32)
-TINY = ["--model", "tiny", "--machine", "rtx4090", "--seq_length", "512"]
 
 
 def request_for(gpu_gib: float = 24.0, **fields: object) -> Request:
     given = {"shape": model_shape("125m"), "machine": MACHINE, "seq_length": 512, "micro_batch": 4}
     return Request(**{**given, "gpu_memory": int(gpu_gib * 1e9), **fields})  # type: ignore[arg-type]
-
-
-def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    main(arguments)
-    return capsys.readouterr().out
 
 
 # -- how far it goes ------------------------------------------------------------------------------------
@@ -143,7 +131,7 @@ def test_70b_on_one_gpu_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
         "--seq_length",
         "1024",
     ]
-    told = run([*size, "--global_batch", "64", "--method", "lowrank_adamw"], capsys)
+    told = answer_of([*size, "--global_batch", "64", "--method", "lowrank_adamw"], capsys)
     groups = {part.split()[0]: listed(part) for part in told.split("\n\n") if "  setup" in part}
     assert set(groups) == {"Lossy", "Setups"}  # the latter do not fit
     no_masters = "ZeRO-3, weights on cpu, lowrank_adamw r=128, no masters"
@@ -182,7 +170,7 @@ def listed(table: str) -> dict[str, float | None]:
 def test_an_answer_is_80_columns_wide_and_every_number_has_a_unit(
     asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = run(asked.split(), capsys)
+    told = answer_of(asked.split(), capsys)
     assert [line for line in told.splitlines() if len(line) > 80] == []
     assert "Memory is in GiB per rank" in told
     for table in (part for part in told.split("\n\n") if "  setup" in part):
@@ -316,155 +304,3 @@ def test_the_json_needs_a_plan_and_a_folder_for_ssds() -> None:
     short = request_for(gpu_gib=0.2, cpu_adam=False)
     with pytest.raises(ValueError, match="does not fit: there is nothing to write"):
         deepspeed_json(short, advise(short).best)
-
-
-# -- the command ----------------------------------------------------------------------------------------
-
-
-def test_sizes_are_the_presets_of_the_main_job() -> None:
-    for name, preset in PRESETS.items():
-        shape = SIZES[name](4096)
-        assert (
-            shape.hidden,
-            shape.intermediate,
-            shape.layers,
-            shape.heads,
-            shape.kv_heads,
-        ) == preset[:5]
-
-
-def test_a_whole_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / name for name in ("ds.json", "plan.json", "picture.svg")}
-    pytest.importorskip("matplotlib")
-    out = run(
-        [
-            *TINY,
-            *(
-                "--price_per_hour",
-                "0.5",
-                "--write",
-                str(files["ds.json"]),
-                "--save_plan",
-                str(files["plan.json"]),
-            ),
-            *(
-                "--picture",
-                str(files["picture.svg"]),
-                "--method",
-                "lowrank_adamw",
-                "--num_ssds",
-                "0",
-            ),
-        ],
-        capsys,
-    )
-    for expected in (
-        "It fits. Recommended (the fastest exact one): ZeRO-2",
-        "bottleneck",
-        "tokens/s",
-        "MFU",
-        "HFU",
-        "a million tokens cost",
-    ):
-        assert expected in out
-    assert re.search(
-        r"longest sequence at this micro-batch: [\d,]{5,} tokens\nlargest micro-batch.*: \d+", out
-    )
-    assert json.loads(files["ds.json"].read_text())["optimizer"]["type"] == "HMT"
-    drawn = re.findall("<!-- (.*?) -->", files["picture.svg"].read_text())  # its texts
-    assert {"GPU", "forward", "backward", "update", "held"} <= set(drawn)  # rows and colours
-    assert {"seconds of an iteration", "GPU memory, GiB", "limit, 22.0 GiB"} <= set(drawn)
-    assert any("B parameters" in text for text in drawn)
-    saved = plan_from_json(files["plan.json"].read_text())
-    assert saved.num_layers == 4
-    again = run(
-        [*TINY, "--method", "lowrank_adamw", "--num_ssds", "0", "--plan", str(files["plan.json"])],
-        capsys,
-    )
-    assert f"the plan in {files['plan.json']}" in again
-    assert "simulated: " in again
-    with pytest.raises(SystemExit, match="error: the plan is of model"):
-        main([*TINY[2:], "--model", "125m", "--num_ssds", "0", "--plan", str(files["plan.json"])])
-
-
-def test_what_to_change_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--model", "7b", "--machine", "rtx4080", "--host_memory", "16", "--num_ssds", "0"]
-    out = run([*size, "--seq_length", "4096", "--method", "adamw"], capsys)
-    assert "does not fit" in out
-    assert "too much gpu" in out
-    assert re.search(r"gpu: \d+\.\d+ GiB over 14.00", out)
-    assert "a GPU of" in out
-    assert "--lossy" in out
-
-
-def test_a_config_folder_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=100,
-    ).save_pretrained(tmp_path)
-    size = ["--model", str(tmp_path), *TINY[2:], "--num_ssds", "0", "--zero_stage", "1"]
-    written = tmp_path / "ds.json"
-    out = run([*size, "--method", "lowrank_adamw", "--write", str(written)], capsys)
-    assert out.startswith("llama, ")
-    assert (
-        json.loads(written.read_text())["hmt"]["optimizer"]["rank"] == 128
-    )  # narrower matrices lower it
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--model is missing; legal: tiny"),
-        (["--model", "tiny"], "--machine is missing; legal: rtx4090"),
-        (["--model", "9b", "--machine", "rtx4090"], "--model is '9b'; legal: tiny, 125m"),
-        (["--model", "tiny", "--machine", "abacus"], "machine is 'abacus'; legal: rtx4090"),
-        ([*TINY, "--host_memory", "-1"], "host_memory is -"),
-        ([*TINY, "--gpu_memory", "99"], "gpu_memory is .*; legal: up to 25769803776 bytes"),
-        ([*TINY, "--gpu_memory", "0"], "memory limit gpu is 0"),
-        (
-            [*TINY, "--micro_batch", "3", "--global_batch", "4"],
-            "global_batch is 4; legal: a multiple of 3",
-        ),
-        ([*TINY, "--micro_batch", "0"], "micro_batch is 0"),
-        ([*TINY, "--seq_length", "0"], "seq_length is 0"),
-        (
-            [*TINY, "--zero_stage", "2", "--offload_param", "cpu"],
-            "offload_param is 'cpu' at zero_stage 2",
-        ),
-        ([*TINY, "--rank", "0"], "rank is 0"),
-        ([*TINY, "--num_ssds", "0", "--plan", "nowhere.json"], "--plan nowhere.json: no such file"),
-    ],
-)
-def test_bad_input_ends_with_one_clear_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        main(arguments)
-
-
-def test_zero_bandwidth_in_a_profile_is_refused(tmp_path: Path) -> None:
-    profile = tmp_path / "machine.json"
-    profile.write_text(
-        re.sub(r'"device_to_host": [\d.]+', '"device_to_host": 0', MACHINE.to_json())
-    )
-    with pytest.raises(SystemExit, match="error: machine: device_to_host is 0"):
-        main(["--model", "tiny", "--machine", str(profile)])
-
-
-def test_no_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        SystemExit, match=r"needs matplotlib, which is not installed\. pip install matplotlib"
-    ):
-        main([*TINY, "--num_ssds", "0", "--picture", str(tmp_path / "p.png")])
-
-
-def test_the_entry_point_answers() -> None:
-    script = Path(__file__).resolve().parents[3] / "launch" / "plan.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--machine" in done.stdout

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import glob
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from activation_runs import checkpointing_flags, with_activations
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from harness import Ranks
 from torch import nn
 from training import (
     HIDDEN,
-    VOCAB,
     ds_config,
     furthest,
     loss_of,
@@ -30,7 +28,6 @@ from training import (
     train,
 )
 
-import hmt_deepspeed
 from hmt_deepspeed.report.metrics import monitor_events
 
 LOSSLESS = {
@@ -46,12 +43,6 @@ SWAPPED = (
 )
 TO_HOST = {"policy": dict.fromkeys(SWAPPED, "swap_host"), "host_memory": 2**20}
 STEPS = 4
-
-
-def with_activations(config: dict[str, Any], section: dict[str, Any] | None) -> dict[str, Any]:
-    if section is not None:
-        config.setdefault("hmt", {})["activations"] = copy.deepcopy(section)
-    return config
 
 
 def to_ssd(folder: Path) -> dict[str, Any]:
@@ -342,14 +333,6 @@ def test_a_resumed_run_rounds_as_the_uninterrupted_one(ranks: Ranks, tmp_path: P
 # -- Hugging Face's own, and the way back -------------------------------------------------------------
 
 
-def checkpointing_flags(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    return [
-        (name, module.gradient_checkpointing, vars(module).get("_gradient_checkpointing_func"))
-        for name, module in model.named_modules()
-        if hasattr(module, "gradient_checkpointing")
-    ]
-
-
 def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
@@ -390,95 +373,3 @@ def test_ours_takes_over_and_everything_is_put_back(ranks: Ranks, enabled: bool)
     assert found["back"]
     assert found["hooks"] == 0
     assert found["forwards"] == []
-
-
-# -- refusals -----------------------------------------------------------------------------------------
-
-
-class NoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-
-class OddLinear(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
-
-
-def _with_odd_head() -> nn.Module:
-    model: Any = tiny_llama()
-    model.lm_head = OddLinear(HIDDEN, VOCAB)
-    return model
-
-
-REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "overrides": (
-        {"overrides": {"no_such": {"residual": "int8"}}},
-        tiny_llama,
-        "'no_such' matches",
-    ),
-    "components": ({"components": {"no_such": "residual"}}, tiny_llama, "'no_such' matches"),
-    "no layers": ({}, NoLayers, "no decoder layers in NoLayers"),
-    "a head that cannot be encoded": (
-        {"policy": {"lm_head": "int8"}},
-        lambda: _with_odd_head(),
-        "lm_head (OddLinear) has a forward of its own",
-    ),
-    "no projected inputs": (
-        {"overrides": {"layers": {"projected_inputs": "project"}}},
-        tiny_llama,
-        "overrides['layers'].projected_inputs is 'project', but nothing is projected",
-    ),
-    "misspelt": ({"polcy": {}}, tiny_llama, 'did you mean "hmt.activations.policy"'),
-}
-
-
-def refused(names: list[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        section, build, _ = REFUSALS[name]
-        model = build()
-        before = checkpointing_flags(model)
-        with pytest.raises(ValueError) as caught:
-            make_engine(with_activations(stock_config(0), section), model)
-        found[name] = str(caught.value)
-        assert checkpointing_flags(model) == before
-    for options in ({}, {"optimizer": {}, "activations": {}}):
-        with pytest.raises(ValueError, match='leave only "activations" in it'):
-            make_engine({**stock_config(0), "hmt": options})
-    deepcompile = with_activations(stock_config(0, compile={"deepcompile": True}), {})
-    with pytest.raises(ValueError, match=r"compile.deepcompile is True.*hmt.activations"):
-        make_engine(deepcompile)
-    summed = stock_config(0, data_types={"grad_accum_dtype": "bf16"})
-    with pytest.raises(ValueError, match=r"grad_accum_dtype is 'bf16', legal at stage 0 .* 'fp32'"):
-        make_engine(with_activations(summed, {}))
-    for key, value in (("gradient_predivide_factor", 2.0), ("prescale_gradients", True)):
-        with pytest.raises(
-            ValueError, match=f"{key} is {value}, legal at stage 3 with DeepSpeed's own"
-        ):
-            make_engine(with_activations(stock_config(3, **{key: value}), {}))
-    return found
-
-
-def test_what_cannot_be_honoured_is_refused(ranks: Ranks) -> None:
-    found = ranks.run(refused, 1, list(REFUSALS))[0]
-    for name, (_, _, words) in REFUSALS.items():
-        assert words in found[name]
-        assert "hmt.activations" in found[name] or name.startswith("a head")
-
-
-@contextmanager
-def hmt_deepspeed_registered() -> Iterator[None]:
-    hmt_deepspeed.register()
-    try:
-        yield
-    finally:
-        hmt_deepspeed.unregister()
-
-
-def test_other_engines_refuse_a_block_of_activations() -> None:
-    import deepspeed
-
-    with hmt_deepspeed_registered(), pytest.raises(ValueError, match="does not work with Pipeline"):
-        deepspeed.PipelineEngine(config={"hmt": {"activations": {}}, "optimizer": {"type": "Adam"}})
