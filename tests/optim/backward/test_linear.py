@@ -1,67 +1,27 @@
-"""Projected backward: exactness, what it saves, and what users do to modules."""
+"""Projected backward: exactness, and what users do to modules."""
 
 import copy
 import gc
 
 import pytest
 import torch
+from patched_linears import (
+    Attention,
+    D,
+    assert_projected,
+    columns,
+    data,
+    full_gradients,
+    left_patched,
+    patched,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
+from hmt_deepspeed.optim.backward.linear import can_project, unpatch_linear
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
-
-D = 32
-
-
-def columns(width=6, seed=0, n=D, dtype=torch.float64):
-    return torch.randn(n, width, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def patched(modules, width=6, dtype=torch.float64, project=True):
-    """Sites of the modules, their shared inputs laid out."""
-    sites = [ProjectedLinear(f"site{i}") for i in range(len(modules))]
-    shared = SharedInputs(sites)
-    for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
-        if project:
-            site.projection = columns(width, i, module.in_features, dtype)
-        patch_linear(module, site, shared)
-    shared.lay_out()
-    return sites, shared
-
-
-class Attention(nn.Module):
-    """q, k, v read one input, o another: enough of a block to see who shares."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D, dtype=dtype) for _ in range(4))
-
-    def forward(self, x):
-        return x + self.o(torch.sigmoid(self.q(x)) * torch.tanh(self.k(x)) + self.v(x))
-
-    def linears(self):
-        return [self.q, self.k, self.v, self.o]
-
-
-def data(*shape, dtype=torch.float64, seed=9):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def full_gradients(model, *inputs):
-    """Weight gradients of an unpatched copy."""
-    twin = copy.deepcopy(model)
-    sum(twin(x).square().sum() for x in inputs).backward()
-    return twin, [module.weight.grad for module in twin.linears()]
-
-
-def assert_projected(sites, gradients):
-    for i, (site, gradient) in enumerate(zip(sites, gradients, strict=True)):
-        expected = gradient @ columns(6, i)
-        # fp64: the order of summation is all that differs
-        assert (site.take() - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 @pytest.mark.parametrize("shape", [(5, D), (2, 3, D), (D,)])
@@ -76,17 +36,6 @@ def test_exact_against_projecting_the_full_gradient(shape):
     for ours, theirs in zip(model.linears(), twin.linears(), strict=True):
         assert ours.weight.grad is None
         torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-12, atol=1e-12)
-
-
-def left_patched(modules, width=6, dtype=torch.float64):
-    """Sites of modules projected from the left, as :func:`patched`."""
-    sites = [ProjectedLinear(f"site{i}", transposed=True) for i in range(len(modules))]
-    shared = SharedInputs(sites)
-    for i, (module, site) in enumerate(zip(modules, sites, strict=True)):
-        site.projection = columns(width, i, module.out_features, dtype)
-        patch_linear(module, site, shared)
-    shared.lay_out()
-    return sites, shared
 
 
 @pytest.mark.parametrize("shape", [(5, D), (2, 3, D), (D,)])
@@ -340,90 +289,6 @@ def test_can_project_only_plain_linears():
     wrapped = nn.Linear(2, 2)
     wrapped.forward = lambda x: F.linear(x, wrapped.weight)
     assert not can_project(wrapped)
-
-
-def saved_bytes(model, x):
-    """Bytes kept for backward besides the parameters, each storage once."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(x)
-    del out
-    return sum(size for size, _ in kept.values())
-
-
-def test_saves_the_product_instead_of_the_input():
-    n, rank = 256, 16
-    model = nn.Sequential(*(nn.Linear(n, n) for _ in range(3)))
-    x = data(64, n, dtype=torch.float32)
-    ordinary = saved_bytes(model, x)
-    assert ordinary == 3 * 64 * n * 4
-    patched(list(model), width=rank, dtype=torch.float32)
-    projected = saved_bytes(model, x)
-    assert projected == 3 * 64 * rank * 4
-    assert projected <= ordinary / 8
-
-
-def test_saves_the_flops_of_the_weight_gradient():
-    n, rank, tokens = 256, 16, 64
-    model, x = nn.Linear(n, n, bias=False), data(64, n, dtype=torch.float32).requires_grad_()
-    patched([model], width=rank, dtype=torch.float32)
-    with FlopCounterMode(display=False) as counter:
-        model(x).sum().backward()
-    # Forward, dX, and twice a thin product instead of D^T X.
-    assert counter.get_total_flops() == 2 * tokens * n * (2 * n + 2 * rank)
-
-
-def test_left_saves_the_flops_and_keeps_the_input():
-    n, rank, tokens = 256, 16, 64
-    model, x = nn.Linear(n, n, bias=False), data(64, n, dtype=torch.float32).requires_grad_()
-    ordinary = saved_bytes(model, x)
-    left_patched([model], width=rank, dtype=torch.float32)
-    with FlopCounterMode(display=False) as counter:
-        model(x).sum().backward()
-    # Forward, dX, D B and X^T (D B) instead of D^T X.
-    assert counter.get_total_flops() == 2 * tokens * n * (2 * n + 2 * rank)
-    # The input as ever; the basis is read from the site, where it is for the whole window.
-    assert saved_bytes(model, x) == ordinary
-
-
-def saved_per_layer(model, x, width):
-    """Saved tensors as wide as a projection: the number of storages."""
-    kept = {}
-
-    def pack(tensor):
-        if tensor.dim() == 2 and tensor.shape[1] == width:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(x)
-    del out
-    return len(kept)
-
-
-def test_one_projection_object_means_one_product():
-    """Members of a group whose projection is the same tensor read the same columns of the product."""
-    model, x = Attention(), data(4, D)
-    sites, shared = patched(model.linears())
-    model(x)
-    for site in sites[:3]:
-        site.projection = sites[0].projection
-    shared.lay_out()
-    assert [site.span for site in sites[:3]] == [(0, 6)] * 3
-    assert sites[0].group.columns is sites[0].projection
-    assert saved_per_layer(model, x, 6) == 2
-    _, gradients = full_gradients(model, x)
-    model(x).square().sum().backward()
-    for site, gradient in zip(sites[:3], gradients, strict=False):
-        torch.testing.assert_close(site.take(), gradient @ columns(6, 0))
 
 
 def test_without_sites_there_is_nothing_to_wait_for():
