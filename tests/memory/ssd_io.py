@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -21,3 +22,19 @@ def async_io() -> AsyncIO:
 
 def make_io(kind: str) -> Any:
     return PositionalIO() if kind == "positional" else async_io()
+
+
+class Gated(PositionalIO):
+    """Writes, and reads, wait until they are let through."""
+
+    def __init__(self):
+        self.writes, self.reads = threading.Event(), threading.Event()
+        self.reads.set()
+
+    def write(self, path, memory):
+        assert self.writes.wait(120)
+        super().write(path, memory)
+
+    def read(self, path, memory):
+        assert self.reads.wait(120)
+        super().read(path, memory)

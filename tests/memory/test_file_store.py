@@ -9,31 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from memory_cases import PAGE, assert_same, entered, pattern, tensors
-from ssd_io import make_io
+from ssd_io import Gated, make_io
 
 from hmt_deepspeed.memory import transfer as transfer_module
 from hmt_deepspeed.memory.errors import PoolFull, StoreError, TransferError
-from hmt_deepspeed.memory.file_io import PositionalIO
 from hmt_deepspeed.memory.nvme import FileStore
 from hmt_deepspeed.memory.pool import whole_pages
 from hmt_deepspeed.memory.streams import Direction, TwinStreams
 from hmt_deepspeed.memory.transfer import TransferEngine
-
-
-class Gated(PositionalIO):
-    """Writes, and reads, wait until they are let through."""
-
-    def __init__(self):
-        self.writes, self.reads = threading.Event(), threading.Event()
-        self.reads.set()
-
-    def write(self, path, memory):
-        assert self.writes.wait(120)
-        super().write(path, memory)
-
-    def read(self, path, memory):
-        assert self.reads.wait(120)
-        super().read(path, memory)
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
-"""What is on a model beside its weights: attributes, hooks and forwards of every module and parameter."""
+"""What is on a model beside its weights (attributes, hooks and forwards), and what is said of taking it over."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.utils import logger
 from torch import nn
 
 # DeepSpeed leaves on the parameters of stage 3 what zero.Init puts there, and these on their modules; it marks the
@@ -63,3 +67,25 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return one is other or bool(one == other)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is warned of taking over."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        found[:] = [text for text in found if "takes the place" in text]
+
+
+def error_of(call: Any, *args: Any, **keyword: Any) -> str:
+    try:
+        call(*args, **keyword)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

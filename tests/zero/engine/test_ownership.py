@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,8 +12,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger
-from footprints import changed, footprint
+from footprints import changed, error_of, footprint, warned
 from harness import Ranks
 from torch import Tensor, nn
 from training import (
@@ -65,28 +63,6 @@ def collected_by_count() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-@contextmanager
-def warned() -> Iterator[list[str]]:
-    """What is warned of taking over."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        found[:] = [text for text in found if "takes the place" in text]
-
-
-def error_of(call: Any, *args: Any, **keyword: Any) -> str:
-    try:
-        call(*args, **keyword)
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # -- what is left on a model ----------------------------------------------------------------------------------
