@@ -324,10 +324,7 @@ def alst(setting: Setting) -> CaseResult:
     ):
         own_step, holding_step = partial(_step, ours, rows), partial(_step, holding, rows)
         with torch.no_grad():
-            losses = (
-                float(theirs(input_ids=rows, labels=rows).loss),
-                float(ours(input_ids=rows, labels=rows).loss),
-            )
+            losses = tuple(float(m(input_ids=rows, labels=rows).loss) for m in (theirs, ours))
         nbytes = {
             "alst": counted(tiled_step),
             "fpdt": counted(own_step),
