@@ -36,6 +36,7 @@ def broken(home: str, fault: str) -> list[str]:
     """What two steps after the fault say."""
     engine = small_engine(home, "forward")
     train(engine, 2)
+    engine.optimizer.overlap.synchronize()  # a read under way would meet the fault half-way, with other words
     files = sorted(Path(home).glob("hmt-swap-*/*.bin"))
     if fault == "altered":
         for file in files:
