@@ -168,7 +168,9 @@ def violations(source: str, module: str, path: Path) -> list[str]:
     """What a file imports against the rules, one text each."""
     room = room_of(module)
     if room not in ALLOWED:
-        return [f"{path}: room {room!r} is not in the import table: add it to DESIGN and here"]
+        return [
+            f"{path}: room {room!r} is not in the import table: add it here and to hmt_deepspeed/README.md"
+        ]
     forbidden = FORBIDDEN_LIBRARIES.get(room, ())
     if room not in MAY_IMPORT_DEEPSPEED:
         forbidden += ("deepspeed",)

@@ -3,7 +3,7 @@
 DeepSpeed's own offload takes masters, moments and gradients of all parameters. HMT's engine takes those of
 AdamW's parameters, whose gradients the host sums in fp32, and of low-rank matrices the fp32 masters alone:
 their projected gradients, moments and bases stay on the device, where the update ``U Q^T`` is formed and from
-where it is sent; the host adds it to the master and sends the new weights back (DESIGN, section 8).
+where it is sent; the host adds it to the master and sends the new weights back.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ __all__ = ["Overlap", "Place", "Problem", "RunSetup", "Schedule", "make_problem"
 
 # DeepSpeed's words for where offload_param and offload_optimizer put things; "none": the GPU keeps them.
 Place = Literal["none", "cpu", "nvme"]
-# Where the optimizer's pass runs: in the last backward, in the next forward, or by itself (DESIGN, section 8).
+# Where the optimizer's pass runs: in the last backward, in the next forward, or by itself.
 Overlap = Literal["backward", "forward", "none"]
 # optimised: a tensor's write overlaps the update of the next and the read of the one after (LoHan, figure 3b);
 # naive: the three follow one another.

@@ -1,6 +1,6 @@
 """HMT's ZeRO optimizer: composes rules, shards and reduction into DeepSpeed's optimizer interface.
 
-One step, for all parameters (DESIGN: the mean over ranks commutes with the projection)::
+One step, for all parameters; the mean over ranks commutes with the projection::
 
     reduced gradients  ->  overflow decision  ->  new bases of the matrices that refresh
                        ->  estimated global norm, clip factor
