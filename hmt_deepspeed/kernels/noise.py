@@ -2,12 +2,26 @@
 
 Every rank, device and sharding therefore draws the same noise for the same element. Only the low 32
 bits of a counter are hashed; a counter itself may be larger.
+
+A name has a base key, :func:`base_key`; each step and :class:`Stream` makes another key of it, two 32-bit
+halves, on the device and without the host: :func:`step_keys`.
+
+Normals come from a table of 65,536 quantiles, so no device's logarithm or cosine is in them: element
+``2i`` has the low 16 bits of hash ``i`` as its index, element ``2i + 1`` the high ones. The largest is 4.3.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
+from enum import IntEnum
+from statistics import NormalDist
+
 import torch
 from torch import Tensor
+
+from hmt_deepspeed.kernels.launching import on_its_device
 
 try:
     import triton
@@ -15,16 +29,98 @@ try:
 except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
-__all__ = ["counters", "key_halves", "noise_bits", "uniform"]
+__all__ = [
+    "Stream",
+    "base_key",
+    "counters",
+    "host_step_key",
+    "key_halves",
+    "noise_bits",
+    "normal_quantiles",
+    "normals",
+    "normals_reference",
+    "normals_triton",
+    "step_keys",
+    "uniform",
+]
 
 # Two rounds of multiply and xor-shift: the low-bias 32-bit mixer found by C. Wellons' search.
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
 _MASK64 = (1 << 64) - 1
+_GOLDEN, _MIX_64 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # splitmix64's step, degski's multiplier
+_NUM_STREAMS = 64
+_PAIRS = 1 << 15  # that the torch twin draws at once: its temporaries stay in the cache
+_BLOCK_PAIRS = 1024
+
+
+class Stream(IntEnum):
+    """What a key is for: keys of one name and step that have nothing in common. Numbers stay as they are,
+    or a run that resumes draws others."""
+
+    WEIGHT_ROUNDING = 0
+    FIRST_STATE = 1
+    SECOND_STATE = 2
+    PROBES = 3
+    BASIS = 4
+    LEFT_BASIS = 5
+    TURN = 6
+    AUXILIARY_SPACE = 7
+    SKETCH = 8
+
+
+def base_key(seed: int, *parts: object) -> int:
+    """A 63-bit key from ``seed`` and any labels, the same in every process and on every rank.
+
+    Keys are of names, never of an order of enumeration, so what is drawn does not depend on world size,
+    sharding or how many parameters come before.
+    """
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def host_step_key(base: int, step: int, stream: int) -> tuple[int, int]:
+    """Twin of :func:`step_keys` for one key: its halves, as signed 32-bit numbers."""
+    key = (base + (step * _NUM_STREAMS + stream) * _GOLDEN) & _MASK64
+    for _ in range(2):
+        key = ((key ^ (key >> 32)) * _MIX_64) & _MASK64
+    key ^= key >> 32
+    return _signed32(key), _signed32(key >> 32)
+
+
+def step_keys(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
+    """Keys of one step: output ``64 step + stream`` of the splitmix64 that starts at ``base``, with a mixer
+    (degski's) that shifts by whole halves only: seven launches for all names.
+
+    Args:
+        base: (N,), int64: :func:`base_key` of each name.
+        step: number, or 0-dim int64 on the device of ``base``.
+        stream: of :class:`Stream`, or any number from 0 to 63.
+
+    Returns:
+        N x 2, int32: low and high half of each key.
+    """
+    start = _signed64(stream * _GOLDEN)
+    if isinstance(step, Tensor):
+        key = torch.add(base, step, alpha=_signed64(_NUM_STREAMS * _GOLDEN)).add_(start)
+    else:
+        key = base + _signed64((step * _NUM_STREAMS + stream) * _GOLDEN)
+    halves = key.view(torch.int32).view(-1, 2)  # low first: all our machines are little-endian
+    low, high = halves.unbind(1)
+    for _ in range(2):
+        low.bitwise_xor_(high)
+        key *= _signed64(_MIX_64)
+    low.bitwise_xor_(high)
+    return halves
 
 
 def _signed32(value: int) -> int:
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _signed64(value: int) -> int:
+    value &= _MASK64
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def key_halves(key: int) -> tuple[int, int]:
@@ -53,7 +149,10 @@ def counters(count: int, offset: int, device: torch.device) -> Tensor:
 
 def noise_bits(index: Tensor, key: int) -> Tensor:
     """32 uniform bits (an int32) for each int32 counter in ``index``."""
-    low, high = key_halves(key)
+    return _hashed(index, *key_halves(key))
+
+
+def _hashed(index: Tensor, low: Tensor | int, high: Tensor | int) -> Tensor:
     h = index ^ low
     shifted = torch.empty_like(h)  # in place: half the time of new tensors on a CPU
     h ^= _shift_right(h, 16, shifted)
@@ -68,6 +167,37 @@ def noise_bits(index: Tensor, key: int) -> Tensor:
 def uniform(index: Tensor, key: int) -> Tensor:
     """A multiple of 2^-24 in [0, 1), fp32, for each int32 counter in ``index``."""
     return _shift_right(noise_bits(index, key), 8).float().mul_(2.0**-24)
+
+
+@functools.cache
+def normal_quantiles(device: torch.device) -> Tensor:
+    """Quantiles ``(i + 1/2) / 65536`` of the normal distribution, scaled to variance 1: (65536,), fp32.
+
+    On the host by scalar code, which no device's or vector unit's own functions enter.
+    """
+    inverse = NormalDist().inv_cdf
+    upper = [inverse((i + 0.5) / 65536) for i in range(32768, 65536)]
+    half = torch.tensor(upper, dtype=torch.float64)
+    half /= math.sqrt(math.fsum(x * x for x in upper) / len(upper))
+    return torch.cat((-half.flip(0), half)).float().to(device)
+
+
+def normals_reference(keys: Tensor, rows: int, columns: int) -> Tensor:
+    """Torch twin of the kernel; see :func:`normals`."""
+    table, count = normal_quantiles(keys.device), rows * columns
+    pairs = -(-count // 2)
+    out = torch.empty(len(keys), rows, columns, dtype=torch.float32, device=keys.device)
+    members = max(1, _PAIRS // max(pairs, 1))
+    flats = out.view(len(keys), count).split(members)
+    for part, flat in zip(keys.split(members), flats, strict=True):
+        low, high = part[:, :1], part[:, 1:]
+        for begin in range(0, pairs, _PAIRS):
+            index = counters(min(_PAIRS, pairs - begin), begin, keys.device)
+            halves = _hashed(index, low, high).view(torch.int16).flatten()
+            drawn = table.index_select(0, halves.int().bitwise_and_(0xFFFF)).view(len(part), -1)
+            target = flat[:, 2 * begin : 2 * begin + drawn.shape[1]]
+            target.copy_(drawn[:, : target.shape[1]])
+    return out
 
 
 if triton is not None:
@@ -85,3 +215,49 @@ if triton is not None:
     def uniform_jit(index, key_low, key_high):  # type: ignore[no-untyped-def]
         """Twin of :func:`uniform`."""
         return (noise_bits_jit(index, key_low, key_high) >> 8).to(tl.float32) * (1.0 / (1 << 24))
+
+    @triton.jit
+    def _normals_kernel(  # type: ignore[no-untyped-def]
+        keys_ptr, table_ptr, out_ptr, count, BLOCK_PAIRS: tl.constexpr
+    ):
+        blocks = tl.cdiv(count, 2 * BLOCK_PAIRS)
+        member = (tl.program_id(0) // blocks).to(tl.int64)
+        pair = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
+        low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+        bits = noise_bits_jit(pair, low, high)
+        even = tl.load(table_ptr + (bits & 0xFFFF).to(tl.int32))
+        odd = tl.load(table_ptr + (bits >> 16).to(tl.int32))
+        position = tl.interleave(2 * pair, 2 * pair + 1)
+        target = out_ptr + member * count + position
+        tl.store(target, tl.interleave(even, odd), mask=position < count)
+
+    @on_its_device
+    def normals_triton(keys: Tensor, rows: int, columns: int) -> Tensor:
+        """Triton launcher; see :func:`normals`."""
+        out = torch.empty(len(keys), rows, columns, dtype=torch.float32, device=keys.device)
+        if out.numel() > 0:
+            grid = (len(keys) * triton.cdiv(rows * columns, 2 * _BLOCK_PAIRS),)
+            table = normal_quantiles(keys.device)
+            _normals_kernel[grid](keys, table, out, rows * columns, BLOCK_PAIRS=_BLOCK_PAIRS)
+        return out
+
+
+def normals(keys: Tensor, rows: int, columns: int) -> Tensor:
+    """Standard normals of a stack of matrices, bit for bit the same on every device.
+
+    Args:
+        keys: B x 2, int32, contiguous: halves of each matrix' key, from :func:`step_keys`.
+        rows, columns: of a matrix, of at most 2^33 elements.
+
+    Returns:
+        B x rows x columns, fp32.
+
+    Raises:
+        ValueError: for other keys.
+    """
+    if keys.dtype != torch.int32 or keys.dim() != 2 or keys.shape[1] != 2:
+        raise ValueError(f"keys must be B x 2 int32, got {tuple(keys.shape)} {keys.dtype}")
+    if not keys.is_contiguous():
+        raise ValueError("keys must be contiguous")
+    draw = normals_triton if keys.is_cuda and triton is not None else normals_reference
+    return draw(keys, rows, columns)

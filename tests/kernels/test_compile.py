@@ -20,6 +20,7 @@ from hmt_deepspeed.kernels import (
     low_rank_projection,
     low_rank_update,
     moment_update,
+    noise,
     stochastic_rounding,
     token_blocks,
 )
@@ -30,6 +31,7 @@ STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
 TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
 CASES = [
+    (noise._normals_kernel, "*i32 *fp32 *fp32 i32", {"BLOCK_PAIRS": noise._BLOCK_PAIRS}),
     (
         stochastic_rounding._stochastic_round_kernel,
         f"*i32 *i16 i64 {KEYED}",

@@ -5,12 +5,11 @@ Shapes: G is m x n, a basis Q is n x r with orthonormal columns, probe columns a
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import scratch_like
+from hmt_deepspeed.kernels.noise import base_key
 from hmt_deepspeed.optim.bases.range_finder import (
     Subspace,
     find_subspace,
@@ -39,8 +38,7 @@ def keyed_seed(seed: int, *parts: object) -> int:
     Seeds are keyed by parameter name and step, never by order of enumeration, so the numbers drawn
     do not depend on world size, sharding or how many parameters come before.
     """
-    text = "/".join(str(part) for part in (seed, *parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return base_key(seed, *parts)
 
 
 def keyed_generator(device: torch.device, seed: int, *parts: object) -> torch.Generator:
