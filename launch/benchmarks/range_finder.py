@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import Setting
 from benchmarks.timing import Sample, column, interleave, median_of, now, paired_spread
-from hmt_deepspeed.optim.bases.range_finder import Subspace, find_subspace, find_subspace_to_energy
+from hmt_deepspeed.optim.bases.range_finder import Subspace, find_subspace
+from hmt_deepspeed.optim.bases.search import find_subspace_to_energy
 
 SPEED_TARGET, ENERGY_TARGET = 5.0, 0.01
 

@@ -10,23 +10,13 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import scratch_like
 from hmt_deepspeed.kernels.noise import base_key
-from hmt_deepspeed.optim.bases.range_finder import (
-    Subspace,
-    find_subspace,
-    find_subspace_to_energy,
-    range_finder,
-)
 
 __all__ = [
-    "Subspace",
-    "find_subspace",
-    "find_subspace_to_energy",
     "keyed_generator",
     "keyed_seed",
     "orthonormal",
     "probe_columns",
     "random_basis",
-    "range_finder",
     "transfer_second_moment",
     "widened",
 ]

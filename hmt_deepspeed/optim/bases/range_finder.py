@@ -1,11 +1,11 @@
-"""Range finders: the dominant row space of a gradient, its energies, and a rank that reaches a threshold.
+"""Range finders: the dominant row space of a gradient and its energies.
 
 Shapes: G is m x n, a basis is n x r with orthonormal columns, a sketch has w = r + oversampling columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 
 __all__ = [
     "RANGE_FINDERS",
+    "Conditions",
+    "Sketch",
     "Subspace",
+    "check_rank",
+    "exact_subspace",
     "find_subspace",
-    "find_subspace_to_energy",
     "range_finder",
 ]
 
@@ -39,30 +42,65 @@ class Subspace:
     total: 0-dim fp32, ||G||_F^2.
     products: columns multiplied by G or G^T on the way, oversampling included: 2 m n FLOPs each, and
         nearly the whole cost. 0 for an SVD, which multiplies none.
+    on_host: energies and total, (r + 1,) fp32, where they were read already.
     """
 
     basis: Tensor
     energies: Tensor
     total: Tensor
     products: int = 0
+    on_host: Tensor | None = None
 
     def captured(self) -> Tensor:
         """E(1..r): share of ||G||_F^2 inside the first i columns, (r,) fp32 (HMT paper, eq. for E(r)).
 
-        On the host, waiting for the device: there torch has no deterministic cumulative sum.
+        On the host: a device has no deterministic cumulative sum in torch. Waits for the device unless it was read.
         """
-        sums = torch.cat((self.energies, self.total.view(1))).cpu()
+        sums = self.on_host
+        if sums is None:
+            sums = torch.cat((self.energies, self.total.view(1))).cpu()
         return sums[:-1].cumsum(0) / sums[-1].clamp_min(_TINY)
 
 
-class _Sketch:
+class Conditions:
+    """Whether Cholesky-QR is accurate enough for columns: read at once, or put off for the host to read later.
+
+    Args:
+        put_off: take every condition for met. Where one is not, what was computed since counts for nothing.
+    """
+
+    def __init__(self, put_off: bool = False) -> None:
+        self._put_off = put_off
+        self._seen: list[Tensor] = []
+
+    def is_met(self, condition: Tensor) -> bool:
+        """Waits for the device unless put off."""
+        if self._put_off:
+            self._seen.append(condition)
+            return True
+        return bool(condition)
+
+    @property
+    def met(self) -> Tensor:
+        """Whether all that were put off are met, 0-dim bool."""
+        return torch.stack(self._seen).all()
+
+    def finite(self, gram: Tensor) -> Tensor:
+        """The matrix, or the identity where a condition is not met: ``eigh`` raises for one that is not finite."""
+        if not self._seen:
+            return gram
+        return torch.where(self.met, gram, torch.eye(len(gram), device=gram.device))
+
+
+class Sketch:
     """Directions of the row space found so far and their image: what widening starts from.
 
     directions: n x w fp32, orthonormal. image: m x w fp32, ``G directions``.
     """
 
-    def __init__(self, gradient: Tensor) -> None:
+    def __init__(self, gradient: Tensor, conditions: Conditions | None = None) -> None:
         self.gradient = gradient
+        self._conditions = conditions or Conditions()
         n = gradient.shape[1]
         self.directions = gradient.new_empty((n, 0), dtype=torch.float32)
         self.image = _times(gradient, self.directions)
@@ -84,13 +122,13 @@ class _Sketch:
         new = self._outside(columns)
         for number in range(rounds):
             # V itself may be skew: its image is made orthonormal, and that is as good.
-            left = _cholesky_qr(_times(self.gradient, new), _ENOUGH)
+            left = self._qr(_times(self.gradient, new), _ENOUGH)
             raised = self._outside(_transposed_times(self.gradient, left))
-            new = _cholesky_qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
+            new = self._qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
         # What cancellation left of the old columns. Twice: where the gradient has no more directions, the
         # columns are rounding errors, and a first pass leaves too few digits.
         for _ in range(2 if self.width else not rounds):
-            new = _cholesky_qr(self._outside(new))
+            new = self._qr(self._outside(new))
         self.directions = torch.cat((self.directions, new), dim=1)
         self.image = torch.cat((self.image, _times(self.gradient, new)), dim=1)
 
@@ -104,9 +142,13 @@ class _Sketch:
     def subspace(self, rank: int) -> Subspace:
         """Rayleigh-Ritz: rotate to the image's singular directions and keep the ``rank`` strongest."""
         # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
-        energies, rotation = torch.linalg.eigh(self.image.t() @ self.image)
+        gram = self._conditions.finite(self.image.t() @ self.image)
+        energies, rotation = torch.linalg.eigh(gram)
         energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
         return Subspace(self.directions @ rotation, energies, self.total, self.products)
+
+    def _qr(self, columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
+        return _cholesky_qr(columns, limit, self._conditions)
 
     def _outside(self, columns: Tensor) -> Tensor:
         if not self.width:
@@ -119,6 +161,7 @@ def range_finder(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    conditions: Conditions | None = None,
     power_iterations: int = 1,
 ) -> Subspace:
     """Dominant right singular subspace of a gradient by randomised subspace iteration.
@@ -130,14 +173,15 @@ def range_finder(
         gradient: m x n, any float dtype; computed in fp32, without an m x n copy.
         rank: columns wanted, 1 <= rank <= min(m, n).
         generator: draws the Gaussian columns. start: n x r_old old basis, or None.
+        conditions: who decides on Cholesky-QR; None: the host at once.
         power_iterations: rounds of ``V <- orth(G^T orth(G V))`` from ``start``; one more for columns
             that nothing warms.
 
     Raises:
         ValueError: rank out of range.
     """
-    _check_rank(rank, gradient)
-    sketch = _Sketch(gradient)
+    check_rank(rank, gradient)
+    sketch = Sketch(gradient, conditions)
     if start is not None:
         warm = start[:, :rank]
         sketch.add(_completed(warm, warm.shape[1], gradient, generator), power_iterations)
@@ -150,6 +194,7 @@ def power_step(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    conditions: Conditions | None = None,
 ) -> Subspace:
     """One power step and QR from an old basis: two products with G instead of three.
 
@@ -160,15 +205,17 @@ def power_step(
     that the bounds are up to .09 low, and the columns themselves up to .03 (512 x 768, i^-0.6, 8 columns for 64).
     Without an old basis, and for arguments and errors: :func:`range_finder`.
     """
-    _check_rank(rank, gradient)
+    check_rank(rank, gradient)
     if start is None:
-        return range_finder(gradient, rank, generator, start)
+        return range_finder(gradient, rank, generator, start, conditions)
+    conditions = conditions or Conditions()
     warm = start[:, :rank]
     columns = _completed(warm, rank, gradient, generator)
-    raised = _transposed_times(gradient, _cholesky_qr(_times(gradient, columns), _ENOUGH))
-    energies, rotation = torch.linalg.eigh(raised.t() @ raised)
+    image = _cholesky_qr(_times(gradient, columns), _ENOUGH, conditions)
+    raised = _transposed_times(gradient, image)
+    energies, rotation = torch.linalg.eigh(conditions.finite(raised.t() @ raised))
     # The rotated columns are orthogonal but for rounding, and QR of them keeps their order.
-    basis = _cholesky_qr(raised @ rotation.flip(1)[:, :rank])
+    basis = _cholesky_qr(raised @ rotation.flip(1)[:, :rank], _WELL_CONDITIONED, conditions)
     energies, products = energies.flip(0)[:rank].clamp_min(0), 2 * columns.shape[1]
     if warm.shape[1] < rank:
         energies, products = _times(gradient, basis).square().sum(0), products + rank
@@ -180,14 +227,15 @@ def exact_subspace(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    conditions: Conditions | None = None,
 ) -> Subspace:
-    """Range finder by ``torch.linalg.svd``: slow, for checking. Ignores ``generator`` and ``start``."""
-    _check_rank(rank, gradient)
+    """Range finder by ``torch.linalg.svd``: slow, for checking. Ignores all but the first two arguments."""
+    check_rank(rank, gradient)
     _, sigma, right = torch.linalg.svd(gradient.float(), full_matrices=False)
     return Subspace(right[:rank].t().contiguous(), sigma[:rank].square(), _square_norm(gradient))
 
 
-RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None], Subspace]
+RangeFinder = Callable[[Tensor, int, torch.Generator, Tensor | None, Conditions | None], Subspace]
 RANGE_FINDERS: dict[str, RangeFinder] = {
     "randomized": range_finder,
     "subspace": power_step,
@@ -201,6 +249,7 @@ def find_subspace(
     rank: int,
     generator: torch.Generator,
     start: Tensor | None = None,
+    conditions: Conditions | None = None,
 ) -> Subspace:
     """Dominant right singular subspace by the range finder called ``kind``, see RANGE_FINDERS.
 
@@ -209,61 +258,11 @@ def find_subspace(
     """
     if kind not in RANGE_FINDERS:
         raise ValueError(f"range finder is {kind!r}; legal: {', '.join(RANGE_FINDERS)}")
-    return RANGE_FINDERS[kind](gradient, rank, generator, start)
+    return RANGE_FINDERS[kind](gradient, rank, generator, start, conditions)
 
 
-def find_subspace_to_energy(
-    kind: str,
-    gradient: Tensor,
-    ranks: Sequence[int],
-    threshold: float,
-    generator: torch.Generator,
-    start: Tensor | None = None,
-    *,
-    first: int,
-) -> Subspace:
-    """Sketch ``first`` columns, and go on to the next candidate rank only while the energy is missed.
-
-    Widening keeps the columns found and iterates only the new ones, in their complement, from the old
-    basis where it is wider; a first width that misses costs one product with its columns more than
-    the last width alone would have. One host sync per width.
-
-    Args:
-        ranks: strictly increasing candidates, each <= min(m, n). first: one of them, the predicted rank.
-        threshold: captured energy wanted, in (0, 1].
-
-    Returns:
-        A subspace of the first candidate from ``first`` up that reaches the threshold, else the last.
-
-    Raises:
-        ValueError: unknown kind, ``first`` not among the candidates, a candidate out of range.
-    """
-    if first not in ranks:
-        raise ValueError(f"first is {first}; legal: one of the candidates {list(ranks)}")
-    _check_rank(ranks[-1], gradient)
-    wider = [rank for rank in ranks if rank >= first]
-    if kind == "svd":  # one decomposition has them all
-        full = exact_subspace(gradient, ranks[-1], generator, start)
-        captured = full.captured()
-        rank = next((r for r in wider if captured[r - 1] >= threshold), wider[-1])
-        return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
-    found = find_subspace(kind, gradient, first, generator, start)
-    sketch: _Sketch | None = None
-    for rank in wider[1:]:
-        if found.captured()[-1] >= threshold:
-            break
-        if sketch is None:
-            sketch = _Sketch(gradient)
-            sketch.add(found.basis, rounds=0)
-            sketch.products += found.products
-        if start is not None:
-            sketch.add(start[:, sketch.width : rank].float(), rounds=1)
-        sketch.widen(rank, generator)
-        found = sketch.subspace(rank)
-    return found
-
-
-def _check_rank(rank: int, gradient: Tensor) -> None:
+def check_rank(rank: int, gradient: Tensor) -> None:
+    """Raises ValueError for a rank that the gradient cannot have."""
     (m, n), most = gradient.shape, min(gradient.shape)
     if not 1 <= rank <= most:
         raise ValueError(f"rank is {rank}; legal is 1..{most} for a {m} x {n} gradient")
@@ -300,7 +299,7 @@ def _transposed_times(gradient: Tensor, columns: Tensor) -> Tensor:
     return out
 
 
-def _cholesky_qr(columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
+def _cholesky_qr(columns: Tensor, limit: float, conditions: Conditions) -> Tensor:
     """Orthonormal basis of the columns, in their order: Cholesky-QR, or Householder when they are skew.
 
     Columns are scaled to unit length first, which brings the condition number near the least that a
@@ -312,6 +311,6 @@ def _cholesky_qr(columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     # sqrt(|A|_1 |A|_inf) bounds the largest singular value of L^-1; unit columns bound that of L.
     square_bound = inverse.abs().sum(0).max() * inverse.abs().sum(1).max()
-    if (info == 0) & (square_bound <= limit):  # the one wait for the device
+    if conditions.is_met((info == 0) & (square_bound <= limit)):
         return unit @ inverse.t()
     return torch.linalg.qr(columns).Q

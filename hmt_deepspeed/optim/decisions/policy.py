@@ -7,11 +7,13 @@ same ranks. Bytes are those of whole matrices, before sharding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.rank import misses_threshold, select_rank
 from hmt_deepspeed.optim.bases.rank_budget import (
     Spectrum,
@@ -26,7 +28,7 @@ from hmt_deepspeed.optim.decisions.rank_history import (
     predict_rank,
     prior_rank,
 )
-from hmt_deepspeed.optim.decisions.windows import Windows, group_energy
+from hmt_deepspeed.optim.decisions.windows import Windows
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
@@ -94,6 +96,7 @@ class RankPolicy:
         self._types = {name: layer_type(name) for name in self.histories}
         # of the gradient, at each group's last refresh before which it had taken a step
         self.log_norms: dict[str, float] = {}
+        self._read: dict[int, Tensor] = {}  # of the groups that refresh in this step
 
     def _leader(self, index: int) -> ProjectedMatrix:
         leader = self.groups[index][0]
@@ -131,17 +134,45 @@ class RankPolicy:
             return False
         return self._plan(index, curve, budget)[0] < leader.rank
 
-    def _energy(self, index: int) -> Tensor:
-        """Smoothed energy that a group's basis captures of all its gradients, 0-dim fp32."""
-        if len(self.groups[index]) == 1:
-            return self.groups[index][0].smoothed_energy()
-        inside, total, _ = group_energy(self.groups[index])
-        return inside / total.clamp_min(_TINY)
+    def read_averages(self, indices: Sequence[int]) -> None:
+        """Read what later calls ask of groups that refresh now: waits for the device once, and not for each."""
+        asked = [i for i in indices if self._leader(i).settings.rank is None]
+        flat = read_together([self._averages(i) for i in asked])
+        self._read = dict(zip(asked, flat, strict=True))
+
+    def _averages(self, index: int) -> Tensor:
+        """Of each member: smoothed squared norm, weight behind it, captured energy; flat fp32."""
+        members = self.groups[index]
+        averages = [(m.mean_square_norm, m.energy_weight, m.smoothed_energy()) for m in members]
+        return torch.stack([value for values in averages for value in values])
+
+    def _averages_on_host(self, index: int) -> Tensor:
+        """:meth:`_averages` as 3 x members on the host."""
+        read = self._read.get(index)
+        return (self._averages(index).cpu() if read is None else read).view(-1, 3).t()
+
+    def _energy(self, index: int) -> float:
+        """Smoothed energy that a group's basis captures of all its gradients."""
+        squares, _, shares = self._averages_on_host(index)
+        if len(squares) == 1:
+            return float(shares)
+        return float((shares * squares).sum() / squares.sum().clamp_min(_TINY))
 
     def _log_norm(self, index: int) -> float:
-        """Logarithm of the smoothed norm of a group's stacked gradients; reading it waits for the device."""
-        norms = torch.tensor([m.log_norm() for m in self.groups[index]], dtype=torch.float64)
-        return 0.5 * float((2 * norms).logsumexp(0))
+        """Logarithm of the smoothed norm of a group's stacked gradients."""
+        squares, weights, _ = self._averages_on_host(index)
+        means = (squares / weights.clamp_min(1e-12)).clamp_min(_TINY)
+        logs = torch.tensor([log(mean) for mean in means.tolist()], dtype=torch.float64)
+        return 0.5 * float(logs.logsumexp(0))
+
+    def knows_width(self, index: int) -> bool:
+        """Whether what others choose in this step does not change :meth:`first_width` of a group."""
+        leader = self._leader(index)
+        if len(leader.candidates) == 1:
+            return True
+        if self.rank_budget is not None:
+            return self._curve(leader) is None
+        return self.histories[leader.name].latest is not None or self._curve(leader) is not None
 
     def first_width(self, index: int) -> int:
         """Candidate rank at which group ``index`` starts its range finding.
@@ -167,7 +198,7 @@ class RankPolicy:
         now = self._log_norm(index)
         trend = now - self.log_norms.get(leader.name, now)
         when_new = dict(zip(leader.candidates, latest.captured, strict=False)).get(latest.rank, 1.0)
-        lost = when_new - float(self._energy(index))
+        lost = when_new - self._energy(index)
         sought = self.sought_energy(index)
         return predict_rank(leader.candidates, history, lost, trend, sought)
 
@@ -200,7 +231,7 @@ class RankPolicy:
         leader = self._leader(index)
         rank = self._choose(index, leader, energies)
         self.histories[leader.name].add(step, rank, energies)
-        if leader.energy_weight:
+        if leader.settings.rank is None and self._averages_on_host(index)[1, 0] > 0:
             self.log_norms[leader.name] = self._log_norm(index)
         return rank
 

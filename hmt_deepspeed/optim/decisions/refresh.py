@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.projected_linear import SharedInputs
+from hmt_deepspeed.optim.bases.range_finder import Subspace
+from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -146,27 +148,45 @@ def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: in
             columns[index] = energies
     if given:
         policy.close_windows(columns)
+        policy.read_averages(given)
     order = policy.ordered(given)
-    return {i for i in order if _refresh(i, due[i], policy, step)}
+    early = [i for i in order if policy.knows_width(i)]
+    searches = [_search(i, due[i], policy, step) for i in early]
+    found = dict(zip(early, finish_searches(searches), strict=True))
+    for index in order:
+        if index not in found:
+            (found[index],) = finish_searches([_search(index, due[index], policy, step)])
+        _adopt(index, due[index], found[index], policy, step)
+    return {index for index, subspace in found.items() if subspace is not None}
 
 
 def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:
     return [cast(ProjectedMatrix, slot.matrix) for slot in slots]
 
 
-def _refresh(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> bool:
-    """Refresh one group; False where the gradient is zero or not finite."""
-    matrices = _matrices(slots)
-    gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
-    assert gradient is not None
+def _search(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> SubspaceSearch:
+    """Begin to find the basis of one group."""
     first, sought = policy.first_width(index), policy.sought_energy(index)
-    found = matrices[0].find_basis(gradient, step, first, sought)
+    return _matrices(slots)[0].search_basis(lambda: _gradient(slots), step, first, sought)
+
+
+def _gradient(slots: Sequence[Slot]) -> Tensor:
+    """Stacked full gradients of one group."""
+    gradient = stacked_gradient(_matrices(slots), [slot.full_gradient() for slot in slots])
+    assert gradient is not None
+    return gradient
+
+
+def _adopt(
+    index: int, slots: Sequence[Slot], found: Subspace | None, policy: RankPolicy, step: int
+) -> None:
+    """Let one group take what was found; None where its gradient is zero or not finite."""
+    matrices = _matrices(slots)
     if found is not None:
         rank = policy.choose(index, matrices[0].captured_at_candidates(found), step)
         is_full = matrices[0].is_full_at(rank)
-        basis = None if is_full else matrices[0].basis_of(found, rank, gradient)
+        basis = None if is_full else matrices[0].basis_of(found, rank, _gradient(slots))
         adopt_together(matrices, basis, [m.overlap_sum(basis, slice(None)) for m in matrices])
     for slot, matrix in zip(slots, matrices, strict=True):
         matrix.prepare(step, found is not None)
         slot.due = False
-    return found is not None

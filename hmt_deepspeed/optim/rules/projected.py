@@ -15,13 +15,13 @@ from torch import Tensor
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.bases.basis import (
-    Subspace,
-    find_subspace_to_energy,
     keyed_generator,
     probe_columns,
     random_basis,
     widened,
 )
+from hmt_deepspeed.optim.bases.range_finder import Subspace
+from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
@@ -170,32 +170,29 @@ class ProjectedMatrix(MatrixRule):
         if owns and whole is not None and basis is not None:
             whole[:, self.rank :] = self._probes(basis)
 
-    def find_basis(
+    def search_basis(
         self,
-        gradient: Tensor,
+        gradient: Callable[[], Tensor],
         step: int,
         first: int,
         sought: float,
         older: Tensor | None = None,
-    ) -> Subspace | None:
-        """Dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by candidates,
-        as many more as it takes to capture ``sought`` of its energy.
+    ) -> SubspaceSearch:
+        """Begin to search the dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by
+        candidates, as many more as it takes to capture ``sought`` of its energy.
 
         ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
         present one lacks start from it.
 
-        None when the gradient is not finite or is zero: the old basis stays and the matrix stays due.
+        Where it finds none the gradient is not finite or is zero: the old basis stays and the matrix stays due.
         """
-        largest = torch.linalg.vector_norm(gradient, ord=float("inf"), dtype=torch.float32).item()
-        if not 0 < largest < float("inf"):
-            return None
         generator = keyed_generator(
             self.device, self.settings.seed, self.columns.owner, "sketch", step
         )
         start = self.basis if self.measured else None
         if start is not None and older is not None and older.shape[1] > start.shape[1]:
             start = widened(start, older)
-        return find_subspace_to_energy(
+        return SubspaceSearch(
             self.settings.range_finder,
             gradient,
             self.candidates,
@@ -206,7 +203,7 @@ class ProjectedMatrix(MatrixRule):
         )
 
     def captured_at_candidates(self, found: Subspace) -> list[float]:
-        """E(r) of the candidate ranks that were sketched; reading it waits for the device."""
+        """E(r) of the candidate ranks that were sketched."""
         captured = found.captured().tolist()
         return [captured[r - 1] for r in self.candidates if r <= len(captured)]
 

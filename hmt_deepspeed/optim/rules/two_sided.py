@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.bases.basis import Subspace, keyed_generator, orthonormal, random_basis
+from hmt_deepspeed.optim.bases.basis import keyed_generator, orthonormal, random_basis
+from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.rules.formulas import TINY
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled

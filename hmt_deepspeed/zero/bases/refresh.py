@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.optim.bases.basis import Subspace
+from hmt_deepspeed.optim.bases.range_finder import Subspace
+from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -62,6 +63,7 @@ class BasisRefresh:
         if not refreshing:
             return
         policy.close_windows(self._column_energies(refreshing, policy))
+        policy.read_averages([index for index, _ in refreshing])
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
@@ -88,31 +90,59 @@ class BasisRefresh:
         """Each group's dominant subspace, at its owner; one reduction tells all ranks what was found.
 
         Returns:
-            By place in ``refreshing``: what this rank has found; the energy captured at each candidate rank, 0
-            where no gradient came; of each previous basis the number of ranks that lack its moments.
+            By place in ``refreshing``: what this rank has found, and the gradient of a group that is alone; the energy
+            captured at each candidate rank, 0 where no gradient came; of each previous basis the number of ranks
+            that lack its moments.
         """
         history = self.bases.history
+        searches: dict[int, SubspaceSearch] = {}
+        for place, (index, group) in enumerate(refreshing):
+            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
+                if self._has_gradient(group):
+                    searches[place] = self._search(index, group, policy, step)
+        subspaces = finish_searches(list(searches.values()))
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
-        shape = (len(refreshing), most + history.most)
-        energies = torch.zeros(shape, dtype=torch.float64, device=self.low_rank[0].weight.device)
-        for place, (index, group) in enumerate(refreshing):
-            leader = self._matrix(group[0])
-            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                subspace = None
-                if self._gradient(group[0]).owner == self.collectives.rank:
-                    first, sought = policy.first_width(index), policy.sought_energy(index)
-                    subspace = self._find(group, first, sought, step)
+        energies = torch.zeros(len(refreshing), most + history.most, dtype=torch.float64)
+        for place, subspace in zip(searches, subspaces, strict=True):
             if subspace is not None:
-                found[place] = subspace
-                captured = leader.captured_at_candidates(subspace[0])
+                group = refreshing[place][1]
+                found[place] = subspace, self._alone(group)
+                captured = self._matrix(group[0]).captured_at_candidates(subspace)
                 energies[place, : len(captured)] = torch.tensor(captured, dtype=torch.float64)
-            if history.most:
-                missing = torch.tensor(history.missing(leader), dtype=torch.float64)
-                energies[place, most:] = missing
-        self.collectives.all_reduce(energies)
+        for place, (_, group) in enumerate(refreshing if history.most else []):
+            missing = history.missing(self._matrix(group[0]))
+            energies[place, most:] = torch.tensor(missing, dtype=torch.float64)
+        if self.collectives.world > 1:
+            energies = energies.to(self.low_rank[0].weight.device)
+            self.collectives.all_reduce(energies)
         sums = energies.tolist()
         return found, [row[:most] for row in sums], [row[most:] for row in sums]
+
+    def _has_gradient(self, group: Sequence[int]) -> bool:
+        """Whether this rank is a group's owner and any backward has reached it."""
+        is_owner = self._gradient(group[0]).owner == self.collectives.rank
+        return is_owner and any(self._gradient(i).full is not None for i in group)
+
+    def _search(
+        self, index: int, group: Sequence[int], policy: RankPolicy, step: int
+    ) -> SubspaceSearch:
+        """Begin to find the dominant subspace of a group's stacked full gradients, at their owner."""
+        first, sought = policy.first_width(index), policy.sought_energy(index)
+        older = self.bases.recall(self.low_rank[group[0]])
+
+        def stacked() -> Tensor:  # copies of a group's are not held until it is its turn
+            parts = [self._gradient(i).full for i in group]
+            gradient = stacked_gradient([self._matrix(i) for i in group], parts)
+            assert gradient is not None
+            return gradient
+
+        return self._matrix(group[0]).search_basis(stacked, step, first, sought, older)
+
+    def _alone(self, group: Sequence[int]) -> Tensor:
+        """The full gradient for a core, which is alone; any member's of a group."""
+        parts = (self._gradient(i).full for i in group)
+        return next(part for part in parts if part is not None)
 
     def _change_basis(
         self,
@@ -155,20 +185,6 @@ class BasisRefresh:
             parts = sums.split([len(energies) for energies in found.values()])
             found = dict(zip(found, parts, strict=True))
         return found
-
-    def _find(
-        self, group: Sequence[int], first: int, sought: float, step: int
-    ) -> tuple[Subspace, Tensor] | None:
-        """The dominant subspace of a group's stacked full gradients, where this rank is their owner."""
-        parts = [self._gradient(i).full for i in group]
-        gradient = stacked_gradient([self._matrix(i) for i in group], parts)
-        if gradient is None:
-            return None
-        older = self.bases.recall(self.low_rank[group[0]])
-        found = self._matrix(group[0]).find_basis(gradient, step, first, sought, older)
-        # The gradient is for a core, which is alone; copies of a group's are not held until it is its turn.
-        alone = next(part for part in parts if part is not None)
-        return None if found is None else (found, alone)
 
     def _broadcast_basis(
         self, group: Sequence[int], rank: int, found: tuple[Subspace, Tensor] | None

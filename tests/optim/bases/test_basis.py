@@ -11,9 +11,9 @@ from hmt_deepspeed.optim.bases.basis import (
     keyed_seed,
     probe_columns,
     random_basis,
-    range_finder,
     transfer_second_moment,
 )
+from hmt_deepspeed.optim.bases.range_finder import range_finder
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hmt_runs import settings_of
 
-from hmt_deepspeed.optim.bases.basis import find_subspace_to_energy, keyed_generator, widened
+from hmt_deepspeed.optim.bases.basis import keyed_generator, widened
+from hmt_deepspeed.optim.bases.search import find_subspace_to_energy, finish_searches
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 CPU = torch.device("cpu")
@@ -61,7 +62,8 @@ def test_a_matrix_widens_its_own_basis_by_the_older_one() -> None:
     settings = settings_of(rank_candidates=(4, 16))
     matrix = LowRankMatrix("w", (200, N), (0, 200), settings, torch.float32, CPU)
     matrix.adopt(right[:, :4])
-    found = [matrix.find_basis(gradient, 1, 4, 0.9, older=older) for older in (None, right)]
+    searches = [matrix.search_basis(lambda: gradient, 1, 4, 0.9, older) for older in (None, right)]
+    found = finish_searches(searches)
     assert [f is not None and f.basis.shape[1] for f in found] == [16, 16]
     alone, widened_one = (f.products for f in found if f is not None)
     assert widened_one < alone

@@ -9,6 +9,7 @@ from hmt_runs import policy_like, settings_of
 from rank_sources import SHAPE, BatchNoise, Turned, captured, construct, train
 from torch import nn
 
+from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.decisions.later_energy import (
     USUAL_EXPONENT,
     exponent_of,
@@ -21,7 +22,6 @@ from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.rank_history import RankHistory, RankRecord
 from hmt_deepspeed.optim.decisions.windows import Windows
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules import projected
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 
@@ -309,14 +309,14 @@ def test_known_energies_save_the_sketching_of_what_is_not_chosen(monkeypatch):
     widths = {}
     for estimate in ("in_sample", "out_of_sample"):
         found = widths[estimate] = []
-        finder = projected.find_subspace_to_energy
+        finish = SubspaceSearch.finish
 
-        def counting(*args, found=found, finder=finder, **kwargs):
-            subspace = finder(*args, **kwargs)
+        def counting(search, numbers, found=found, finish=finish):
+            subspace = finish(search, numbers)
             found.append(subspace.basis.shape[1])
             return subspace
 
-        monkeypatch.setattr(projected, "find_subspace_to_energy", counting)
+        monkeypatch.setattr(SubspaceSearch, "finish", counting)
         sources = [BatchNoise(4, 0.3, 2, seed=i) for i in range(3)]
         weights, optimizer = construct(
             sources, rank_budget=0.2, energy_estimate=estimate, update_interval=12

@@ -6,8 +6,9 @@ from math import log
 import pytest
 import torch
 
-from hmt_deepspeed.optim.bases.basis import find_subspace_to_energy, keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
 from hmt_deepspeed.optim.bases.rank import select_rank
+from hmt_deepspeed.optim.bases.search import find_subspace_to_energy
 from hmt_deepspeed.optim.decisions.rank_history import (
     RankHistory,
     layer_type,

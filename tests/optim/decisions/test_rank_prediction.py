@@ -10,23 +10,23 @@ from hmt_runs import (
 from rank_sources import CANDIDATES, SHAPE, Source, construct, train
 from torch import nn
 
+from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules import projected
 
 # -- prediction -----------------------------------------------------------------------------------
 
 
 def counted(monkeypatch):
     """Columns multiplied by each refresh."""
-    products, find = [], projected.find_subspace_to_energy
+    products, finish = [], SubspaceSearch.finish
 
-    def count(*args, **kwargs):
-        found = find(*args, **kwargs)
+    def count(search, numbers):
+        found = finish(search, numbers)
         products.append(found.products)
         return found
 
-    monkeypatch.setattr(projected, "find_subspace_to_energy", count)
+    monkeypatch.setattr(SubspaceSearch, "finish", count)
     return products
 
 

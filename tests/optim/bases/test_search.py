@@ -1,0 +1,98 @@
+"""Searches launched together: the result is that of deciding on the way, and the host reads once for all."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hmt_deepspeed.optim.bases import search as module
+from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.range_finder import find_subspace
+from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
+from hmt_deepspeed.optim.decisions import policy
+from hmt_deepspeed.optim.hmt import HMT
+
+CPU = torch.device("cpu")
+RANKS = (8, 16, 32)
+
+
+def generator(*labels):
+    return keyed_generator(CPU, 0, *labels)
+
+
+def gradient_of(seed, m=96, n=80, rank=None):
+    """Singular values that fall slowly; of ``rank`` only the first are not zero."""
+    sigma = torch.arange(1, min(m, n) + 1).float().pow(-0.6)
+    sigma[len(sigma) if rank is None else rank :] = 0.0
+    left, right = (random_basis(k, len(sigma), generator(seed, k)) for k in (m, n))
+    return left * sigma @ right.t()
+
+
+def search(gradient, kind="randomized", start=None, threshold=0.5, first=8):
+    draw = generator("draw")
+    return SubspaceSearch(kind, lambda: gradient, RANKS, threshold, draw, start, first=first)
+
+
+class Waits(TorchDispatchMode):
+    """Counts values of tensors that Python asks for."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += str(func) == "aten._local_scalar_dense.default"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["randomized", "subspace"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_deciding_later_changes_no_bit(kind, warm, rank):
+    """A gradient of rank 3 has too skew an image for Cholesky-QR: its search computes again."""
+    gradient = gradient_of("g", rank=rank)
+    start = random_basis(80, 8, generator("start")) if warm else None
+    expected = find_subspace(kind, gradient, 8, generator("draw"), start)
+    with Waits() as waits:
+        begun = search(gradient, kind, start, threshold=0.01)
+    assert waits.number == 0
+    (found,) = finish_searches([begun])
+    assert torch.equal(found.basis, expected.basis)
+    assert torch.equal(found.captured(), expected.captured())
+    assert found.products == expected.products
+
+
+@pytest.mark.parametrize("kind", ["randomized", "subspace", "svd"])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_nothing_is_found_in_what_is_not_finite_or_zero(kind, value):
+    gradient = gradient_of("g") if value else torch.zeros(96, 80)
+    gradient[3, 5] = value
+    assert finish_searches([search(gradient, kind)]) == [None]
+
+
+def test_one_read_for_all_that_need_no_wider_basis(monkeypatch):
+    reads, read = [], module.read_together
+    monkeypatch.setattr(module, "read_together", lambda t: reads.append(len(t)) or read(t))
+    begun = [search(gradient_of(i), threshold=0.3) for i in range(4)]
+    begun.append(search(gradient_of(4), threshold=0.99))
+    found = finish_searches(begun)
+    assert reads == [5]
+    assert [f.basis.shape[1] for f in found] == [8, 8, 8, 8, 32]
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"rank": 8}, {"rank_candidates": (8, 16), "energy_threshold": 0.2}]
+)
+def test_a_refresh_reads_no_more_for_more_matrices(monkeypatch, ranks):
+    """Once of what was found; where ranks are chosen, once of averages too."""
+    reads, read = [], module.read_together
+    for place in (module, policy):
+        monkeypatch.setattr(place, "read_together", lambda t: reads.append(len(t)) or read(t))
+    for number in (1, 6):
+        weights = [nn.Parameter(gradient_of(i)) for i in range(number)]
+        options = {"update_interval": 1, "max_full_gradient_bytes": 10**7, **ranks}
+        optimizer = HMT(weights, lr=1e-3, **options)
+        for step in range(3):
+            reads.clear()
+            for place, weight in enumerate(weights):
+                weight.grad = gradient_of((step, place))
+            optimizer.step()
+        assert [count for count in reads if count] == [number] * (1 if "rank" in ranks else 2)
