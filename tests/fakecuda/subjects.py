@@ -1,0 +1,137 @@
+"""What is counted: a bare optimizer or an engine in one of its modes, on a Llama with the widths of the 7B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from recorder import Counts, Recorder
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hmt_deepspeed.optim.backward import projected_linear
+
+HIDDEN, INTERMEDIATE, HEADS, VOCABULARY, TOKENS = 4096, 11008, 32, 32000, 64
+LINEARS = 7  # of a layer
+RANK = {"rank": 128}
+
+# Fields of hmt.optimizer by name of the mode.
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "right": RANK,
+    "left": {**RANK, "projection": "left"},
+    "auto": {**RANK, "projection": "auto"},
+    "two_sided": {**RANK, "projection": "two_sided"},
+    "full_residual": {**RANK, "residual": "full"},
+    "no_residual": {**RANK, "residual": "none"},
+    "random": {**RANK, "range_finder": "random"},
+    "factored": {**RANK, "second_moment": "factored"},
+    "apollo": {"method": "apollo"},
+    "apollo_mini": {"method": "apollo_mini"},
+    "adamw": {"method": "adamw"},
+    "int8_states": {**RANK, "state_dtype": "int8"},
+    "int8_factored": {**RANK, "state_dtype": "int8", "second_moment": "factored"},
+    "bf16_states": {**RANK, "state_dtype": "bf16"},
+    "int8_weights": {**RANK, "weight_dtype": "int8"},
+    "no_masters": {**RANK, "master_weights": "none"},
+    "share_basis": {**RANK, "share_basis": True},
+    "module_rules": {
+        **RANK,
+        "module_rules": {
+            "lm_head": {"method": "apollo"},
+            "o_proj": {"method": "adamw"},
+            "down_proj": {"projection": "left"},
+            "q_proj": {"rank": 256},
+        },
+    },
+}
+
+
+class FakeTensors(FakeTensorMode):
+    """Takes numbers to the device by an operation that is seen."""
+
+    avoid_device_init = True
+
+
+@dataclass
+class Step:
+    """Counts of one step by phase: forward, backward, step. ``fresh``: matrices that took a new basis in it."""
+
+    fresh: int
+    phases: dict[str, Counts]
+
+    @property
+    def kind(self) -> str:
+        return "refresh" if self.fresh else "ordinary"
+
+
+def llama(layers: int) -> nn.Module:
+    """bf16, on the device, of the 7B's widths."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fields_of(mode: str, layers: int) -> dict[str, Any]:
+    """Of hmt.optimizer: all bases in step 0, then one matrix in every second step."""
+    fields = MODES[mode]
+    if fields.get("method") == "adamw":
+        return fields
+    fields = {"update_interval": 2 * LINEARS * layers, **fields}
+    from_gradients = "method" not in fields and fields.get("range_finder") != "random"
+    return {"max_full_gradient_bytes": 2**50, **fields} if from_gradients else fields
+
+
+def steps_of_optimizer(mode: str, layers: int, recorder: Recorder) -> Iterator[Step]:
+    """Training steps of ``HMT(model)``, one after the other, without end."""
+    from hmt_deepspeed import HMT
+
+    model = llama(layers)
+    optimizer = HMT(model, lr=1e-3, weight_decay=0.01, **fields_of(mode, layers))
+    rows = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
+    while True:
+        before = sum(optimizer._bases.schedule.num_refreshes)
+        with recorder.counting() as forward:
+            loss = model(input_ids=rows, labels=rows).loss
+        with recorder.counting() as backward:
+            loss.backward()
+        with recorder.counting() as step:
+            optimizer.step()
+        optimizer.zero_grad()
+        fresh = sum(optimizer._bases.schedule.num_refreshes) - before
+        yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
+
+
+SUBJECTS: dict[str, Callable[[str, int, Recorder], Iterator[Step]]] = {"bare": steps_of_optimizer}
+
+
+def measure(subject: str, mode: str, layers: int, compiles: bool = False) -> dict[str, Step]:
+    """The first step, and an ordinary and a refreshing one thereafter, where the mode has such."""
+    # columns that backward draws anew are drawn on the fake device too
+    projected_linear._disable_current_modes = nullcontext
+    with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
+        steps = SUBJECTS[subject](mode, layers, recorder)
+        found = {"first": next(steps)}
+        for _ in range(4):
+            step = next(steps)
+            found[step.kind] = step
+    return found
