@@ -98,7 +98,8 @@ def model_forward(original: Callable[..., Any], part: SequencePart) -> Callable[
         labels, targets = given.pop("labels", None), given.pop("shift_labels", None)
         if labels is None and targets is None:
             part.check_alone()
-            return original(self, **given)
+            with part.masks(given) as given:
+                return original(self, **given)
         refuse_loss(self, given.pop("logits_to_keep", 0))
         targets = shifted(labels) if targets is None else targets
         count = count_of(targets, given.pop("num_items_in_batch", None))

@@ -110,8 +110,10 @@ def count_of(targets: Tensor, num_items: Tensor | float | None = None) -> Tensor
 
     Without a target that counts the loss is 0, where HF's mean is not a number.
     """
+    if isinstance(num_items, Tensor):
+        return num_items.to(targets.device, non_blocking=True)
     if num_items is not None:
-        return torch.as_tensor(num_items, device=targets.device)
+        return torch.full((), num_items, device=targets.device)
     return (targets != IGNORED).sum().clamp(min=1)
 
 

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.families.family import Family
-from hmt_deepspeed.fpdt.masks import shared_sequence, visibility_of_batch
+from hmt_deepspeed.fpdt.masks import (
+    shared_sequence,
+    visibility_of_batch,
+    visibility_on_host,
+    with_mask,
+)
 from hmt_deepspeed.fpdt.sequence import SequenceParallel, TokenSharding
 
 __all__ = ["SequencePart"]
@@ -33,6 +38,20 @@ class SequencePart:
             )
 
     @contextmanager
+    def masks(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A rank's own arguments of the base model, whose masks the host knows inside without a wait, if it can.
+
+        Raises:
+            ValueError: padding that is not on the right.
+        """
+        visibility = visibility_on_host(given, not self.family.mask_positions)
+        if visibility is None:
+            yield given
+        else:
+            with shared_sequence(visibility):
+                yield with_mask(given)
+
+    @contextmanager
     def of(self, given: dict[str, Any], targets: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """This rank's arguments of the base model, and its targets, with masks of the whole sequence.
 
@@ -44,7 +63,8 @@ class SequencePart:
             ValueError: the ranks' rows differ, or come as embeddings.
         """
         if self.sequence.size == 1:
-            yield given, targets
+            with self.masks(given) as given:
+                yield given, targets
             return
         ids = given.get("input_ids")
         if ids is None:
@@ -54,16 +74,19 @@ class SequencePart:
                 f"{self.sequence.size} ranks cannot share a sequence of {ids.shape[1]} tokens: pad it"
             )
         self.sequence.check_same(ids)
-        mask, positions = given.get("attention_mask"), self._positions(given)
-        visibility = visibility_of_batch(positions, mask, not self.family.mask_positions)
+        documents = not self.family.mask_positions
+        visibility = visibility_on_host(given, documents)
+        mask = given.get("attention_mask")
+        given = with_mask(given)
+        positions = self._positions(given)
+        if visibility is None:
+            visibility = visibility_of_batch(positions, mask, documents)
         sharding = TokenSharding(ids.shape[1], self.chunk_size, self.sequence.size)
-
-        def own(whole: Tensor) -> Tensor:
-            return sharding.take(whole, self.sequence.rank)
-
-        parts = {"input_ids": own(ids), "position_ids": own(positions), "attention_mask": None}
+        names = ("input_ids", "position_ids", "attention_mask")
+        whole = {**given, "position_ids": positions}
+        parts = {name: sharding.take(whole[name], self.sequence.rank) for name in names}
         with shared_sequence(visibility):
-            yield given | parts, own(targets)
+            yield given | parts, sharding.take(targets, self.sequence.rank)
 
     def share(self, count: Tensor) -> Tensor:
         """The divisor of this rank's sum, such that the mean over ranks is the whole loss."""

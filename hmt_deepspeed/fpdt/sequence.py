@@ -125,6 +125,7 @@ class SequenceParallel:
 
     def __init__(self, group: Group | None = None) -> None:
         self.group: Group = group or _Alone()
+        self._last: _Flag | None = None
 
     @property
     def rank(self) -> int:
@@ -194,15 +195,38 @@ class SequenceParallel:
         return local
 
     def check_same(self, tokens: Tensor) -> None:
-        """Raises ValueError unless all ranks hold the same tokens [B, S]. Reads one number back."""
+        """Whether all ranks hold the same tokens [B, S]. The first call waits for the device; each further one
+        reads what the call before it found, which the device has computed meanwhile.
+
+        Raises:
+            ValueError: they differ, in this call or in the one before; on all ranks alike.
+        """
         if self.size == 1:
             return
+        is_first, before = self._last is None, self._last
         weights = torch.arange(1, tokens.numel() + 1, device=tokens.device)
         own = (tokens.reshape(-1) * weights).sum().view(1)
         every = self.group.exchange([own] * self.size, [(1,)] * self.size)
-        if not torch.equal(torch.cat(every), own.expand(self.size)):
+        self._last = _Flag((torch.cat(every) != own).any())
+        if (before or self._last).read():
+            self._last = None
             raise ValueError(
-                f"the {self.size} ranks that share a sequence got different rows: give them the same "
+                f"the {self.size} ranks that share a sequence got different rows"
+                f"{'' if is_first else ' in the forward before this one'}: give them the same "
                 "(a DistributedSampler with num_replicas = ranks / sequence_parallel_size), FPDT takes "
                 "each rank's part of them"
             )
+
+
+class _Flag:
+    """A bool of the device on its way to the host, by a copy that nobody waits for before it is read."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.to("cpu", non_blocking=True)  # to pinned memory
+        on_gpu = value.is_cuda
+        self._copied = torch.cuda.current_stream(value.device).record_event() if on_gpu else None
+
+    def read(self) -> bool:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._value)
