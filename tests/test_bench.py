@@ -253,8 +253,8 @@ def test_fused_update_beside_eager(tmp_path: Path) -> None:
     [
         # On a CPU, operators: the twin's own. What 8 bits lose is part of the error of encoding.
         ("low_rank_projection", 2, 2.0**-20),
-        ("moment_update", 8, 2.0**-20),
-        ("factored_moment_update", 10, 2.0**-20),
+        ("moment_update", None, 2.0**-20),
+        ("factored_moment_update", None, 2.0**-20),
         ("int8_state", None, 0.1),
     ],
 )

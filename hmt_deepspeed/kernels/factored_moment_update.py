@@ -1,4 +1,4 @@
-"""Adam's first moment and direction on a projected gradient in one pass, with a factored second moment.
+"""As :mod:`hmt_deepspeed.kernels.moment_update`, with a factored second moment.
 
 Adafactor's product (1804.04235, section 3) with the columns' part given, since that is a sum over all rows::
 
@@ -6,7 +6,8 @@ Adafactor's product (1804.04235, section 3) with the columns' part given, since 
     R_i <- beta2 R_i + (1 - beta2) mean_j A_ij^2
     U   = (m / e1) / (sqrt(R_i) c_j + eps)
 
-Shapes: ``projected``, ``exp_avg`` and the direction rows x r, ``row_means`` (rows,), ``column_roots`` (r,).
+Shapes: B matrices alike, gradient ``[A | S]`` B x rows x (r + k), ``exp_avg`` B x rows x r, ``row_means``
+B x rows, ``column_roots`` B x r.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.chunks import scratch_like
 from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.moment_update import (
+    cache_sized,
+    check_stacks,
+    drop_,
+    scale_residual_,
+    stack_sizes,
+)
 
 try:
     import triton
@@ -23,111 +32,216 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
+    "factored_direction_",
     "factored_moment_update_",
     "factored_moment_update_reference_",
     "factored_moment_update_triton_",
 ]
 
-_BLOCK, _BLOCK_RANK = 2048, 256
-
 
 def factored_moment_update_reference_(
-    projected: Tensor,
+    gradient: Tensor,
     exp_avg: Tensor,
     row_means: Tensor,
     column_roots: Tensor,
-    first_evidence: float,
+    first_evidence: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
+    *,
+    factor: Tensor,
+    residual_scale: Tensor,
 ) -> Tensor:
     """Torch twin of the kernel; see :func:`factored_moment_update_`."""
-    exp_avg.lerp_(projected, 1 - beta1)
-    row_means.mul_(beta2).add_(projected.square().mean(dim=1), alpha=1 - beta2)
-    denominator = torch.outer(row_means.sqrt(), column_roots).add_(eps)
-    return torch.div(exp_avg, denominator, out=denominator).div_(first_evidence)
+    (_, rows, rank), width = exp_avg.shape, gradient.shape[2]
+    squares = gradient.new_zeros(gradient.shape[:2])
+    for members, part in cache_sized(factor.tolist(), rows, width):
+        piece = gradient[members, part].mul_(factor[members, None, None])
+        inside, outside = piece[..., :rank], piece[..., rank:]
+        mean, row_mean = exp_avg[members, part], row_means[members, part]
+        mean.lerp_(inside, 1 - beta1)
+        seen = torch.linalg.vector_norm(inside, dim=-1)
+        row_mean.mul_(beta2).add_(seen.square().div_(rank), alpha=1 - beta2)
+        direction = scratch_like(mean, mean.dtype)
+        root = row_mean.sqrt().unsqueeze(-1)
+        torch.mul(root, column_roots[members, None], out=direction).add_(eps)
+        torch.div(mean, direction, out=direction)
+        torch.div(direction, first_evidence[members, None, None], out=inside)
+        if width > rank:
+            scale = residual_scale[members, None]
+            squares[members, part] = scale_residual_(outside, inside, seen, scale)
+    drop_(gradient, squares, rank, factor, residual_scale)
+    return squares
 
 
 if triton is not None:
+    from hmt_deepspeed.kernels.moment_update import scale_residual_jit, tile
 
     @triton.jit
     def _factored_moment_update_kernel(  # type: ignore[no-untyped-def]
-        projected_ptr, exp_avg_ptr, row_means_ptr, column_roots_ptr, direction_ptr,
-        rows, rank, projected_row, projected_column,
-        first_evidence, share1, beta1, share2, beta2, eps,
-        BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+        gradient_ptr, exp_avg_ptr, row_means_ptr, column_roots_ptr, first_evidence_ptr,
+        factor_ptr, residual_scale_ptr, squares_ptr,
+        rows, rank, width, share1, beta1, share2, beta2, eps,
+        BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        in_rows, row_column = row < rows, row[:, None]
-        squares = tl.zeros((BLOCK_ROWS, BLOCK_RANK), dtype=tl.float32)
-        for start in range(0, rank, BLOCK_RANK):
-            column = (start + tl.arange(0, BLOCK_RANK)).to(tl.int64)[None, :]
-            mask = in_rows[:, None] & (column < rank)
-            source = projected_ptr + row_column * projected_row + column * projected_column
-            projected = tl.load(source, mask=mask, other=0.0)
-            squares += projected * projected
-        mean_square = tl.div_rn(tl.sum(squares, axis=1), tl.zeros_like(row.to(tl.float32)) + rank)
+        row_blocks = tl.cdiv(rows, BLOCK_ROWS)
+        member = (tl.program_id(0) // row_blocks).to(tl.int64)
+        row = (tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        in_rows, row = row < rows, member * rows + row
+        first_evidence = tl.load(first_evidence_ptr + member)
+        factor = tl.zeros((BLOCK_ROWS,), dtype=tl.float32) + tl.load(factor_ptr + member)
+        moves = in_rows & (factor != 0)
+
+        seen = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+        probed, moved = seen, seen
+        for start in range(0, width, BLOCK_COLUMNS):
+            column = (start + tl.arange(0, BLOCK_COLUMNS))[None, :]
+            mask = moves[:, None] & (column < width)
+            source = gradient_ptr + row[:, None] * width + column
+            gradient = factor[:, None] * tl.load(source, mask=mask, other=0.0)
+            energy = gradient * gradient
+            seen += tl.where(column < rank, energy, 0.0)
+            probed += tl.where(column < rank, 0.0, energy)
+        seen_square = tl.sum(seen, axis=1)
+        mean_square = tl.div_rn(seen_square, tl.zeros_like(seen_square) + rank)
         row_mean = tl.load(row_means_ptr + row, mask=in_rows, other=0.0)
-        tl.debug_barrier()  # a row may be held by several warps: all read its mean before one writes it
+        # A row may be held by several warps: all read it and its mean before one writes them.
+        tl.debug_barrier()
         row_mean = beta2 * row_mean + share2 * mean_square
-        tl.store(row_means_ptr + row, row_mean, mask=in_rows)
+        tl.store(row_means_ptr + row, row_mean, mask=moves)
         row_root = tl.sqrt_rn(row_mean)[:, None]
-        for start in range(0, rank, BLOCK_RANK):
-            column = (start + tl.arange(0, BLOCK_RANK)).to(tl.int64)[None, :]
-            mask = in_rows[:, None] & (column < rank)
-            source = projected_ptr + row_column * projected_row + column * projected_column
-            projected = tl.load(source, mask=mask, other=0.0)
-            position = row_column * rank + column
-            mean = tl.load(exp_avg_ptr + position, mask=mask, other=0.0)
+        for start in range(0, rank, BLOCK_COLUMNS):
+            column = (start + tl.arange(0, BLOCK_COLUMNS))[None, :]
+            inside = in_rows[:, None] & (column < rank)
+            source = gradient_ptr + row[:, None] * width + column
+            known, position = inside & moves[:, None], row[:, None] * rank + column
+            gradient = factor[:, None] * tl.load(source, mask=known, other=0.0)
+            mean = tl.load(exp_avg_ptr + position, mask=known, other=0.0)
             # torch.lerp's two forms: each is exact at its own end
-            gap = projected - mean
-            mean = tl.where(share1 < 0.5, mean + share1 * gap, projected - beta1 * gap)
-            root = tl.load(column_roots_ptr + column, mask=column < rank, other=0.0)
+            gap = gradient - mean
+            mean = tl.where(share1 < 0.5, mean + share1 * gap, gradient - beta1 * gap)
+            tl.store(exp_avg_ptr + position, mean, mask=known)
+            root = tl.load(column_roots_ptr + member * rank + column, mask=column < rank, other=0.0)
             direction = tl.div_rn(mean, row_root * root + eps)
             direction = tl.div_rn(direction, tl.zeros_like(direction) + first_evidence)
-            tl.store(exp_avg_ptr + position, mean, mask=mask)
-            tl.store(direction_ptr + position, direction, mask=mask)
+            direction = tl.where(known, direction, 0.0)
+            tl.store(source, direction, mask=inside)
+            moved += direction * direction
+        if RESIDUAL:
+            scale = tl.where(moves, tl.load(residual_scale_ptr + member), 0.0)
+            scale_residual_jit(
+                gradient_ptr, squares_ptr, row, in_rows,
+                seen_square, tl.sum(moved, axis=1), tl.sum(probed, axis=1), factor, scale, rank, width,
+                BLOCK_COLUMNS,
+            )  # fmt: skip
 
     @on_its_device
     def factored_moment_update_triton_(
-        projected: Tensor,
+        gradient: Tensor,
         exp_avg: Tensor,
         row_means: Tensor,
         column_roots: Tensor,
-        first_evidence: float,
+        first_evidence: Tensor,
         beta1: float,
         beta2: float,
         eps: float,
+        *,
+        factor: Tensor,
+        residual_scale: Tensor,
     ) -> Tensor:
         """Triton launcher; see :func:`factored_moment_update_`."""
-        direction = torch.empty_like(exp_avg)
-        if direction.numel() == 0:
-            return direction
-        rows, rank = exp_avg.shape
-        block_rank = min(_BLOCK_RANK, triton.next_power_of_2(rank))
-        block_rows = _BLOCK // block_rank
-        _factored_moment_update_kernel[(triton.cdiv(rows, block_rows),)](
-            projected,
+        (members, rows, rank), width = exp_avg.shape, gradient.shape[2]
+        residual = width > rank
+        made = torch.empty if residual else torch.zeros
+        squares = made(members, rows, dtype=torch.float32, device=gradient.device)
+        if gradient.numel() == 0:
+            return squares
+        block_rows, block_columns = tile(rows, width)
+        _factored_moment_update_kernel[(members * triton.cdiv(rows, block_rows),)](
+            gradient,
             exp_avg,
             row_means,
             column_roots,
-            direction,
+            first_evidence,
+            factor,
+            residual_scale,
+            squares,
             rows,
             rank,
-            *projected.stride(),
-            first_evidence,
+            width,
             1 - beta1,
             beta1,
             1 - beta2,
             beta2,
             eps,
             BLOCK_ROWS=block_rows,
-            BLOCK_RANK=block_rank,
+            BLOCK_COLUMNS=block_columns,
+            RESIDUAL=residual,
         )
-        return direction
+        return squares
 
 
 def factored_moment_update_(
+    gradient: Tensor,
+    exp_avg: Tensor,
+    row_means: Tensor,
+    column_roots: Tensor,
+    first_evidence: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    factor: Tensor,
+    residual_scale: Tensor,
+) -> Tensor:
+    """Update the first moment and the row means and turn the gradient into the update, in place.
+
+    As :func:`hmt_deepspeed.kernels.moment_update.moment_update_`, which says what is not said here.
+
+    Args:
+        gradient: B x rows x (r + k), ``[A | S]``; becomes ``[U | c phi S]``.
+        exp_avg: B x rows x r, row_means: B x rows, uncorrected running means; updated.
+        column_roots: B x r: root of a column's bias-corrected mean over the mean of all rows'.
+        first_evidence: (B,), weight of evidence in ``exp_avg`` after this step.
+        beta1, beta2, eps: Adam's.
+        factor, residual_scale: (B,).
+
+    Returns:
+        B x rows, squared norm of each row of ``c phi S``.
+
+    Raises:
+        ValueError: for other dtypes or shapes, or tensors that are not contiguous.
+    """
+    members, rows, rank = stack_sizes(gradient, exp_avg)
+    check_stacks(
+        gradient=(gradient, gradient.shape),
+        exp_avg=(exp_avg, (members, rows, rank)),
+        row_means=(row_means, (members, rows)),
+        column_roots=(column_roots, (members, rank)),
+        first_evidence=(first_evidence, (members,)),
+        factor=(factor, (members,)),
+        residual_scale=(residual_scale, (members,)),
+    )
+    update = (
+        factored_moment_update_triton_
+        if gradient.is_cuda and triton is not None
+        else factored_moment_update_reference_
+    )
+    return update(
+        gradient,
+        exp_avg,
+        row_means,
+        column_roots,
+        first_evidence,
+        beta1,
+        beta2,
+        eps,
+        factor=factor,
+        residual_scale=residual_scale,
+    )
+
+
+def factored_direction_(
     projected: Tensor,
     exp_avg: Tensor,
     row_means: Tensor,
@@ -137,38 +251,26 @@ def factored_moment_update_(
     beta2: float,
     eps: float,
 ) -> Tensor:
-    """Update the first moment and the row means in place and return Adam's direction; formulas at the top.
+    """:func:`factored_moment_update_` of one matrix without a residual, for a gradient that is kept.
 
     Args:
-        projected: rows x r, fp32, any strides (a column slice of a wider matrix).
-        exp_avg: rows x r, row_means: (rows,); fp32, contiguous, uncorrected running means; updated.
-        column_roots: (r,), fp32, contiguous: root of a column's bias-corrected mean over the mean of all rows'.
-        first_evidence: weight of evidence in ``exp_avg`` after this step.
-        beta1, beta2, eps: Adam's.
+        projected: rows x r, fp32, any strides. exp_avg: rows x r. row_means: (rows,). column_roots: (r,).
 
     Returns:
-        rows x r, fp32, contiguous.
-
-    Raises:
-        ValueError: for other dtypes, shapes, or states that are not contiguous.
+        The direction, rows x r, fp32, contiguous.
     """
-    tensors = (projected, exp_avg, row_means, column_roots)
-    if any(tensor.dtype != torch.float32 for tensor in tensors):
-        raise ValueError(
-            f"projected, exp_avg, row_means and column_roots must be fp32, got {[t.dtype for t in tensors]}"
-        )
-    shape = projected.shape
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if len(shape) != 2 or shapes[1:] != [tuple(shape), (shape[0],), (shape[1],)]:
-        raise ValueError(
-            "projected and exp_avg must be rows x r, row_means (rows,) and column_roots (r,), got "
-            f"{shapes}"
-        )
-    if not all(tensor.is_contiguous() for tensor in tensors[1:]):
-        raise ValueError("exp_avg, row_means and column_roots must be contiguous")
-    update = (
-        factored_moment_update_triton_
-        if projected.is_cuda and triton is not None
-        else factored_moment_update_reference_
+    direction = projected.clone(memory_format=torch.contiguous_format)[None]
+    one = direction.new_ones(1)
+    factored_moment_update_(
+        direction,
+        exp_avg[None],
+        row_means[None],
+        column_roots[None],
+        one * first_evidence,
+        beta1,
+        beta2,
+        eps,
+        factor=one,
+        residual_scale=one,
     )
-    return update(projected, exp_avg, row_means, column_roots, first_evidence, beta1, beta2, eps)
+    return direction[0]

@@ -1,20 +1,28 @@
-"""Adam's moments and direction on a projected gradient in one pass.
+"""Adam's moments, direction and residual of a stack of projected gradients in one pass.
 
-Adam (Kingma and Ba, algorithm 1) with the bias corrections carried as evidence, per direction for
-the second moment::
+A gradient ``[A | S]`` (r columns in the basis, k probe columns outside it) becomes the update ``[U | c phi S]``.
+Adam (Kingma and Ba, algorithm 1) with the bias corrections carried as evidence, per direction for the
+second moment, and Fira's norm-based scaling of each row's residual (2410.01623, section 4.1)::
 
     m <- m + (1 - beta1) (A - m)
     v <- beta2 v + (1 - beta2) A^2
     U  = (m / e1) / (sqrt(v_j / e2_j) + eps)
+    phi = ||U_i|| / max(||A_i||, ||S_i||)      of row i
 
-Shapes: ``projected``, ``exp_avg``, ``exp_avg_sq`` and the direction rows x r, ``evidence`` (r,).
+Where the basis sees less of a row than the probes do, ``||S_i||`` takes the place of ``||A_i||``, so a row
+that the basis misses moves by ``c ||U_i||`` at most instead of without bound.
+
+Shapes: B matrices alike, gradient B x rows x (r + k), moments B x rows x r, evidence B x r.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.chunks import scratch_like
 from hmt_deepspeed.kernels.launching import on_its_device
 
 try:
@@ -23,103 +31,310 @@ try:
 except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
-__all__ = ["moment_update_", "moment_update_reference_", "moment_update_triton_"]
+__all__ = [
+    "cache_sized",
+    "check_stacks",
+    "drop_",
+    "moment_direction_",
+    "moment_update_",
+    "moment_update_reference_",
+    "moment_update_triton_",
+    "scale_residual_",
+    "stack_sizes",
+]
 
-_BLOCK, _BLOCK_RANK = 4096, 128
+TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
+_BLOCK, _BLOCK_COLUMNS = 1024, 128
+_CACHED = 1 << 18  # elements of a gradient that the torch twin works on at once
+
+
+def cache_sized(factor: Sequence[float], rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Members and rows of a stack, in pieces that a core's cache holds; members whose factor is 0 are left out."""
+    together = max(1, _CACHED // max(rows * width, 1))
+    step = max(1, _CACHED // width) if together == 1 else max(rows, 1)
+    first = 0
+    while first < len(factor):
+        if factor[first] == 0:
+            first += 1
+            continue
+        last = first + 1
+        while last < min(first + together, len(factor)) and factor[last] != 0:
+            last += 1
+        for begin in range(0, rows, step):
+            yield slice(first, last), slice(begin, begin + step)
+        first = last
+
+
+def scale_residual_(residual: Tensor, direction: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+    """``S <- c phi S`` in place; the squared norm of each row of the result.
+
+    Args:
+        residual: B x rows x k, S. direction: B x rows x r, U. seen: B x rows, ``||A_i||``. scale: B x 1, c.
+    """
+    probed = torch.linalg.vector_norm(residual, dim=-1)
+    phi = torch.linalg.vector_norm(direction, dim=-1)
+    phi.div_(torch.maximum(seen, probed).clamp_min_(TINY)).mul_(scale)
+    residual.mul_(phi.unsqueeze(-1))
+    return phi.mul_(probed).square_()
+
+
+def drop_(gradient: Tensor, squares: Tensor, rank: int, factor: Tensor, scale: Tensor) -> None:
+    """Zero the updates of members that take no step, and residuals that are dropped: they may be NaN."""
+    for member, (moves, scales) in enumerate(zip(factor.tolist(), scale.tolist(), strict=True)):
+        if moves == 0 or scales == 0:
+            gradient[member, :, rank if moves else 0 :] = 0.0
+            squares[member] = 0.0
 
 
 def moment_update_reference_(
-    projected: Tensor,
+    gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     evidence: Tensor,
-    first_evidence: float,
+    first_evidence: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
+    *,
+    factor: Tensor,
+    residual_scale: Tensor,
 ) -> Tensor:
     """Torch twin of the kernel; see :func:`moment_update_`."""
-    exp_avg.lerp_(projected, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(projected, projected, value=1 - beta2)
-    denominator = (exp_avg_sq / evidence).sqrt_().add_(eps)
-    return exp_avg.div(denominator).div_(first_evidence)
+    (_, rows, rank), width = exp_avg.shape, gradient.shape[2]
+    squares = gradient.new_zeros(gradient.shape[:2])
+    for members, part in cache_sized(factor.tolist(), rows, width):
+        piece = gradient[members, part].mul_(factor[members, None, None])
+        inside, outside = piece[..., :rank], piece[..., rank:]
+        mean, square = exp_avg[members, part], exp_avg_sq[members, part]
+        mean.lerp_(inside, 1 - beta1)
+        square.mul_(beta2).addcmul_(inside, inside, value=1 - beta2)
+        seen = torch.linalg.vector_norm(inside, dim=-1) if width > rank else None
+        direction = scratch_like(square, square.dtype)
+        torch.div(square, evidence[members, None], out=direction).sqrt_().add_(eps)
+        torch.div(mean, direction, out=direction)
+        torch.div(direction, first_evidence[members, None, None], out=inside)
+        if seen is not None:
+            scale = residual_scale[members, None]
+            squares[members, part] = scale_residual_(outside, inside, seen, scale)
+    drop_(gradient, squares, rank, factor, residual_scale)
+    return squares
 
 
 if triton is not None:
 
     @triton.jit
-    def _moment_update_kernel(  # type: ignore[no-untyped-def]
-        projected_ptr, exp_avg_ptr, exp_avg_sq_ptr, evidence_ptr, direction_ptr,
-        rows, rank, projected_row, projected_column,
-        first_evidence, share1, beta1, share2, beta2, eps,
-        BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    def scale_residual_jit(  # type: ignore[no-untyped-def]
+        gradient_ptr, squares_ptr, row, in_rows, seen_square, moved_square, probed_square, factor, scale, rank, width,
+        BLOCK_COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        tiles = tl.cdiv(rank, BLOCK_RANK)
-        program = tl.program_id(0)
-        row = (program // tiles).to(tl.int64)[None, None] * BLOCK_ROWS
-        row += tl.arange(0, BLOCK_ROWS)[:, None]
-        column = (program % tiles).to(tl.int64) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)[None, :]
-        mask = (row < rows) & (column < rank)
-        position = row * rank + column
-        source = projected_ptr + row * projected_row + column * projected_column
-        projected = tl.load(source, mask=mask, other=0.0)
-        mean = tl.load(exp_avg_ptr + position, mask=mask, other=0.0)
-        square = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0.0)
-        evidence = tl.load(evidence_ptr + column, mask=column < rank, other=1.0)
-        # torch.lerp's two forms: each is exact at its own end
-        gap = projected - mean
-        mean = tl.where(share1 < 0.5, mean + share1 * gap, projected - beta1 * gap)
-        square = beta2 * square + share2 * projected * projected
-        corrected = tl.div_rn(square, tl.broadcast_to(evidence, (BLOCK_ROWS, BLOCK_RANK)))
-        direction = tl.div_rn(mean, tl.sqrt_rn(corrected) + eps)
-        direction = tl.div_rn(direction, tl.zeros_like(direction) + first_evidence)
-        tl.store(exp_avg_ptr + position, mean, mask=mask)
-        tl.store(exp_avg_sq_ptr + position, square, mask=mask)
-        tl.store(direction_ptr + position, direction, mask=mask)
+        """Twin of :func:`scale_residual_` for one block of rows, from its sums of squares;
+        ``factor`` and ``scale`` are the rows'."""
+        seen = tl.sqrt_rn(tl.maximum(seen_square, probed_square))
+        phi = tl.div_rn(tl.sqrt_rn(moved_square), tl.maximum(seen, 1e-30))
+        phi, kept = scale * phi, scale != 0  # what is dropped may be NaN
+        tl.debug_barrier()  # every warp has read its columns before another one writes them
+        for start in range(rank, width, BLOCK_COLUMNS):
+            column = (start + tl.arange(0, BLOCK_COLUMNS))[None, :]
+            mask = in_rows[:, None] & (column < width)
+            position = gradient_ptr + row[:, None] * width + column
+            residual = phi[:, None] * (factor[:, None] * tl.load(position, mask=mask, other=0.0))
+            tl.store(position, tl.where(kept[:, None], residual, 0.0), mask=mask)
+        norm = tl.where(kept, phi * tl.sqrt_rn(probed_square), 0.0)
+        tl.store(squares_ptr + row, norm * norm, mask=in_rows)
+
+    @triton.jit
+    def _moment_update_kernel(  # type: ignore[no-untyped-def]
+        gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, evidence_ptr, first_evidence_ptr,
+        factor_ptr, residual_scale_ptr, squares_ptr,
+        rows, rank, width, share1, beta1, share2, beta2, eps,
+        BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ):  # fmt: skip
+        # Without a residual no row has to be one program's: a two-sided core is one long row.
+        tiles = 1 if RESIDUAL else tl.cdiv(rank, BLOCK_COLUMNS)
+        row_blocks = tl.cdiv(rows, BLOCK_ROWS)
+        block = tl.program_id(0) // tiles
+        member = (block // row_blocks).to(tl.int64)
+        row = (block % row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        in_rows, row = row < rows, member * rows + row
+        first_evidence = tl.load(first_evidence_ptr + member)
+        factor = tl.zeros((BLOCK_ROWS,), dtype=tl.float32) + tl.load(factor_ptr + member)
+        moves = in_rows & (factor != 0)
+
+        first = 0 if RESIDUAL else (tl.program_id(0) % tiles) * BLOCK_COLUMNS
+        last = width if RESIDUAL else first + BLOCK_COLUMNS
+        seen = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+        moved, probed = seen, seen
+        for start in range(first, last, BLOCK_COLUMNS):
+            column = (start + tl.arange(0, BLOCK_COLUMNS))[None, :]
+            mask = moves[:, None] & (column < width)
+            source = gradient_ptr + row[:, None] * width + column
+            gradient = factor[:, None] * tl.load(source, mask=mask, other=0.0)
+            inside = in_rows[:, None] & (column < rank)
+            known, position = inside & moves[:, None], row[:, None] * rank + column
+            mean = tl.load(exp_avg_ptr + position, mask=known, other=0.0)
+            square = tl.load(exp_avg_sq_ptr + position, mask=known, other=0.0)
+            evidence = tl.load(evidence_ptr + member * rank + column, mask=column < rank, other=1.0)
+            # torch.lerp's two forms: each is exact at its own end
+            gap = gradient - mean
+            mean = tl.where(share1 < 0.5, mean + share1 * gap, gradient - beta1 * gap)
+            square = beta2 * square + share2 * gradient * gradient
+            tl.store(exp_avg_ptr + position, mean, mask=known)
+            tl.store(exp_avg_sq_ptr + position, square, mask=known)
+            corrected = tl.div_rn(square, tl.broadcast_to(evidence, (BLOCK_ROWS, BLOCK_COLUMNS)))
+            direction = tl.div_rn(mean, tl.sqrt_rn(corrected) + eps)
+            direction = tl.div_rn(direction, tl.zeros_like(direction) + first_evidence)
+            direction = tl.where(known, direction, 0.0)
+            tl.store(source, direction, mask=inside)
+            if RESIDUAL:
+                energy = gradient * gradient
+                seen += tl.where(inside, energy, 0.0)
+                probed += tl.where(inside, 0.0, energy)
+                moved += direction * direction
+        if RESIDUAL:
+            scale = tl.where(moves, tl.load(residual_scale_ptr + member), 0.0)
+            scale_residual_jit(
+                gradient_ptr, squares_ptr, row, in_rows,
+                tl.sum(seen, axis=1), tl.sum(moved, axis=1), tl.sum(probed, axis=1), factor, scale, rank, width,
+                BLOCK_COLUMNS,
+            )  # fmt: skip
 
     @on_its_device
     def moment_update_triton_(
-        projected: Tensor,
+        gradient: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         evidence: Tensor,
-        first_evidence: float,
+        first_evidence: Tensor,
         beta1: float,
         beta2: float,
         eps: float,
+        *,
+        factor: Tensor,
+        residual_scale: Tensor,
     ) -> Tensor:
         """Triton launcher; see :func:`moment_update_`."""
-        direction = torch.empty_like(exp_avg)
-        if direction.numel() == 0:
-            return direction
-        rows, rank = exp_avg.shape
-        widest = triton.next_power_of_2(rank)
-        # A two-sided core is one long row.
-        block_rows = min(_BLOCK // min(_BLOCK_RANK, widest), triton.next_power_of_2(rows))
-        block_rank = min(_BLOCK // block_rows, widest)
-        grid = (triton.cdiv(rows, block_rows) * triton.cdiv(rank, block_rank),)
-        _moment_update_kernel[grid](
-            projected,
+        (members, rows, rank), width = exp_avg.shape, gradient.shape[2]
+        residual = width > rank
+        made = torch.empty if residual else torch.zeros
+        squares = made(members, rows, dtype=torch.float32, device=gradient.device)
+        if gradient.numel() == 0:
+            return squares
+        block_rows, block_columns = tile(rows, width)
+        tiles = 1 if residual else triton.cdiv(rank, block_columns)
+        _moment_update_kernel[(members * triton.cdiv(rows, block_rows) * tiles,)](
+            gradient,
             exp_avg,
             exp_avg_sq,
             evidence,
-            direction,
+            first_evidence,
+            factor,
+            residual_scale,
+            squares,
             rows,
             rank,
-            *projected.stride(),
-            first_evidence,
+            width,
             1 - beta1,
             beta1,
             1 - beta2,
             beta2,
             eps,
             BLOCK_ROWS=block_rows,
-            BLOCK_RANK=block_rank,
+            BLOCK_COLUMNS=block_columns,
+            RESIDUAL=residual,
         )
-        return direction
+        return squares
+
+    def tile(rows: int, width: int) -> tuple[int, int]:
+        """Rows and columns of a program's tile: always ``_BLOCK`` elements, so that no two threads hold one."""
+        columns = min(_BLOCK_COLUMNS, triton.next_power_of_2(width))
+        block_rows = min(_BLOCK // columns, triton.next_power_of_2(rows))
+        return block_rows, _BLOCK // block_rows
+
+
+def stack_sizes(gradient: Tensor, exp_avg: Tensor) -> tuple[int, int, int]:
+    """B, rows and r."""
+    if gradient.dim() != 3 or exp_avg.dim() != 3 or exp_avg.shape[2] > gradient.shape[2]:
+        raise ValueError(
+            "gradient and exp_avg must be B x rows x (r + k) and B x rows x r, got "
+            f"{tuple(gradient.shape)} and {tuple(exp_avg.shape)}"
+        )
+    return (*gradient.shape[:2], exp_avg.shape[2])
+
+
+def check_stacks(**stacks: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Refuse tensors that are not contiguous fp32 of the given shapes."""
+    for name, (tensor, shape) in stacks.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} must be fp32, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
 
 
 def moment_update_(
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    evidence: Tensor,
+    first_evidence: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    factor: Tensor,
+    residual_scale: Tensor,
+) -> Tensor:
+    """Update both moments and turn the gradient into the update, in place; formulas at the top of the file.
+
+    A matrix whose factor is 0 takes no step: its moments stay bit for bit and its update is zero, whatever its
+    gradient holds. All tensors are fp32, contiguous and on one device.
+
+    Args:
+        gradient: B x rows x (r + k), ``[A | S]``; becomes ``[U | c phi S]``. k may be 0.
+        exp_avg, exp_avg_sq: B x rows x r, uncorrected running means; updated.
+        evidence: B x r, weight of evidence in ``exp_avg_sq`` after this step.
+        first_evidence: (B,), weight of evidence in ``exp_avg`` after this step.
+        beta1, beta2, eps: Adam's.
+        factor: (B,), what the gradient is multiplied by first.
+        residual_scale: (B,), c; 0 where the residual is dropped.
+
+    Returns:
+        B x rows, squared norm of each row of ``c phi S``.
+
+    Raises:
+        ValueError: for other dtypes or shapes, or tensors that are not contiguous.
+    """
+    members, rows, rank = stack_sizes(gradient, exp_avg)
+    check_stacks(
+        gradient=(gradient, gradient.shape),
+        exp_avg=(exp_avg, (members, rows, rank)),
+        exp_avg_sq=(exp_avg_sq, (members, rows, rank)),
+        evidence=(evidence, (members, rank)),
+        first_evidence=(first_evidence, (members,)),
+        factor=(factor, (members,)),
+        residual_scale=(residual_scale, (members,)),
+    )
+    update = (
+        moment_update_triton_
+        if gradient.is_cuda and triton is not None
+        else moment_update_reference_
+    )
+    return update(
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        evidence,
+        first_evidence,
+        beta1,
+        beta2,
+        eps,
+        factor=factor,
+        residual_scale=residual_scale,
+    )
+
+
+def moment_direction_(
     projected: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -129,39 +344,26 @@ def moment_update_(
     beta2: float,
     eps: float,
 ) -> Tensor:
-    """Update both moments in place and return Adam's direction; formulas at the top of the file.
+    """:func:`moment_update_` of one matrix without a residual, for a gradient that is kept.
 
     Args:
-        projected: rows x r, fp32, any strides (a column slice of a wider matrix).
-        exp_avg, exp_avg_sq: rows x r, fp32, contiguous, uncorrected running means; updated.
-        evidence: (r,), fp32, contiguous: weight of evidence in ``exp_avg_sq`` after this step.
-        first_evidence: weight of evidence in ``exp_avg`` after this step.
-        beta1, beta2, eps: Adam's.
+        projected: rows x r, fp32, any strides. exp_avg, exp_avg_sq: rows x r. evidence: (r,).
 
     Returns:
-        rows x r, fp32, contiguous.
-
-    Raises:
-        ValueError: for other dtypes, shapes, moments or evidence that are not contiguous.
+        The direction, rows x r, fp32, contiguous.
     """
-    tensors = (projected, exp_avg, exp_avg_sq, evidence)
-    if any(tensor.dtype != torch.float32 for tensor in tensors):
-        raise ValueError(
-            f"projected, exp_avg, exp_avg_sq and evidence must be fp32, got {[t.dtype for t in tensors]}"
-        )
-    shape = projected.shape
-    if len(shape) != 2 or exp_avg.shape != shape or exp_avg_sq.shape != shape:
-        raise ValueError(
-            "projected, exp_avg and exp_avg_sq must be rows x r alike, got "
-            f"{[tuple(tensor.shape) for tensor in tensors[:3]]}"
-        )
-    if evidence.shape != shape[1:]:
-        raise ValueError(f"evidence must be ({shape[1]},), got {tuple(evidence.shape)}")
-    if not all(tensor.is_contiguous() for tensor in tensors[1:]):
-        raise ValueError("exp_avg, exp_avg_sq and evidence must be contiguous")
-    update = (
-        moment_update_triton_
-        if projected.is_cuda and triton is not None
-        else moment_update_reference_
+    direction = projected.clone(memory_format=torch.contiguous_format)[None]
+    one = direction.new_ones(1)
+    moment_update_(
+        direction,
+        exp_avg[None],
+        exp_avg_sq[None],
+        evidence[None],
+        one * first_evidence,
+        beta1,
+        beta2,
+        eps,
+        factor=one,
+        residual_scale=one,
     )
-    return update(projected, exp_avg, exp_avg_sq, evidence, first_evidence, beta1, beta2, eps)
+    return direction[0]

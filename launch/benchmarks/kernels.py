@@ -37,7 +37,7 @@ ROUNDS, TOY_ROUNDS, WARMUP = 50, 3, 3
 FLUSH_BYTES = 2**30  # beyond any L2, and a fill long enough for a fused call to be queued behind it
 COPY_SHARE_TARGET = 0.70
 WEIGHT_DECAY, KEY = 0.1, 7
-ADAM = {"first_evidence": 0.9, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 FUSED, COPY = "fused", "copy_"
 NAMES = (FUSED, "eager", "eager, whole", "eager, bf16 result")  # of contenders, in this order
 BYTES_NOTE = "bytes: the weight read and written, both factors read, a 16-bit copy written"
@@ -137,37 +137,59 @@ def _projections(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Pro
     )
 
 
+def _stack(rows: int, rank: int, setting: Setting) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Gradient ``[A | S]`` with a probe for four directions, a first moment, and Adam's constants: a stack of one."""
+    device = setting.device
+    gradient = torch.randn(1, rows, rank + rank // 4, device=device)
+    names = ("first_evidence", "factor", "residual_scale")
+    scales = {name: torch.full((1,), 0.9, device=device) for name in names}
+    return gradient, torch.randn(1, rows, rank, device=device), {**ADAM, **scales}
+
+
 def _moment_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
-    projected, mean = torch.randn(2, rows, rank, device=setting.device)
-    square, evidence = projected.square() + 0.1, torch.full((rank,), 0.5, device=setting.device)
+    gradient, mean, adam = _stack(rows, rank, setting)
+    square, evidence = mean.square() + 0.1, torch.full((1, rank), 0.5, device=setting.device)
     fused, twin = moment_update.moment_update_, moment_update.moment_update_reference_
-    inputs = (projected, mean, square, evidence)
-    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **ADAM), _moment_error)
+    inputs = (gradient, mean, square, evidence)
+    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **adam), _moment_error)
 
 
-def _moment_error(direction: Tensor, after: Tensors, before: Tensors) -> float:
-    projected, mean, square, evidence = (tensor.double() for tensor in before)
-    mean = mean + (1 - ADAM["beta1"]) * (projected - mean)
-    square = ADAM["beta2"] * square + (1 - ADAM["beta2"]) * projected.square()
-    exact = mean / ADAM["first_evidence"] / ((square / evidence).sqrt() + ADAM["eps"])
-    return max(map(_difference, (direction, *after[1:3]), (exact, mean, square)))
+def _moment_error(_: Tensor, after: Tensors, before: Tensors) -> float:
+    gradient, mean, square, evidence = (tensor.double() for tensor in before)
+    scaled = 0.9 * gradient
+    inside = scaled[..., : mean.shape[2]]
+    square = ADAM["beta2"] * square + (1 - ADAM["beta2"]) * inside.square()
+    return _update_errors(after, scaled, mean, (square / evidence[:, None]).sqrt(), square)
+
+
+def _update_errors(
+    after: Tensors, gradient: Tensor, mean: Tensor, root: Tensor, second: Tensor
+) -> float:
+    """The largest of update, first and second moment, given the scaled gradient and the second's root."""
+    inside, outside = gradient.split((mean.shape[2], gradient.shape[2] - mean.shape[2]), dim=2)
+    mean = mean + (1 - ADAM["beta1"]) * (inside - mean)
+    direction = mean / 0.9 / (root + ADAM["eps"])
+    norms = [part.norm(dim=2, keepdim=True) for part in (direction, inside, outside)]
+    residual = 0.9 * norms[0] / torch.maximum(norms[1], norms[2]) * outside
+    exact = (torch.cat((direction, residual), dim=2), mean, second)
+    return max(map(_difference, after[:3], exact))
 
 
 def _factored_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
-    projected, mean = torch.randn(2, rows, rank, device=setting.device)
-    row_means, roots = (torch.rand(size, device=setting.device) + 0.1 for size in (rows, rank))
+    gradient, mean, adam = _stack(rows, rank, setting)
+    row_means, roots = (torch.rand(1, size, device=setting.device) + 0.1 for size in (rows, rank))
     fused = factored_moment_update.factored_moment_update_
     twin = factored_moment_update.factored_moment_update_reference_
-    inputs = (projected, mean, row_means, roots)
-    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **ADAM), _factored_error)
+    inputs = (gradient, mean, row_means, roots)
+    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **adam), _factored_error)
 
 
-def _factored_error(direction: Tensor, after: Tensors, before: Tensors) -> float:
-    projected, mean, rows, roots = (tensor.double() for tensor in before)
-    mean = mean + (1 - ADAM["beta1"]) * (projected - mean)
-    rows = ADAM["beta2"] * rows + (1 - ADAM["beta2"]) * projected.square().mean(1)
-    exact = mean / ADAM["first_evidence"] / (torch.outer(rows.sqrt(), roots) + ADAM["eps"])
-    return max(map(_difference, (direction, *after[1:3]), (exact, mean, rows)))
+def _factored_error(_: Tensor, after: Tensors, before: Tensors) -> float:
+    gradient, mean, rows, roots = (tensor.double() for tensor in before)
+    scaled = 0.9 * gradient
+    squares = scaled[..., : mean.shape[2]].square().mean(dim=2)
+    rows = ADAM["beta2"] * rows + (1 - ADAM["beta2"]) * squares
+    return _update_errors(after, scaled, mean, rows.sqrt()[..., None] * roots[:, None], rows)
 
 
 def _int8_states(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from hmt_deepspeed.kernels import (
 
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
 KEYED, STRIDES = "i64 i32 i32", "i64 i64 i64 i64"
+MOMENTS = f"{'*fp32 ' * 8} i32 i32 i32 {'fp32 ' * 5}"
 STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
 TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
@@ -65,15 +66,13 @@ CASES = [
         )
         for gradient, projection in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     ),
-    (
-        moment_update._moment_update_kernel,
-        f"{'*fp32 ' * 5} i32 i32 i64 i64 {'fp32 ' * 6}",
-        {"BLOCK_ROWS": 32, "BLOCK_RANK": 128},
-    ),
-    (
-        factored_moment_update._factored_moment_update_kernel,
-        f"{'*fp32 ' * 5} i32 i32 i64 i64 {'fp32 ' * 6}",
-        {"BLOCK_ROWS": 8, "BLOCK_RANK": 256},
+    *(
+        (kernel, MOMENTS, {"RESIDUAL": residual, "BLOCK_ROWS": 8, "BLOCK_COLUMNS": 128})
+        for kernel in (
+            moment_update._moment_update_kernel,
+            factored_moment_update._factored_moment_update_kernel,
+        )
+        for residual in (True, False)
     ),
     *(
         (
@@ -189,13 +188,20 @@ def test_compiles_for_hopper(kernel, types, constants):
         assert made.metadata.shared <= 99 * 1024  # what a block may use on consumer cards
 
 
-def test_a_row_mean_is_read_by_all_warps_before_one_writes_it():
-    """Of transposed moments, whose layout needs no exchange between warps that would make them wait."""
-    kernel = factored_moment_update._factored_moment_update_kernel
-    types = f"{'*fp32 ' * 5} i32 i32 i64 {'fp32 ' * 6}"
-    for rank in (32, 64, 128, 256):
-        constants = {"projected_row": 1, "BLOCK_ROWS": 2048 // rank, "BLOCK_RANK": rank}
-        ptx = compiled(kernel, types, constants, False).asm["ptx"].splitlines()
-        store = next(i for i, line in enumerate(ptx) if "st.global" in line)
-        load = max(i for i, line in enumerate(ptx[:store]) if "ld.global" in line)
-        assert any("bar.sync" in line for line in ptx[load:store])
+def test_a_row_is_read_by_all_warps_before_one_writes_it():
+    """Where no exchange between warps makes them wait: a row's mean before it is replaced, its probe columns
+    before they are scaled."""
+    for kernel, barriers in (
+        (moment_update._moment_update_kernel, 1),
+        (factored_moment_update._factored_moment_update_kernel, 2),
+    ):
+        for columns in (32, 128, 1024):
+            constants = {
+                "RESIDUAL": True,
+                "BLOCK_ROWS": 1024 // columns,
+                "BLOCK_COLUMNS": columns,
+            }
+            ptx = compiled(kernel, MOMENTS, constants, False).asm["ptx"]
+            lines = [line for line in ptx.splitlines() if ".global" in line or "bar.sync" in line]
+            kinds = "".join("b" if "bar.sync" in x else "l" if "ld." in x else "s" for x in lines)
+            assert kinds.replace("l", "").replace("ss", "s").count("bs") >= barriers, kinds

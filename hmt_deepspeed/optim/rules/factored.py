@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
+from hmt_deepspeed.kernels.factored_moment_update import factored_direction_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, Moments, PreviousMoments
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
@@ -71,7 +71,7 @@ class FactoredMoments(Moments):
         columns.lerp_(self.column_squares.unsqueeze(0), 1 - betas[1])
         total.lerp_(self.column_squares.mean(), 1 - betas[1])
         roots = (columns / self.evidence).div_(total.clamp_min(_TINY)).sqrt_()
-        direction = factored_moment_update_(
+        direction = factored_direction_(
             projected,
             first,
             self.row_means.data.view(-1),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.moment_update import moment_update_
+from hmt_deepspeed.kernels.moment_update import moment_direction_
 from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
@@ -155,7 +155,7 @@ class Moments(KeptStates):
         self._count(betas)
         mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
         shape = (1, -1) if self.two_sided else projected.shape  # evidence is per column of a row
-        direction = moment_update_(
+        direction = moment_direction_(
             projected.view(shape),
             mean.view(shape),
             second.view(shape),
