@@ -19,15 +19,15 @@ from subjects import MODES, SUBJECTS, Step, measure  # noqa: E402
 
 def show(name: str, step: Step, top: int) -> None:
     print(f"\n{name} step, {step.fresh} new bases")
-    print(f"  {'':10}{'launches':>10}{'of Triton':>11}{'waits':>7}{'unpinned':>10}")
+    titles = ("launches", "of Triton", "waits", "DeepSpeed's", "unpinned")
+    print(" " * 12 + "".join(f"{title:>12}" for title in titles))
     for phase, counts in step.phases.items():
-        t = counts.totals()
-        print(f"  {phase:10}{t['launches']:>10}{t['triton']:>11}{t['waits']:>7}{t['unpinned']:>10}")
-    counts = step.phases["step"]
-    for title, found in (("waits", counts.waits), ("unpinned copies", counts.unpinned)):
-        for (what, line), number in found.most_common(top):
-            print(f"  {title}: {number:6} {what:20} {line}")
-    for (what, line), number in counts.all_launches.most_common(top):
+        print(f"  {phase:10}" + "".join(f"{n:>12}" for n in counts.totals().values()))
+    for phase, counts in step.phases.items():
+        for title, found in (("waits", counts.waits), ("unpinned", counts.unpinned)):
+            for (what, line), number in found.most_common(top):
+                print(f"  {phase} {title}: {number:6} {what:20} {line}")
+    for (what, line), number in step.phases["step"].all_launches.most_common(top):
         print(f"  {number:8} {what:32} {line}")
 
 
@@ -38,6 +38,9 @@ def main() -> None:
     parser.add_argument("mode", choices=MODES, metavar="MODE", help=", ".join(MODES))
     parser.add_argument("layers", type=int, nargs="?", default=32)
     parser.add_argument("--subject", choices=SUBJECTS, default="bare")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="of the engine; one of them is counted"
+    )
     parser.add_argument("--top", type=int, default=15, help="operations shown of each step")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--architecture", type=int, help="compile the kernels for it: 80, 90, ...")
@@ -45,7 +48,7 @@ def main() -> None:
     begin = time.monotonic()
     if args.architecture:
         device.compile_for(args.architecture)
-    found = measure(args.subject, args.mode, args.layers, bool(args.architecture))
+    found = measure(args.subject, args.mode, args.layers, args.ranks, bool(args.architecture))
     if args.json:
         numbers = {
             name: {phase: counts.totals() for phase, counts in step.phases.items()}

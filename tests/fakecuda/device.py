@@ -151,6 +151,8 @@ def _replace_torch_cuda() -> None:
     ):
         setattr(torch.cuda, name, returns(0))
     replace(mem_get_info=returns((MEMORY, MEMORY)), memory_stats=returns({}))
+    torch.Tensor.record_stream = returns(None)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = returns(None)
     properties = SimpleNamespace(
         name="fake", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, uuid="fake"
     )

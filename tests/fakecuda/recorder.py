@@ -15,13 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from device import Waits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PACKAGE = str(Path(__file__).resolve().parents[2] / "hmt_deepspeed")
+_DEEPSPEED = "deepspeed/"
+_PLACES = {
+    str(Path(__file__).resolve().parents[2] / "hmt_deepspeed"): "",
+    str(Path(deepspeed.__file__).parent): _DEEPSPEED,
+}
+_THIN = tuple(
+    f"deepspeed/{name}.py"
+    for name in ("utils/nvtx", "accelerator/cuda_accelerator", "comm/torch", "comm/comm")
+)
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # Metadata alone, though their schemas name no view.
 _NOTHING = {"detach", "lift_fresh", "set_", "resize_", "record_stream", "device", "_assert_async"}
@@ -49,10 +58,13 @@ class Counts:
         return self.launches + self.triton
 
     def totals(self) -> dict[str, int]:
+        """Numbers without their places; what DeepSpeed itself waits for is no wait of ours."""
+        foreign = sum(n for (_, line), n in self.waits.items() if line.startswith(_DEEPSPEED))
         return {
             "launches": self.all_launches.total(),
             "triton": self.triton.total(),
-            "waits": self.waits.total(),
+            "waits": self.waits.total() - foreign,
+            "deepspeed_waits": foreign,
             "unpinned": self.unpinned.total(),
         }
 
@@ -253,14 +265,16 @@ def _functions() -> Iterator[str]:
 
 
 def where() -> str:
-    """The package's line that is at work, and the one that called its function's file."""
+    """The innermost line of the package or of DeepSpeed that is at work, and the one that called its file."""
     frame: Any = sys._getframe(1)
     found: list[str] = []
     last_file = ""
     while frame is not None and len(found) < 2:
         name = frame.f_code.co_filename
-        if name.startswith(PACKAGE) and name != last_file:
-            found.append(f"{name[len(PACKAGE) + 1 :]}:{frame.f_lineno}")
-            last_file = name
+        if name != last_file and not name.endswith(_THIN):
+            for folder, short in _PLACES.items():
+                if name.startswith(folder):
+                    found.append(f"{short}{name[len(folder) + 1 :]}:{frame.f_lineno}")
+                    last_file = name
         frame = frame.f_back
     return " < ".join(found) or "(model, autograd)"

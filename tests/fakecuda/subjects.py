@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +103,9 @@ def fields_of(mode: str, layers: int) -> dict[str, Any]:
     return {"max_full_gradient_bytes": 2**50, **fields} if from_gradients else fields
 
 
-def steps_of_optimizer(mode: str, layers: int, recorder: Recorder) -> Iterator[Step]:
+def steps_of_optimizer(
+    mode: str, layers: int, recorder: Recorder, ranks: int = 1
+) -> Iterator[Step]:
     """Training steps of ``HMT(model)``, one after the other, without end."""
     from hmt_deepspeed import HMT
 
@@ -121,15 +125,77 @@ def steps_of_optimizer(mode: str, layers: int, recorder: Recorder) -> Iterator[S
         yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
 
 
-SUBJECTS: dict[str, Callable[[str, int, Recorder], Iterator[Step]]] = {"bare": steps_of_optimizer}
+def steps_of_engine(
+    stage: int, mode: str, layers: int, recorder: Recorder, ranks: int = 1
+) -> Iterator[Step]:
+    """Training steps of the engine, one after the other, without end."""
+    import hmt_deepspeed
+
+    join_ranks(ranks)
+    model = llama(layers)
+    model._apply = lambda *args, **kwargs: model  # it is where and what the engine wants
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "HMT", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage},
+        "hmt": {"optimizer": fields_of(mode, layers)},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = hmt_deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    rows = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
+    refreshes = engine.optimizer.zero.basis_groups.schedule
+    while True:
+        before = sum(refreshes.num_refreshes)
+        with recorder.counting() as forward:
+            loss = engine(input_ids=rows, labels=rows).loss
+        with recorder.counting() as backward:
+            engine.backward(loss)
+        with recorder.counting() as step:
+            engine.step()
+        fresh = sum(refreshes.num_refreshes) - before
+        yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
 
 
-def measure(subject: str, mode: str, layers: int, compiles: bool = False) -> dict[str, Step]:
+def join_ranks(ranks: int) -> None:
+    """Rank 0 of a process group that moves nothing."""
+    import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    deepspeed.init_distributed()
+
+    def gather(objects: list[Any], own: Any, *args: Any, **kwargs: Any) -> None:
+        objects[:] = [own] * ranks  # the others are alike
+
+    distributed.all_gather_object = gather
+    distributed.broadcast_object_list = lambda objects, *args, **kwargs: None
+    # compares numbers of the host with rank 0's by way of the device, in the first steps
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+
+
+SUBJECTS: dict[str, Callable[[str, int, Recorder, int], Iterator[Step]]] = {
+    "bare": steps_of_optimizer,
+    "zero2": partial(steps_of_engine, 2),
+    "zero3": partial(steps_of_engine, 3),
+}
+
+
+def measure(
+    subject: str, mode: str, layers: int, ranks: int = 1, compiles: bool = False
+) -> dict[str, Step]:
     """The first step, and an ordinary and a refreshing one thereafter, where the mode has such."""
     # columns that backward draws anew are drawn on the fake device too
     projected_linear._disable_current_modes = nullcontext
     with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
-        steps = SUBJECTS[subject](mode, layers, recorder)
+        steps = SUBJECTS[subject](mode, layers, recorder, ranks)
         found = {"first": next(steps)}
         for _ in range(4):
             step = next(steps)
