@@ -1,8 +1,8 @@
-"""Low-rank update of an INT8 weight: decode, ``W <- (1 - lr wd) W - lr (U P^T)``, encode.
+"""Low-rank update of a stack of INT8 weights: decode, ``W_b <- (1 - lr wd) W_b - lr U_b P_b^T``, encode.
 
 The formula is :mod:`hmt_deepspeed.kernels.low_rank_update`'s, the codes are
 :mod:`hmt_deepspeed.kernels.int8_weight`'s. A Triton program owns whole blocks, so that the new scale
-is known before anything is stored; no fp32 copy of the weight exists.
+is known before anything is stored; no fp32 copy of a weight exists.
 
 Training moves a weight by less than half a code in most steps. Nearest rounding returns it to its old
 code; stochastic rounding moves it by one code with the right probability. The expectation of the
@@ -16,6 +16,8 @@ because a step that moves a value by p codes adds p(1-p) s^2 and a changed scale
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,9 +29,9 @@ from hmt_deepspeed.kernels.int8_weight import (
     encode_rows,
     tile_grid,
 )
-from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.low_rank_update import add_product_, as_factors, check_low_rank
-from hmt_deepspeed.kernels.noise import key_halves
+from hmt_deepspeed.kernels.launching import capability_of, device_table, on_its_device, tile_for
+from hmt_deepspeed.kernels.low_rank_factors import Factors
+from hmt_deepspeed.kernels.low_rank_update import add_product_, check_keys, new_keys
 
 try:
     import triton
@@ -39,85 +41,176 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = [
     "int8_low_rank_update_",
-    "int8_low_rank_update_reference_",
-    "int8_low_rank_update_triton_",
+    "int8_low_rank_updates_",
+    "int8_low_rank_updates_reference_",
+    "int8_low_rank_updates_triton_",
 ]
 
-# By whether the factors are multiplied in fp32, without tensor cores.
+# By whether the factors are multiplied in fp32, without tensor cores; then by the oldest architecture.
 _TILES = {
-    False: {"BLOCK_ROWS": 64, "BLOCK_W": 32, "num_warps": 8},
-    True: {"BLOCK_ROWS": 16, "BLOCK_W": 16, "num_warps": 4},
+    False: {75: {"BLOCK_ROWS": 64, "BLOCK_W": 32, "num_warps": 8}},
+    True: {75: {"BLOCK_ROWS": 16, "BLOCK_W": 16, "num_warps": 4}},
 }
 
 
-def int8_low_rank_update_reference_(
-    codes: Tensor,
-    scales: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None,
+def int8_low_rank_updates_reference_(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    factors: Factors,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    keys: Tensor | None,
     offset: int = 0,
 ) -> None:
-    """Torch twin of the kernel; see :func:`int8_low_rank_update_`."""
-    rows, n = codes.shape
-    left, right = as_factors(update, projection)
-    for chunk in row_chunks(rows, n):
-        value = decode_weight_reference(codes[chunk], scales[chunk], torch.float32)
-        add_product_(value, left[chunk], right.t(), lr, 1 - lr * weight_decay)
-        codes[chunk], scales[chunk] = encode_rows(value, key, offset + chunk.start * n)
+    """Torch twin of the kernel; see :func:`int8_low_rank_updates_`. Reads its numbers on the host."""
+    rows, n = codes[0].shape
+    lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
+    halves = None if keys is None else keys.tolist()
+    for b, scale in enumerate(factors.column_scale.tolist()):
+        if scale[0] == 0:
+            continue
+        (left, right), key = factors.scaled(b, scale), None if halves is None else tuple(halves[b])
+        for chunk in row_chunks(rows, n):
+            value = decode_weight_reference(codes[b][chunk], scales[b][chunk], torch.float32)
+            add_product_(value, left[chunk], right.t(), lr, decay)
+            encoded = encode_rows(value, key, offset + chunk.start * n)
+            codes[b][chunk], scales[b][chunk] = encoded
 
 
 if triton is not None:
     from hmt_deepspeed.kernels.int8_weight import load_decoded_jit, store_encoded_jit, tile_jit
-    from hmt_deepspeed.kernels.low_rank_update import low_rank_product_jit, widens
+    from hmt_deepspeed.kernels.low_rank_factors import (
+        TRITON_DTYPES,
+        low_rank_product_jit,
+        number_jit,
+        pointer_jit,
+        widens,
+    )
 
-    # Not specialised: a new key every step must not compile a new kernel.
-    @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
+    # Not specialised: another shard must not compile another kernel.
+    @triton.jit(do_not_specialize=["offset"])
     def _update_kernel(  # type: ignore[no-untyped-def]
-        codes_ptr, scales_ptr, update_ptr, projection_ptr, rows, n, width,
-        update_row, update_column, projection_row, projection_column,
-        lr, decay, offset, key_low, key_high,
-        STOCHASTIC: tl.constexpr, WIDEN: tl.constexpr,
+        table_ptr, update_ptr, scale_ptr, keys_ptr, lr, weight_decay, members, rows, n, width, rank,
+        update_member, update_row, projection_row, offset,
+        LOAD_LR: tl.constexpr, LOAD_DECAY: tl.constexpr,
+        PROJECTION: tl.constexpr, ALIGNED: tl.constexpr,
+        TRANSPOSED: tl.constexpr, PRODUCT: tl.constexpr, WIDEN: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
-        row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
+        programs = tl.cdiv(rows, BLOCK_ROWS) * tl.cdiv(n, BLOCK)
+        member = (tl.program_id(0) // programs).to(tl.int64)
+        scale, rest = tl.load(scale_ptr + 2 * member), tl.load(scale_ptr + 2 * member + 1)
+        if scale == 0:
+            return
+        first, block, held = tile_jit(tl.program_id(0) % programs, rows, n, BLOCK_ROWS, BLOCK)
         product = low_rank_product_jit(
-            update_ptr, projection_ptr, row, column, rows, n, width,
-            update_row, update_column, projection_row, projection_column, WIDEN,
-            BLOCK_ROWS, BLOCK, BLOCK_W,
+            update_ptr + member * update_member,
+            pointer_jit(table_ptr, 2 * members + member, PROJECTION, ALIGNED),
+            first, block.to(tl.int64) * BLOCK, rows, n, width, rank, update_row, projection_row,
+            scale, rest, TRANSPOSED, PRODUCT, WIDEN, BLOCK_ROWS, BLOCK, BLOCK_W,
         )  # fmt: skip
-        weight = load_decoded_jit(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
+        codes_ptr = pointer_jit(table_ptr, member, tl.int8, ALIGNED)
+        scales_ptr = pointer_jit(table_ptr, members + member, tl.float32, ALIGNED)
+        weight = load_decoded_jit(codes_ptr, scales_ptr, first, block, held, n, BLOCK_ROWS, BLOCK)
+        lr = number_jit(lr, LOAD_LR)
+        decay = 1 - lr * number_jit(weight_decay, LOAD_DECAY)
+        low, high = 0, 0
+        if keys_ptr is not None:
+            low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
         store_encoded_jit(
-            decay * weight - lr * product,
-            codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
-            STOCHASTIC, BLOCK,
+            decay * weight - lr * product, codes_ptr, scales_ptr, first, block, held, n, offset,
+            low, high, keys_ptr is not None, BLOCK_ROWS, BLOCK,
         )  # fmt: skip
 
     @on_its_device
-    def int8_low_rank_update_triton_(
-        codes: Tensor,
-        scales: Tensor,
-        update: Tensor,
-        projection: Tensor,
-        lr: float,
-        weight_decay: float,
-        key: int | None,
+    def int8_low_rank_updates_triton_(
+        codes: Sequence[Tensor],
+        scales: Sequence[Tensor],
+        factors: Factors,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+        keys: Tensor | None,
         offset: int = 0,
     ) -> None:
-        """Triton launcher; see :func:`int8_low_rank_update_`."""
-        (rows, n), (low, high) = codes.shape, key_halves(key or 0)
-        update, projection = as_factors(update, projection)
-        tile = _TILES[widens(update)]
-        if codes.numel() > 0:
-            _update_kernel[tile_grid(rows, n, tile["BLOCK_ROWS"])](
-                codes, scales, update, projection, rows, n, update.shape[1],
-                *update.stride(), *projection.stride(),
-                lr, 1 - lr * weight_decay, offset, low, high,
-                STOCHASTIC=key is not None, WIDEN=widens(update),
-                BLOCK=BLOCK, **tile,
-            )  # fmt: skip
+        """Triton launcher; see :func:`int8_low_rank_updates_`."""
+        (rows, n), device = codes[0].shape, codes[0].device
+        if not codes[0].numel():
+            return
+        addresses = [t.data_ptr() for t in (*codes, *scales)] + factors.projection_addresses()
+        widen = widens(factors)
+        tile = tile_for(_TILES[widen], capability_of(device))
+        grid = (len(codes) * tile_grid(rows, n, tile["BLOCK_ROWS"])[0],)
+        _update_kernel[grid](
+            device_table(tuple(addresses), device),
+            factors.update,
+            factors.column_scale,
+            keys,
+            lr,
+            weight_decay,
+            len(codes),
+            rows,
+            n,
+            factors.width,
+            factors.rank,
+            *factors.update.stride()[:2],
+            factors.projections[0].stride(0),
+            (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
+            LOAD_LR=isinstance(lr, Tensor),
+            LOAD_DECAY=isinstance(weight_decay, Tensor),
+            PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
+            ALIGNED=not any(address % 16 for address in addresses),
+            TRANSPOSED=factors.transposed,
+            PRODUCT=TRITON_DTYPES[factors.product_dtype],
+            WIDEN=widen,
+            BLOCK=BLOCK,
+            **tile,
+        )
+        torch.autograd.graph.increment_version((*codes, *scales))
+
+
+def int8_low_rank_updates_(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    update: Tensor,
+    projections: Sequence[Tensor] | Tensor,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    *,
+    rank: int,
+    column_scale: Tensor,
+    keys: Tensor | None,
+    offset: int = 0,
+    transposed: bool = False,
+) -> None:
+    """``W_b <- (1 - lr wd) W_b - lr (U_b S_b) P_b^T`` on B encoded weights, in place.
+
+    Decoded, updated and encoded in fp32, a few rows (torch) or one tile (Triton) at a time.
+
+    Args:
+        codes, scales: of each weight, from :func:`encode_weight`; both are overwritten.
+        keys: B x 2, int32, contiguous: halves of the key of each matrix' rounding, new ones for every step; None
+            rounds to the nearest code.
+        update, projections, lr, weight_decay, rank, column_scale, offset, transposed: of
+            :func:`hmt_deepspeed.kernels.low_rank_update.low_rank_updates_`.
+
+    Raises:
+        ValueError: for other dtypes, shapes or an encoded weight that is not contiguous.
+    """
+    factors = Factors(update, projections, rank, column_scale, transposed)
+    factors.check(codes[0].shape if codes else torch.Size(), len(codes))
+    if len(scales) != len(codes) or any(code.shape != codes[0].shape for code in codes):
+        raise ValueError(
+            f"takes codes of one shape and as many scales, got {[tuple(code.shape) for code in codes]} and "
+            f"{len(scales)} scales"
+        )
+    for pair in zip(codes, scales, strict=True):
+        check_encoded(*pair)
+    if keys is not None:
+        check_keys(keys, len(codes))
+    if codes[0].is_cuda and triton is not None:
+        int8_low_rank_updates_triton_(codes, scales, factors, lr, weight_decay, keys, offset)
+    else:
+        int8_low_rank_updates_reference_(codes, scales, factors, lr, weight_decay, keys, offset)
 
 
 def int8_low_rank_update_(
@@ -130,27 +223,16 @@ def int8_low_rank_update_(
     key: int | None,
     offset: int = 0,
 ) -> None:
-    """``W <- (1 - lr wd) W - lr (update projection^T)`` on an encoded weight, in place.
-
-    Decoded, updated and encoded in fp32, a few rows (torch) or one tile (Triton) at a time; the
-    formula is :mod:`hmt_deepspeed.kernels.low_rank_update`'s.
-
-    Args:
-        codes, scales: of :func:`encode_weight`; both are overwritten.
-        update: rows x w. projection: n x w. Dtypes as in that module.
-        lr, weight_decay: step length; decay per unit of step length.
-        key, offset: of :func:`encode_weight`; a new key for every step.
-
-    Raises:
-        ValueError: for other dtypes, shapes or an encoded weight that is not contiguous.
-    """
-    check_encoded(codes, scales)
-    check_low_rank(codes.shape, update, projection)
-    if codes.is_cuda and triton is not None:
-        int8_low_rank_update_triton_(
-            codes, scales, update, projection, lr, weight_decay, key, offset
-        )
-    else:
-        int8_low_rank_update_reference_(
-            codes, scales, update, projection, lr, weight_decay, key, offset
-        )
+    """:func:`int8_low_rank_updates_` of one matrix: ``update`` rows x w and ``projection`` n x w, any strides."""
+    int8_low_rank_updates_(
+        [codes],
+        [scales],
+        update.contiguous().unsqueeze(0),
+        [projection.contiguous()],
+        lr,
+        weight_decay,
+        rank=update.shape[-1],
+        column_scale=torch.ones(1, 2, device=codes.device),
+        keys=new_keys(key, codes.device),
+        offset=offset,
+    )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
+from hmt_deepspeed.kernels.noise import Key, counters, key_halves, uniform
 
 try:
     import triton
@@ -58,7 +58,7 @@ def tile_grid(rows: int, n: int, block_rows: int) -> tuple[int]:
     return (-(-rows // block_rows) * _blocks(n),)
 
 
-def encode_rows(value: Tensor, key: int | None, offset: int) -> tuple[Tensor, Tensor]:
+def encode_rows(value: Tensor, key: Key | None, offset: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of a few rows at once; see :func:`encode_weight`."""
     rows, n = value.shape
     padding = (0, -n % BLOCK)
@@ -105,11 +105,21 @@ if triton is not None:
     from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit
 
     @triton.jit
+    def tile_jit(program, rows, n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """First row (int64), number of the block in its row and how many rows there are, of a program's tile."""
+        blocks = tl.cdiv(n, BLOCK)
+        first = (program // blocks).to(tl.int64) * BLOCK_ROWS
+        return first, program % blocks, (tl.minimum(rows - first, BLOCK_ROWS)).to(tl.int32)
+
+    @triton.jit
     def store_encoded_jit(  # type: ignore[no-untyped-def]
-        value, codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
-        STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+        value, codes_ptr, scales_ptr, first, block, rows, n, offset, key_low, key_high,
+        STOCHASTIC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Encode a tile of rows x one block, zero where there is no element, and store it."""
+        """Encode a tile of :func:`tile_jit`, whose rows are ``rows``, and store it."""
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (column < n - block * BLOCK)[None, :]
+        value = tl.where(mask, value, 0.0)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(bits, axis=1)  # patterns order as magnitudes do, infinity and NaN last
         finite = largest < 0x7F800000
@@ -117,37 +127,34 @@ if triton is not None:
         scale = tl.maximum(largest * (1 / 127), 2.0**-126)
         value = tl.where(finite[:, None] & (bits >= 0), value, 0.0)
         scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+        start = first * n + block * BLOCK
         position = row[:, None] * n + column[None, :]
         if STOCHASTIC:
             low = tl.floor(scaled)
-            noise = uniform_jit(position + offset, key_low, key_high)
+            index = position.to(tl.uint32) + (start + offset).to(tl.uint32)
+            noise = uniform_jit(index, key_low, key_high)
             code = tl.where(noise < scaled - low, low + 1.0, low)
         else:
             code = tl.floor(scaled + 0.5)
         code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
-        mask = (row[:, None] < rows) & (column[None, :] < n)
-        tl.store(codes_ptr + position, code, mask=mask)
+        tl.store(codes_ptr + start + position, code, mask=mask)
+        blocks = tl.cdiv(n, BLOCK)
         scale = tl.where(finite, scale, float("nan"))
-        tl.store(scales_ptr + row * tl.cdiv(n, BLOCK) + block, scale, mask=row < rows)
+        tl.store(scales_ptr + first * blocks + block + row * blocks, scale, mask=row < rows)
 
     @triton.jit
     def load_decoded_jit(  # type: ignore[no-untyped-def]
-        codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK: tl.constexpr
+        codes_ptr, scales_ptr, first, block, rows, n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """A tile of rows x one block in fp32, zero where there is no element."""
-        mask = (row[:, None] < rows) & (column[None, :] < n)
-        code = tl.load(codes_ptr + row[:, None] * n + column[None, :], mask=mask, other=0)
-        scale = tl.load(scales_ptr + row * tl.cdiv(n, BLOCK) + block, mask=row < rows, other=0.0)
-        return tl.where(mask, code.to(tl.float32) * scale[:, None], 0.0)
-
-    @triton.jit
-    def tile_jit(n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Rows, number of the block in its row and columns of this program, int64."""
+        """A tile of :func:`tile_jit` in fp32; zero where there is no element."""
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (column < n - block * BLOCK)[None, :]
+        source = codes_ptr + first * n + block * BLOCK
+        code = tl.load(source + (row[:, None] * n + column[None, :]), mask=mask, other=0)
         blocks = tl.cdiv(n, BLOCK)
-        program = tl.program_id(0).to(tl.int64)
-        block = program % blocks
-        row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return row, block, block * BLOCK + tl.arange(0, BLOCK)
+        source = scales_ptr + first * blocks + block
+        scale = tl.load(source + row * blocks, mask=row < rows, other=0.0)
+        return tl.where(mask, code.to(tl.float32) * scale[:, None], 0.0)
 
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
@@ -155,12 +162,14 @@ if triton is not None:
         value_ptr, codes_ptr, scales_ptr, rows, n, offset, key_low, key_high,
         STOCHASTIC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
-        mask = (row[:, None] < rows) & (column[None, :] < n)
-        value = tl.load(value_ptr + row[:, None] * n + column[None, :], mask=mask, other=0.0)
+        first, block, rows = tile_jit(tl.program_id(0), rows, n, BLOCK_ROWS, BLOCK)
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (column < n - block * BLOCK)[None, :]
+        source = value_ptr + first * n + block * BLOCK
+        value = tl.load(source + (row[:, None] * n + column[None, :]), mask=mask, other=0.0)
         store_encoded_jit(
-            value, codes_ptr, scales_ptr, row, block, column, rows, n, offset, key_low, key_high,
-            STOCHASTIC, BLOCK,
+            value, codes_ptr, scales_ptr, first, block, rows, n, offset, key_low, key_high,
+            STOCHASTIC, BLOCK_ROWS, BLOCK,
         )  # fmt: skip
 
     @triton.jit
@@ -168,13 +177,15 @@ if triton is not None:
         codes_ptr, scales_ptr, out_ptr, rows, n,
         TO_BF16: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row, block, column = tile_jit(n, BLOCK_ROWS, BLOCK)
-        value = load_decoded_jit(codes_ptr, scales_ptr, row, block, column, rows, n, BLOCK)
-        mask = (row[:, None] < rows) & (column[None, :] < n)
+        first, block, rows = tile_jit(tl.program_id(0), rows, n, BLOCK_ROWS, BLOCK)
+        value = load_decoded_jit(codes_ptr, scales_ptr, first, block, rows, n, BLOCK_ROWS, BLOCK)
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (column < n - block * BLOCK)[None, :]
         if TO_BF16:  # to nearest, a tie to even; out_ptr points to patterns
             bits = value.to(tl.uint32, bitcast=True)
             value = round_bits_jit(bits, 0x7FFF + ((bits >> 16) & 1)).to(tl.int16)
-        tl.store(out_ptr + row[:, None] * n + column[None, :], value, mask=mask)
+        target = out_ptr + first * n + block * BLOCK
+        tl.store(target + (row[:, None] * n + column[None, :]), value, mask=mask)
 
     @on_its_device
     def encode_weight_triton(

@@ -1,33 +1,66 @@
-"""Where a Triton kernel is launched."""
+"""Where a Triton kernel is launched, for which architecture, and what it finds many tensors by."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["on_its_device"]
+__all__ = ["capability_of", "device_table", "on_its_device", "tile_for"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 def on_its_device(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make the device of the launcher's first tensor current while it runs.
 
-    Triton launches on the current device's stream, whatever device its pointers are of.
+    Triton launches on the current device's stream, whatever device its pointers are of. The first tensor may
+    be that of a sequence.
     """
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tensor = next(a for a in chain(args, kwargs.values()) if isinstance(a, Tensor))
+        firsts = (
+            a[0] if isinstance(a, (list, tuple)) and a else a for a in chain(args, kwargs.values())
+        )
+        tensor = next(a for a in firsts if isinstance(a, Tensor))
         if not tensor.is_cuda:
             return launcher(*args, **kwargs)
         with torch.cuda.device(tensor.device):
             return launcher(*args, **kwargs)
 
     return launch
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Compute capability as two digits: 80 for sm_80. Of the interpreter's CPU that of Hopper."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def tile_for(tiles: Mapping[int, _T], capability: int) -> _T:
+    """The entry of the newest architecture that is not newer than the device's; of one older than all, the
+    oldest's."""
+    return tiles[max((c for c in tiles if c <= capability), default=min(tiles))]
+
+
+@functools.lru_cache(maxsize=1024)
+def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The addresses on a device, int64: uploaded from pinned memory without a wait, once for as long as they
+    are asked for.
+
+    Its memory is the cache's. What holds a table beyond the next 1,024 others, such as a CUDA graph, keeps it.
+    """
+    table = torch.tensor(addresses, dtype=torch.int64)
+    if device.type != "cuda":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)

@@ -1,27 +1,27 @@
-"""Low-rank weight update in one pass: ``W <- (1 - lr wd) W - lr (U P^T)``.
+"""Low-rank update of a stack of weights in one pass: ``W_b <- (1 - lr wd) W_b - lr U_b P_b^T``.
 
-Decoupled weight decay as in AdamW (Loshchilov and Hutter, algorithm 2) on an update that has only
-rank w. The product is summed in fp32 tile by tile and never stored, so a weight is read once and
-written once, and a 16-bit copy of a master in the same pass. A bf16 weight is rounded stochastically,
-see :mod:`hmt_deepspeed.kernels.stochastic_rounding`.
+Decoupled weight decay as in AdamW (Loshchilov and Hutter, algorithm 2) on an update that has only rank w; the
+factors and their dtypes are those of :mod:`hmt_deepspeed.kernels.low_rank_factors`. The product is summed in
+fp32 tile by tile and never stored, so a weight is read once and written once, and a 16-bit copy of a master
+in the same pass. A bf16 weight is rounded stochastically, see :mod:`hmt_deepspeed.kernels.stochastic_rounding`.
 
-Beside a bf16 factor the other one is rounded to bf16: the product is what the step's time goes into,
-and matrix units multiply bf16 several times as fast. That changes each element of the update by at most
-``2^-8 sum_i |u_i p_i|`` (twice that in the torch twin, which also rounds the product); the weights
-themselves are still summed in fp32.
+On CUDA all matrices are one launch, which finds them by a table of addresses.
 
-Shapes: ``weight`` rows x n, ``update`` rows x w, ``projection`` n x w.
+Shapes: B weights rows x n, ``update`` B x rows x w, B projections n x w.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks, scratch_like
-from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.launching import capability_of, device_table, on_its_device, tile_for
+from hmt_deepspeed.kernels.low_rank_factors import Factors
 from hmt_deepspeed.kernels.noise import key_halves
-from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round_reference
 
 try:
     import triton
@@ -31,51 +31,19 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = [
     "add_product_",
-    "as_factors",
-    "check_low_rank",
-    "low_rank_product",
+    "check_keys",
     "low_rank_update_",
-    "low_rank_update_reference_",
-    "low_rank_update_triton_",
+    "low_rank_updates_",
+    "low_rank_updates_reference_",
+    "low_rank_updates_triton_",
+    "new_keys",
 ]
 
-# By whether the factors are multiplied in fp32, without tensor cores.
+# By whether the factors are multiplied in fp32, without tensor cores; then by the oldest architecture.
 _TILES = {
-    False: {"BLOCK_ROWS": 128, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8},
-    True: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 32, "num_warps": 4},
+    False: {75: {"BLOCK_ROWS": 128, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8}},
+    True: {75: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 32, "num_warps": 8}},
 }
-_FACTORS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_low_rank(shape: torch.Size, update: Tensor, projection: Tensor) -> None:
-    """Raises ValueError unless ``update projection^T`` is an update of a matrix of this shape."""
-    if len(shape) != 2 or update.dim() != 2 or projection.dim() != 2:
-        raise ValueError(
-            f"weight, update and projection must be matrices, got {tuple(shape)}, "
-            f"{tuple(update.shape)} and {tuple(projection.shape)}"
-        )
-    (rows, n), width = shape, update.shape[1]
-    if update.shape[0] != rows or projection.shape != (n, width):
-        raise ValueError(
-            f"a {rows} x {n} weight takes a {rows} x w update and a {n} x w projection, got "
-            f"{tuple(update.shape)} and {tuple(projection.shape)}"
-        )
-    for name, factor in (("update", update), ("projection", projection)):
-        if factor.dtype not in _FACTORS:
-            raise ValueError(f"{name} must be fp32, bf16 or fp16, got {factor.dtype}")
-
-
-def as_factors(update: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype they are multiplied in: bf16 if one of them is bf16, else fp32."""
-    bf16 = torch.bfloat16 in (update.dtype, projection.dtype)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return update.to(dtype), projection.to(dtype)
-
-
-def low_rank_product(update: Tensor, projection: Tensor) -> Tensor:
-    """``update projection^T`` as :func:`low_rank_update_` applies it; in the dtype of the factors."""
-    left, right = as_factors(update, projection)
-    return left @ right.t()
 
 
 def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, decay: float) -> None:
@@ -87,152 +55,204 @@ def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, deca
         value.mul_(decay).add_(scratch_like(value, torch.float32).copy_(product), alpha=-lr)
 
 
-def low_rank_update_reference_(
-    weight: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None = None,
+def low_rank_updates_reference_(
+    weights: Sequence[Tensor],
+    factors: Factors,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    keys: Tensor | None,
     offset: int = 0,
-    copy: Tensor | None = None,
+    copies: Sequence[Tensor] | None = None,
 ) -> None:
-    """Torch twin of the kernel; see :func:`low_rank_update_`."""
-    (rows, n), decay = weight.shape, 1 - lr * weight_decay
-    left, right = as_factors(update, projection)
-    for chunk in row_chunks(rows, n):
-        value = weight[chunk].float()  # of an fp32 weight its own memory
-        add_product_(value, left[chunk], right.t(), lr, decay)
-        if weight.dtype == torch.bfloat16:
-            assert key is not None
-            stochastic_round(value, weight[chunk], key, offset + chunk.start * n)
-        if copy is not None:
-            copy[chunk].copy_(value)
+    """Torch twin of the kernel; see :func:`low_rank_updates_`. Reads its numbers on the host."""
+    lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
+    halves = [] if keys is None else keys.tolist()
+    for b, scale in enumerate(factors.column_scale.tolist()):
+        if scale[0] == 0:
+            continue
+        weight, (left, right) = weights[b], factors.scaled(b, scale)
+        in_place = weight.dtype == left.dtype == torch.float32 and copies is None
+        for chunk in (slice(None),) if in_place else row_chunks(*weight.shape):
+            value = weight[chunk].float()  # of an fp32 weight its own memory
+            add_product_(value, left[chunk], right.t(), lr, decay)
+            if weight.dtype == torch.bfloat16:
+                first = offset + chunk.start * weight.shape[1]
+                stochastic_round_reference(value, weight[chunk], tuple(halves[b]), first)
+            if copies is not None:
+                copies[b][chunk].copy_(value)
 
 
 if triton is not None:
+    from hmt_deepspeed.kernels.low_rank_factors import (
+        TRITON_DTYPES,
+        low_rank_product_jit,
+        number_jit,
+        pointer_jit,
+        widens,
+    )
     from hmt_deepspeed.kernels.noise import noise_bits_jit
     from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit, round_nearest_bits_jit
 
-    @triton.jit
-    def low_rank_product_jit(  # type: ignore[no-untyped-def]
-        update_ptr, projection_ptr, row, column, rows, n, width,
-        update_row, update_column, projection_row, projection_column, WIDEN: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    ):  # fmt: skip
-        """The tile ``U[row] P[column]^T`` in fp32; row and column int64, the rest strides and sizes.
-
-        WIDEN: the factors are multiplied in fp32, which is exact for bf16 ones.
-        """
-        product = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
-        for begin in range(0, width, BLOCK_W):
-            k = begin + tl.arange(0, BLOCK_W).to(tl.int64)  # times a stride it may exceed int32
-            left = tl.load(
-                update_ptr + row[:, None] * update_row + k[None, :] * update_column,
-                mask=(row[:, None] < rows) & (k[None, :] < width),
-                other=0.0,
-            )
-            right = tl.load(
-                projection_ptr + column[None, :] * projection_row + k[:, None] * projection_column,
-                mask=(column[None, :] < n) & (k[:, None] < width),
-                other=0.0,
-            )
-            if WIDEN:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
-            product = tl.dot(left, right, product, input_precision="ieee")
-        return product
-
-    # Not specialised: a new key every step must not compile a new kernel.
-    @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
+    # Not specialised: another shard must not compile another kernel.
+    @triton.jit(do_not_specialize=["offset"])
     def _low_rank_update_kernel(  # type: ignore[no-untyped-def]
-        weight_ptr, copy_ptr, update_ptr, projection_ptr, rows, n, width,
-        update_row, update_column, projection_row, projection_column,
-        lr, decay, offset, key_low, key_high,
-        ROUND: tl.constexpr, COPY: tl.constexpr, WIDEN: tl.constexpr,
+        table_ptr, update_ptr, scale_ptr, keys_ptr, lr, weight_decay, members, rows, n, width, rank,
+        update_member, update_row, projection_row, offset,
+        LOAD_LR: tl.constexpr, LOAD_DECAY: tl.constexpr,
+        WEIGHT: tl.constexpr, COPY: tl.constexpr, PROJECTION: tl.constexpr, ALIGNED: tl.constexpr,
+        TRANSPOSED: tl.constexpr, PRODUCT: tl.constexpr, WIDEN: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
+        # Programs that share rows run side by side, so those of the left factor are read from L2.
         tiles = tl.cdiv(n, BLOCK_N)
-        program = tl.program_id(0)
-        row = (program // tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        column = (program % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        programs = tl.cdiv(rows, BLOCK_ROWS) * tiles
+        member = (tl.program_id(0) // programs).to(tl.int64)
+        program = tl.program_id(0) % programs
+        scale, rest = tl.load(scale_ptr + 2 * member), tl.load(scale_ptr + 2 * member + 1)
+        if scale == 0:
+            return
+        first_row = (program // tiles).to(tl.int64) * BLOCK_ROWS
+        first_column = (program % tiles).to(tl.int64) * BLOCK_N
         product = low_rank_product_jit(
-            update_ptr, projection_ptr, row, column, rows, n, width,
-            update_row, update_column, projection_row, projection_column, WIDEN,
-            BLOCK_ROWS, BLOCK_N, BLOCK_W,
+            update_ptr + member * update_member,
+            pointer_jit(table_ptr, 2 * members + member, PROJECTION, ALIGNED),
+            first_row, first_column, rows, n, width, rank, update_row, projection_row, scale, rest,
+            TRANSPOSED, PRODUCT, WIDEN, BLOCK_ROWS, BLOCK_N, BLOCK_W,
         )  # fmt: skip
+        lr = number_jit(lr, LOAD_LR)
+        decay = 1 - lr * number_jit(weight_decay, LOAD_DECAY)
+
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_N)
+        mask = (row < rows - first_row)[:, None] & (column < n - first_column)[None, :]
         position = row[:, None] * n + column[None, :]
-        mask = (row[:, None] < rows) & (column[None, :] < n)
-        weight = tl.load(weight_ptr + position, mask=mask, other=0)
-        if ROUND:  # weight_ptr points to the patterns of bf16, the upper halves of fp32's
+        first = first_row * n + first_column
+        target = pointer_jit(table_ptr, member, WEIGHT, ALIGNED) + first + position
+        weight = tl.load(target, mask=mask, other=0)
+        if tl.int16 == WEIGHT:  # patterns of bf16, the upper halves of fp32's
             weight = (weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(
                 tl.float32, bitcast=True
             )
         value = decay * weight - lr * product
-        if ROUND:
-            noise = noise_bits_jit(position + offset, key_low, key_high)
-            rounded = round_bits_jit(value.to(tl.uint32, bitcast=True), noise)
-            tl.store(weight_ptr + position, rounded.to(tl.int16), mask=mask)
+        if tl.int16 == WEIGHT:
+            index = position.to(tl.uint32) + (first + offset).to(tl.uint32)
+            low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+            rounded = round_bits_jit(
+                value.to(tl.uint32, bitcast=True), noise_bits_jit(index, low, high)
+            )
+            tl.store(target, rounded.to(tl.int16), mask=mask)
         else:
-            tl.store(weight_ptr + position, value, mask=mask)
-        if COPY == "bf16":
-            nearest = round_nearest_bits_jit(value.to(tl.uint32, bitcast=True))
-            tl.store(copy_ptr + position, nearest.to(tl.int16), mask=mask)
-        elif COPY == "fp16":
-            tl.store(copy_ptr + position, value.to(tl.float16), mask=mask)
-
-    def widens(factor: Tensor) -> bool:
-        """Whether a kernel multiplies factors of this dtype in fp32."""
-        # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
-        return factor.dtype == torch.float32 or not factor.is_cuda
+            tl.store(target, value, mask=mask)
+        if COPY is not None:
+            copy = pointer_jit(table_ptr, members + member, COPY, ALIGNED) + first + position
+            if tl.int16 == COPY:
+                nearest = round_nearest_bits_jit(value.to(tl.uint32, bitcast=True))
+                tl.store(copy, nearest.to(tl.int16), mask=mask)
+            else:
+                tl.store(copy, value.to(tl.float16), mask=mask)
 
     @on_its_device
-    def low_rank_update_triton_(
-        weight: Tensor,
-        update: Tensor,
-        projection: Tensor,
-        lr: float,
-        weight_decay: float,
-        key: int | None = None,
+    def low_rank_updates_triton_(
+        weights: Sequence[Tensor],
+        factors: Factors,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+        keys: Tensor | None,
         offset: int = 0,
-        copy: Tensor | None = None,
+        copies: Sequence[Tensor] | None = None,
     ) -> None:
-        """Triton launcher; see :func:`low_rank_update_`."""
-        (rows, n), width = weight.shape, update.shape[1]
-        if weight.numel() == 0:
+        """Triton launcher; see :func:`low_rank_updates_`."""
+        (rows, n), first = weights[0].shape, weights[0]
+        if not first.numel():
             return
-        rounds = weight.dtype == torch.bfloat16
-        update, projection = as_factors(update, projection)
-        target, kind = weight, "none"
-        if copy is not None and copy.dtype == torch.bfloat16:
-            target, kind = copy.view(torch.int16), "bf16"
-        elif copy is not None:
-            target, kind = copy, "fp16"
-        low, high = key_halves(key or 0)
-        tile = _TILES[widens(update)]
-        grid = (triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),)
+        targets = weights if copies is None else copies
+        addresses = [t.data_ptr() for t in (*weights, *targets)] + factors.projection_addresses()
+        widen = widens(factors)
+        tile = tile_for(_TILES[widen], capability_of(first.device))
+        copy = None if copies is None else copies[0].dtype
+        grid = (
+            len(weights) * triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),
+        )
         _low_rank_update_kernel[grid](
-            weight.view(torch.int16) if rounds else weight,
-            target,
-            update,
-            projection,
+            device_table(tuple(addresses), first.device),
+            factors.update,
+            factors.column_scale,
+            keys,
+            lr,
+            weight_decay,
+            len(weights),
             rows,
             n,
-            width,
-            *update.stride(),
-            *projection.stride(),
-            lr,
-            1 - lr * weight_decay,
-            offset,
-            low,
-            high,
-            ROUND=rounds,
-            COPY=kind,
-            WIDEN=widens(update),
+            factors.width,
+            factors.rank,
+            *factors.update.stride()[:2],
+            factors.projections[0].stride(0),
+            (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
+            LOAD_LR=isinstance(lr, Tensor),
+            LOAD_DECAY=isinstance(weight_decay, Tensor),
+            WEIGHT=tl.int16 if first.dtype == torch.bfloat16 else tl.float32,
+            COPY={None: None, torch.bfloat16: tl.int16}.get(copy, tl.float16),
+            PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
+            ALIGNED=not any(address % 16 for address in addresses),
+            TRANSPOSED=factors.transposed,
+            PRODUCT=TRITON_DTYPES[factors.product_dtype],
+            WIDEN=widen,
             **tile,
         )
-        written = (weight,) if copy is None else (weight, copy)
+        written = (*weights, *(copies or ()))
         torch.autograd.graph.increment_version(written)  # a graph that saved them must not run on
+
+
+def low_rank_updates_(
+    weights: Sequence[Tensor],
+    update: Tensor,
+    projections: Sequence[Tensor] | Tensor,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    *,
+    rank: int,
+    column_scale: Tensor,
+    keys: Tensor | None,
+    offset: int = 0,
+    copies: Sequence[Tensor] | None = None,
+    transposed: bool = False,
+) -> None:
+    """``W_b <- (1 - lr wd) W_b - lr (U_b S_b) P_b^T`` for each b, summed in fp32.
+
+    S_b scales columns of U_b: the first ``rank`` by ``column_scale[b, 0]``, the rest by ``column_scale[b, 1]``.
+    Where ``column_scale[b, 0]`` is zero, matrix b takes no step at all, whatever its update holds.
+
+    Args:
+        weights: B matrices rows x n of one dtype, contiguous, each with memory of its own: fp32, or bf16
+            (rounded stochastically). Updated in place.
+        update: B x rows x w. projections: B matrices n x w of one dtype and strides, of which some may be the
+            same, or one tensor B x n x w. Both fp32, bf16 or fp16, w contiguous.
+        lr, weight_decay: step length; decay per unit of step length. Numbers, or 0-dim fp32 on the device.
+        rank: columns of the first factor of S. column_scale: B x 2, fp32, contiguous.
+        keys: B x 2, int32, contiguous: halves of the key of each matrix' rounding; a bf16 weight needs them, an
+            fp32 weight is not rounded.
+        offset: index of ``weights[b][0, 0]`` within the whole weight; element (i, j) draws the noise of
+            index ``offset + i n + j``, so that the rounding does not depend on which rows are here.
+        copies: B matrices of the weights' shape, bf16 or fp16, contiguous: are given the updated values of
+            fp32 weights, rounded to nearest.
+        transposed: the update is B x n x w, projections are rows x w, and ``P_b (U_b S_b)^T`` is subtracted.
+
+    Raises:
+        ValueError: for other dtypes, shapes, strides or bf16 weights without keys.
+    """
+    factors = Factors(update, projections, rank, column_scale, transposed)
+    factors.check(weights[0].shape if weights else torch.Size(), len(weights))
+    dtype = weights[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"weights must be fp32 or bf16, got {dtype}")
+    _check_matrices("weights", weights, weights[0].shape, dtype)
+    if dtype == torch.bfloat16:
+        check_keys(keys, len(weights))
+    if copies is not None:
+        _check_copies(weights, copies)
+    if weights[0].is_cuda and triton is not None:
+        low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, offset, copies)
+    else:
+        low_rank_updates_reference_(weights, factors, lr, weight_decay, keys, offset, copies)
 
 
 def low_rank_update_(
@@ -245,46 +265,56 @@ def low_rank_update_(
     offset: int = 0,
     copy: Tensor | None = None,
 ) -> None:
-    """``W <- (1 - lr wd) W - lr (update projection^T)``, summed in fp32.
+    """:func:`low_rank_updates_` of one matrix: ``update`` rows x w and ``projection`` n x w, any strides."""
+    low_rank_updates_(
+        [weight],
+        update.contiguous().unsqueeze(0),
+        [projection.contiguous()],
+        lr,
+        weight_decay,
+        rank=update.shape[-1],
+        column_scale=torch.ones(1, 2, device=weight.device),
+        keys=new_keys(key, weight.device),
+        offset=offset,
+        copies=None if copy is None else [copy],
+    )
 
-    Args:
-        weight: rows x n, contiguous, fp32 or bf16 (rounded stochastically); updated in place.
-        update: rows x w, any strides. projection: n x w, any strides. Both fp32, bf16 or fp16, and
-            multiplied as :func:`as_factors` says.
-        lr, weight_decay: step length; decay per unit of step length.
-        key: 64-bit seed of the rounding; a bf16 weight needs one, an fp32 weight is not rounded.
-        offset: index of ``weight[0, 0]`` within the whole weight; element (i, j) draws the noise of
-            index ``offset + i n + j``, so that the rounding does not depend on which rows are here.
-        copy: bf16 or fp16, contiguous, of the shape of an fp32 weight: is given the updated values,
-            rounded to nearest.
 
-    Raises:
-        ValueError: for other dtypes, shapes, a weight that is not contiguous or a bf16 weight
-            without a key.
-    """
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"weight must be fp32 or bf16, got {weight.dtype}")
-    if weight.dtype == torch.bfloat16 and key is None:
+def new_keys(key: int | None, device: torch.device) -> Tensor | None:
+    """The table of one key, written by the device: no copy from pageable memory waits for it."""
+    if key is None:
+        return None
+    keys = torch.empty(1, 2, dtype=torch.int32, device=device)
+    for place, half in enumerate(key_halves(key)):
+        keys[:, place].fill_(half)
+    return keys
+
+
+def check_keys(keys: Tensor | None, count: int) -> None:
+    """Raises ValueError unless these are keys of ``count`` weights that are rounded stochastically."""
+    if keys is None:
+        raise ValueError("a bf16 weight is rounded stochastically: keys must be int32, got None")
+    if keys.shape != (count, 2) or keys.dtype != torch.int32 or not keys.is_contiguous():
         raise ValueError(
-            "a bf16 weight is rounded stochastically: key must be an integer, got None"
+            f"keys must be {count} x 2, int32 and contiguous, got {tuple(keys.shape)}, {keys.dtype}"
         )
-    if not weight.is_contiguous():
-        raise ValueError("weight must be contiguous")
-    check_low_rank(weight.shape, update, projection)
-    if copy is not None:
-        _check_copy(weight, copy)
-    if weight.is_cuda and triton is not None:
-        low_rank_update_triton_(weight, update, projection, lr, weight_decay, key, offset, copy)
-    else:
-        low_rank_update_reference_(weight, update, projection, lr, weight_decay, key, offset, copy)
 
 
-def _check_copy(weight: Tensor, copy: Tensor) -> None:
-    if weight.dtype != torch.float32 or copy.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"copies an fp32 weight to bf16 or fp16, got {weight.dtype} and {copy.dtype}"
-        )
-    if copy.shape != weight.shape or not copy.is_contiguous():
-        raise ValueError(
-            f"copy must be contiguous and {tuple(weight.shape)}, got {tuple(copy.shape)}"
-        )
+def _check_matrices(
+    name: str, matrices: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
+) -> None:
+    for matrix in matrices:
+        if matrix.shape != shape or matrix.dtype != dtype or not matrix.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous, {tuple(shape)} and {dtype}, got {tuple(matrix.shape)} and "
+                f"{matrix.dtype} with strides {matrix.stride()}"
+            )
+
+
+def _check_copies(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    dtype = copies[0].dtype if copies else None
+    if weights[0].dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"copies fp32 weights to bf16 or fp16, got {weights[0].dtype} and {dtype}")
+    if len(copies) != len(weights):
+        raise ValueError(f"{len(weights)} weights take as many copies, got {len(copies)}")
+    _check_matrices("copies", copies, weights[0].shape, dtype)

@@ -30,6 +30,7 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
+    "Key",
     "Stream",
     "base_key",
     "counters",
@@ -43,6 +44,8 @@ __all__ = [
     "step_keys",
     "uniform",
 ]
+
+Key = int | tuple[int, int]  # a number, or the two halves that are made of one
 
 # Two rounds of multiply and xor-shift: the low-bias 32-bit mixer found by C. Wellons' search.
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -123,12 +126,14 @@ def _signed64(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def key_halves(key: int) -> tuple[int, int]:
+def key_halves(key: Key) -> tuple[int, int]:
     """Two halves of a mixed key (splitmix64's finaliser), so that keys 1 and 2 have nothing in common:
-    the per-element mixer alone would leave keys correlated that differ in a high bit.
+    the per-element mixer alone would leave keys correlated that differ in a high bit. Halves stay as they are.
 
     As signed 32-bit numbers: Triton compiles a kernel anew for an integer that does not fit them.
     """
+    if isinstance(key, tuple):
+        return key
     key = (key + 0x9E3779B97F4A7C15) & _MASK64
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -147,7 +152,7 @@ def counters(count: int, offset: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device).add_(first)
 
 
-def noise_bits(index: Tensor, key: int) -> Tensor:
+def noise_bits(index: Tensor, key: Key) -> Tensor:
     """32 uniform bits (an int32) for each int32 counter in ``index``."""
     return _hashed(index, *key_halves(key))
 
@@ -164,7 +169,7 @@ def _hashed(index: Tensor, low: Tensor | int, high: Tensor | int) -> Tensor:
     return h
 
 
-def uniform(index: Tensor, key: int) -> Tensor:
+def uniform(index: Tensor, key: Key) -> Tensor:
     """A multiple of 2^-24 in [0, 1), fp32, for each int32 counter in ``index``."""
     return _shift_right(noise_bits(index, key), 8).float().mul_(2.0**-24)
 

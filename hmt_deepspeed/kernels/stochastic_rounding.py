@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.noise import counters, key_halves, noise_bits
+from hmt_deepspeed.kernels.noise import Key, counters, key_halves, noise_bits
 
 try:
     import triton
@@ -27,7 +27,7 @@ _BLOCK = 4096
 _CHUNK = 1 << 20
 
 
-def stochastic_round_reference(value: Tensor, out: Tensor, key: int, offset: int = 0) -> None:
+def stochastic_round_reference(value: Tensor, out: Tensor, key: Key, offset: int = 0) -> None:
     """Torch twin of the kernel; see :func:`stochastic_round`."""
     flat_value, flat_out = value.view(-1), out.view(-1)
     for begin in range(0, flat_value.numel(), _CHUNK):  # bounds the int32 temporaries

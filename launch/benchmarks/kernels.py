@@ -26,6 +26,7 @@ from hmt_deepspeed.kernels import (
     low_rank_update,
     moment_update,
 )
+from hmt_deepspeed.kernels.low_rank_factors import Factors, as_factors
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
 SUITE = "kernels"
@@ -81,21 +82,62 @@ def _updates(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Problem
     """Of bf16 weights, of fp32 weights, and of fp32 masters; U is fp32, as Adam returns it."""
     update = torch.randn(rows, rank, device=setting.device)
     projection = torch.randn(n, rank, device=setting.device).to(setting.torch_dtype) / n**0.5
-    fused, twin = low_rank_update.low_rank_update_, low_rank_update.low_rank_update_reference_
     plain = [(dtype, d, False) for dtype in ("bf16", "fp32") for d in (0.0, WEIGHT_DECAY)]
     for dtype, decay, copies in [*plain, ("fp32", WEIGHT_DECAY, True)]:
         weight = (0.02 * torch.randn(rows, n, device=setting.device)).to(DTYPES[dtype])
         copy = torch.empty_like(weight, dtype=torch.bfloat16) if copies else None
-        values = {"lr": LEARNING_RATE, "weight_decay": decay, "key": KEY, "copy": copy}
+        values = {"lr": LEARNING_RATE, "weight_decay": decay, "copy": copy}
+        values["scale"] = torch.ones(1, 2, device=setting.device)
+        values["keys"] = low_rank_update.new_keys(KEY, setting.device)
         moved = [weight, weight, update, projection] + ([] if copy is None else [copy])
         kind = "bf16 weight, stochastic rounding" if dtype == "bf16" else "fp32 weight"
         yield Problem(
             f"{rows}x{n}, r = {rank}, {kind}{', bf16 copy' if copies else ''}, decay {decay}",
             (weight, update, projection),
-            _contenders(fused, twin, _whole_update_, **values),
+            _contenders(_fused_update_, _twin_update_, _whole_update_, **values),
             partial(_update_error, decay),
             sum(tensor.nbytes for tensor in moved),
         )
+
+
+def _fused_update_(
+    weight: Tensor,
+    update: Tensor,
+    projection: Tensor,
+    lr: float,
+    weight_decay: float,
+    copy: Tensor | None,
+    scale: Tensor,
+    keys: Tensor,
+) -> None:
+    low_rank_update.low_rank_updates_(
+        [weight],
+        update[None],
+        [projection],
+        lr,
+        weight_decay,
+        rank=update.shape[1],
+        column_scale=scale,
+        keys=keys,
+        copies=None if copy is None else [copy],
+    )
+
+
+def _twin_update_(
+    weight: Tensor,
+    update: Tensor,
+    projection: Tensor,
+    lr: float,
+    weight_decay: float,
+    copy: Tensor | None,
+    scale: Tensor,
+    keys: Tensor,
+) -> None:
+    factors = Factors(update[None], [projection], update.shape[1], scale)
+    copies = None if copy is None else [copy]
+    low_rank_update.low_rank_updates_reference_(
+        [weight], factors, lr, weight_decay, keys, copies=copies
+    )
 
 
 def _whole_update_(
@@ -104,15 +146,15 @@ def _whole_update_(
     projection: Tensor,
     lr: float,
     weight_decay: float,
-    key: int,
     copy: Tensor | None,
+    **_: Tensor,
 ) -> None:
-    """The twin without its chunks, as fast as eager gets: on a GPU a kernel of its own rounds."""
-    left, right = low_rank_update.as_factors(update, projection)
+    """The twin without its chunks and scales, as fast as eager gets: on a GPU a kernel of its own rounds."""
+    left, right = as_factors(update, projection)
     value = weight.float()  # of an fp32 weight its own memory
     low_rank_update.add_product_(value, left, right.t(), lr, 1 - lr * weight_decay)
     if weight.dtype == torch.bfloat16:
-        stochastic_round(value, weight, key)
+        stochastic_round(value, weight, KEY)
     if copy is not None:
         copy.copy_(value)
 

@@ -5,9 +5,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import triton.language as tl
+from compiling import compiled
 
 from hmt_deepspeed.kernels import (
     dequant_matmul,
@@ -28,6 +27,7 @@ from hmt_deepspeed.kernels import (
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
 KEYED, STRIDES = "i64 i32 i32", "i64 i64 i64 i64"
 MOMENTS = f"{'*fp32 ' * 8} i32 i32 i32 {'fp32 ' * 5}"
+STACK = "i32 i32 i32 i32 i32 i64 i64 i64 i32"  # members, sizes, strides, offset
 STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
 TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
@@ -41,18 +41,25 @@ CASES = [
     *(
         (
             low_rank_update._low_rank_update_kernel,
-            f"*{weight} *{copy} *{factor} *{factor} i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
+            f"*i64 *fp32 *fp32 {'*i32' if weight == tl.int16 else 'none'} *fp32 fp32 {STACK}",
             {
-                "ROUND": weight == "i16",
-                "COPY": kind,
-                "WIDEN": factor == "fp32",
-                **low_rank_update._TILES[factor == "fp32"],
+                "LOAD_LR": True,
+                "LOAD_DECAY": False,
+                "WEIGHT": weight,
+                "COPY": copy,
+                "PROJECTION": factor,
+                "ALIGNED": True,
+                "TRANSPOSED": transposed,
+                "PRODUCT": factor,
+                "WIDEN": factor == tl.float32,
+                **low_rank_update._TILES[factor == tl.float32][75],
             },
         )
-        for weight, factor, copy, kind in (
-            ("i16", "bf16", "i16", "none"),
-            ("fp32", "bf16", "i16", "bf16"),
-            ("fp32", "fp32", "fp16", "fp16"),
+        for weight, factor, copy, transposed in (
+            (tl.int16, tl.bfloat16, None, False),
+            (tl.float32, tl.bfloat16, tl.int16, True),
+            (tl.float32, tl.float16, tl.float16, False),
+            (tl.float32, tl.float32, None, False),
         )
     ),
     *(
@@ -101,12 +108,17 @@ CASES = [
     ),
     (
         int8_low_rank_update._update_kernel,
-        f"*i8 *fp32 *bf16 *bf16 i32 i32 i32 {STRIDES} fp32 fp32 {KEYED}",
+        f"*i64 *fp32 *fp32 *i32 *fp32 fp32 {STACK}",
         {
-            "STOCHASTIC": True,
+            "LOAD_LR": True,
+            "LOAD_DECAY": False,
+            "PROJECTION": tl.bfloat16,
+            "ALIGNED": True,
+            "TRANSPOSED": False,
+            "PRODUCT": tl.bfloat16,
             "WIDEN": False,
             "BLOCK": int8_weight.BLOCK,
-            **int8_low_rank_update._TILES[False],
+            **int8_low_rank_update._TILES[False][75],
         },
     ),
     *(
@@ -154,36 +166,12 @@ CASES = [
 ]
 
 
-def compiled(kernel, types, constants, specialised):
-    """For Hopper; ``specialised``: of aligned pointers, sizes that 16 divides and inner strides of one, as a
-    launch with ordinary tensors compiles it."""
-    constants = dict(constants)
-    options = {"num_warps": constants.pop("num_warps", 4)}
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = dict(zip(names, types.split(), strict=True))
-    kept = {"offset", "key_low", "key_high"}  # never specialised
-    attributes = {}
-    for name, kind in signature.items() if specialised else ():
-        if name.endswith("_column"):
-            constants[name] = 1
-        elif name not in kept and (kind.startswith("*") or kind in ("i32", "i64")):
-            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        kernel,
-        {name: signature[name] for name in kernel.arg_names},
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attributes,
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
 @pytest.mark.parametrize(("kernel", "types", "constants"), CASES)
 def test_compiles_for_hopper(kernel, types, constants):
     """As ordinary tensors launch it; a kernel's first variant also for strides and pointers of any kind."""
     first = next(case for case in CASES if case[0] is kernel)
     for specialised in (True, False) if first == (kernel, types, constants) else (True,):
-        made = compiled(kernel, types, constants, specialised)
+        made = compiled(kernel, types, constants, specialised=specialised)
         assert made.asm["cubin"]
         assert made.metadata.shared <= 99 * 1024  # what a block may use on consumer cards
 
@@ -201,7 +189,7 @@ def test_a_row_is_read_by_all_warps_before_one_writes_it():
                 "BLOCK_ROWS": 1024 // columns,
                 "BLOCK_COLUMNS": columns,
             }
-            ptx = compiled(kernel, MOMENTS, constants, False).asm["ptx"]
+            ptx = compiled(kernel, MOMENTS, constants, specialised=False).asm["ptx"]
             lines = [line for line in ptx.splitlines() if ".global" in line or "bar.sync" in line]
             kinds = "".join("b" if "bar.sync" in x else "l" if "ld." in x else "s" for x in lines)
             assert kinds.replace("l", "").replace("ss", "s").count("bs") >= barriers, kinds

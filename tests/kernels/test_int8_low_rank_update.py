@@ -1,16 +1,19 @@
 """Low-rank updates of INT8 weights: one step, the drift of many, the kernel against its twin."""
 
+from functools import partial
+
 import pytest
 import torch
-from interpreted import assert_as_accurate, run_interpreted, strided
+from interpreted import assert_as_accurate, run_interpreted
 
-from hmt_deepspeed.kernels import chunks, int8_low_rank_update
+from hmt_deepspeed.kernels import chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import (
-    int8_low_rank_update_,
-    int8_low_rank_update_reference_,
+    int8_low_rank_updates_,
+    int8_low_rank_updates_triton_,
 )
 from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_weight
-from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
+from hmt_deepspeed.kernels.low_rank_factors import Factors
+from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_, new_keys
 
 SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (16, 256, 16), (5, 600, 7)]
 
@@ -30,14 +33,52 @@ def exact_inputs(rows, n, width):
     return codes, scales, (4 * update).round() / 64, (4 * projection).round()
 
 
+def stack(update, projection, key):
+    """Arguments of a stack of one matrix."""
+    return {
+        "update": update[None],
+        "projections": [projection],
+        "rank": update.shape[1],
+        "column_scale": torch.ones(1, 2, device=update.device),
+        "keys": new_keys(key, update.device),
+    }
+
+
+def int8_update_(codes, scales, update, projection, lr, weight_decay, key, offset=0):
+    given = stack(update, projection, key)
+    int8_low_rank_updates_(
+        [codes], [scales], **given, lr=lr, weight_decay=weight_decay, offset=offset
+    )
+
+
+def exact_update_(weight, update, projection, lr, weight_decay):
+    low_rank_updates_([weight], **stack(update, projection, None), lr=lr, weight_decay=weight_decay)
+
+
+def kernel(codes, scales, update, projection, lr, weight_decay, key, offset=0):
+    given = stack(update, projection, key)
+    keys = given.pop("keys")
+    int8_low_rank_updates_triton_(
+        [codes], [scales], Factors(**given), lr, weight_decay, keys, offset
+    )
+
+
+def padded(tensor):
+    """The same values in rows that are further apart."""
+    rows, columns = tensor.shape
+    buffer = torch.full((rows, columns + 3), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    buffer[:, 1 : columns + 1] = tensor
+    return buffer[:, 1 : columns + 1]
+
+
 @pytest.mark.parametrize(("key", "bound"), [(None, 0.5), (5, 1.0)])
 @pytest.mark.parametrize(("rows", "n", "width"), SHAPES)
 def test_one_step(rows, n, width, key, bound):
     weight, update, projection = inputs(rows, n, width)
     codes, scales = encode_weight(weight, 1)
     expected = decode_weight(codes, scales, torch.float32)
-    low_rank_update_(expected, update, projection, 0.3, 0.1)
-    int8_low_rank_update_(codes, scales, strided(update), strided(projection), 0.3, 0.1, key)
+    exact_update_(expected, update, projection, 0.3, 0.1)
+    int8_update_(codes, scales, padded(update), padded(projection), 0.3, 0.1, key)
     out = decode_weight(codes, scales, torch.float32)
     step = scales.repeat_interleave(256, dim=1)[:, :n]
     # The codes' bound, and the rounding of sums of width + 1 terms below 16.
@@ -53,12 +94,12 @@ def test_internal_chunks_and_held_rows_do_not_matter(chunk, monkeypatch):
     expected = encode_weight(value, 7, offset)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
     halves = codes.clone(), scales.clone()
-    int8_low_rank_update_(codes, scales, update, projection, 0.125, 0.5, 7, offset)
+    int8_update_(codes, scales, update, projection, 0.125, 0.5, 7, offset)
     assert torch.equal(codes, expected[0])
     assert torch.equal(scales, expected[1])
     for rows in (slice(0, 20), slice(20, 65)):
         parts = halves[0][rows], halves[1][rows], update[rows]
-        int8_low_rank_update_(*parts, projection, 0.125, 0.5, 7, offset + rows.start * 130)
+        int8_update_(*parts, projection, 0.125, 0.5, 7, offset + rows.start * 130)
     assert torch.equal(halves[0], expected[0])
     assert torch.equal(halves[1], expected[1])
 
@@ -76,10 +117,10 @@ def drift(key_of_step, steps=500):
     for step in range(steps):
         now = update + torch.randn(update.shape, generator=generator)
         before = exact.clone()
-        low_rank_update_(exact, now, projection, 4e-4, 0.1)
+        exact_update_(exact, now, projection, 4e-4, 0.1)
         path += (exact - before).abs()
         key = key_of_step(step)
-        int8_low_rank_update_(codes, scales, now, projection, 4e-4, 0.1, key)
+        int8_update_(codes, scales, now, projection, 4e-4, 0.1, key)
     largest = path.view(32, 2, 256).amax(dim=2).repeat_interleave(256, dim=1)
     step = scales.repeat_interleave(256, dim=1)
     deviation = (step.square() / 4 + step * (path + largest)).sqrt()
@@ -102,55 +143,108 @@ def test_drift_follows_fp32_with_stochastic_rounding_only():
     assert abs(slope(moved, target)) < 0.5
 
 
+def members(transposed):
+    """Four encoded weights and all that their step takes; the second takes none. Exact as `exact_inputs` are."""
+    generator = torch.Generator().manual_seed(2)
+    rows, n, width = 37, 300, 21
+
+    def whole(*shape):
+        return (4 * torch.randn(shape, generator=generator)).round()
+
+    codes, scales = zip(*(exact_inputs(rows, n, 1)[:2] for _ in range(4)), strict=True)
+    update = whole(4, n if transposed else rows, width) / 64
+    update[1, 0, 0] = float("nan")
+    return (
+        list(codes),
+        list(scales),
+        {
+            "update": update,
+            "projections": whole(4, rows if transposed else n, width),
+            "rank": 9,
+            "column_scale": torch.tensor([[0.5, 2.0], [0.0, 1.0], [1.0, 1.0], [2.0, 0.0]]),
+            "keys": torch.randint(-(2**31), 2**31, (4, 2), generator=generator).int(),
+            "transposed": transposed,
+        },
+    )
+
+
+def check_stack(codes, scales, given, run):
+    after = [code.clone() for code in codes], [scale.clone() for scale in scales]
+    run(*after, given)
+    for b, (code, scale) in enumerate(zip(codes, scales, strict=True)):
+        if b != 1:
+            factor = given["column_scale"][b, 1].repeat(given["update"].shape[2])
+            factor[: given["rank"]] = given["column_scale"][b, 0]
+            product = (given["update"][b] * factor) @ given["projections"][b].t()
+            product = product.t() if given["transposed"] else product
+            value = 0.9375 * decode_weight(code, scale, torch.float32) - 0.125 * product
+            code, scale = encode_weight(value.contiguous(), tuple(given["keys"][b].tolist()), 5)
+        assert torch.equal(after[0][b], code)
+        assert torch.equal(after[1][b], scale)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stack(transposed):
+    def run(codes, scales, given):
+        int8_low_rank_updates_(codes, scales, **given, lr=0.125, weight_decay=0.5, offset=5)
+
+    check_stack(*members(transposed), run)
+
+
 def test_refuses():
     def arguments(**change):
         codes, scales = encode_weight(torch.ones(4, 6), None)
-        usual = {"codes": codes, "scales": scales, "key": 0}
-        return usual | {"update": torch.ones(4, 2), "projection": torch.ones(6, 2)} | change
+        usual = {"codes": [codes], "scales": [scales], "keys": None, "rank": 1}
+        usual |= {"update": torch.ones(1, 4, 2), "projections": torch.ones(1, 6, 2)}
+        return usual | {"column_scale": torch.ones(1, 2)} | change
 
-    int8_low_rank_update_(**arguments(), lr=0.1, weight_decay=0)
+    int8_low_rank_updates_(**arguments(), lr=0.1, weight_decay=0)
     for change in (
-        {"codes": torch.zeros(4, 6)},
-        {"codes": torch.zeros(6, 4).char().t()},
-        {"scales": torch.zeros(4, 2)},
-        {"update": torch.ones(3, 2)},
-        {"update": torch.ones(4, 2).double()},
-        {"projection": torch.ones(5, 2)},
-        {"projection": torch.ones(6, 2).int()},
+        {"codes": []},
+        {"codes": [torch.zeros(4, 6)]},
+        {"codes": [torch.zeros(6, 4).char().t()]},
+        {"scales": [torch.zeros(4, 2)]},
+        {"scales": []},
+        {"keys": torch.ones(1, 2)},
+        {"update": torch.ones(1, 3, 2)},
+        {"update": torch.ones(1, 4, 2).double()},
+        {"projections": torch.ones(1, 5, 2)},
+        {"projections": torch.ones(1, 6, 2).int()},
     ):
         with pytest.raises(ValueError):
-            int8_low_rank_update_(**arguments(**change), lr=0.1, weight_decay=0)
+            int8_low_rank_updates_(**arguments(**change), lr=0.1, weight_decay=0)
 
 
 def check_kernel(device="cpu"):
-    kernel = int8_low_rank_update.int8_low_rank_update_triton_
     for rows, n, width in SHAPES:
         codes, scales, update, projection = exact_inputs(rows, n, width)
         for key, offset in ((None, 0), (1, 1), ((1 << 63) - 5, (1 << 33) + 3), (7, (1 << 31) - 9)):
             on_device = projection.to(device)
-            for columns in (on_device, strided(on_device), on_device.bfloat16()):
+            for columns in (on_device, padded(on_device), on_device.bfloat16()):
                 first = codes.clone(), scales.clone()
                 second = codes.to(device, copy=True), scales.to(device, copy=True)
                 # The twin rounds a bf16 product, the kernel does not: bf16 holds these factors exactly.
                 exact = columns.cpu().float()
-                int8_low_rank_update_reference_(*first, update, exact, 0.125, 0.5, key, offset)
-                kernel(
-                    *second,
-                    strided(update.to(device)),
-                    columns,
-                    0.125,
-                    0.5,
-                    key,
-                    offset,
-                )
+                int8_update_(*first, update, exact, 0.125, 0.5, key, offset)
+                kernel(*second, padded(update.to(device)), columns, 0.125, 0.5, key, offset)
                 assert torch.equal(second[0].cpu(), first[0]), (rows, n, width, key, offset)
                 assert torch.equal(second[1].cpu(), first[1]), (rows, n, width, key, offset)
-        check_scales(kernel, rows, n, width, device)
+        check_scales(rows, n, width, device)
+    for transposed in (False, True):
+        check_stack(*members(transposed), partial(run_kernel, device))
     empty = torch.zeros(0, 5, device=device)
     kernel(empty.char(), empty[:, :1], empty[:, :2], empty.new_ones(5, 2), 0.1, 0.0, 1)
 
 
-def check_scales(kernel, rows, n, width, device):
+def run_kernel(device, codes, scales, given):
+    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    keys, lr = given.pop("keys"), torch.tensor(0.125, device=device)
+    on_device = [[tensor.to(device) for tensor in tensors] for tensors in (codes, scales)]
+    int8_low_rank_updates_triton_(*on_device, Factors(**given), lr, 0.5, keys, 5)
+    codes[:], scales[:] = ([tensor.cpu() for tensor in tensors] for tensors in on_device)
+
+
+def check_scales(rows, n, width, device):
     """Scales are an fp32 result of the update: as accurate as the twin's against float64."""
     weight, update, projection = inputs(rows, n, width, seed=3)
     codes, scales = encode_weight(weight, 1)
@@ -163,7 +257,7 @@ def check_scales(kernel, rows, n, width, device):
     )
     first = codes.clone(), scales.clone()
     second = codes.to(device, copy=True), scales.to(device, copy=True)
-    int8_low_rank_update_reference_(*first, update, projection, 0.3, 0.1, 1)
+    int8_update_(*first, update, projection, 0.3, 0.1, 1)
     kernel(*second, update.to(device), projection.to(device), 0.3, 0.1, 1)
     assert_as_accurate(second[1].cpu(), first[1], exact, terms)
     # A sum that differs in its last bit may round to the other neighbour, one in 10^4.

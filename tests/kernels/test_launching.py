@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import hmt_deepspeed.kernels as kernels
-from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.launching import device_table, on_its_device, tile_for
 from hmt_deepspeed.kernels.noise import key_halves
 
 FILES = sorted(Path(kernels.__file__).parent.glob("*.py"))
@@ -66,3 +66,36 @@ def test_a_new_key_compiles_no_kernel_anew():
     halves = [half for key in range(-500, 500) for half in key_halves(key * 0x1234567)]
     assert -(2**31) <= min(halves) < 0 < max(halves) < 2**31
     assert len(set(halves)) == len(halves)
+
+
+def test_the_device_of_a_sequence(monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or nullcontext()
+    )
+    on_its_device(lambda tensors, number: None)([torch.zeros(1).as_subclass(OnCuda)] * 2, 3)
+    assert entered == [torch.device("cuda", 1)]
+
+
+def test_the_tile_of_the_nearest_older_architecture():
+    tiles = {80: "ampere", 90: "hopper"}
+    assert [tile_for(tiles, c) for c in (75, 80, 89, 90, 120)] == ["ampere"] * 3 + ["hopper"] * 2
+
+
+def test_addresses_are_uploaded_once_until_one_changes(monkeypatch):
+    uploads = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: uploads.append(t.tolist()) or t)
+    moved = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda t, device, non_blocking: (t, device, non_blocking)
+    )
+    device_table.cache_clear()
+    device = torch.device("cuda", 0)
+    first = device_table((1 << 40, 3), device)
+    assert first[1:] == (device, True)  # pinned, so the host does not wait
+    assert device_table((1 << 40, 3), device) is first
+    device_table((1 << 40, 4), device)
+    assert uploads == [[1 << 40, 3], [1 << 40, 4]]
+    device_table.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    assert device_table((5, 6), torch.device("cpu")).tolist() == [5, 6]

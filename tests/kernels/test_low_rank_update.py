@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from interpreted import assert_as_accurate, run_interpreted, strided
+from interpreted import assert_as_accurate, run_interpreted
 
 from hmt_deepspeed.kernels import chunks, low_rank_update
-from hmt_deepspeed.kernels.low_rank_update import low_rank_update_, low_rank_update_reference_
+from hmt_deepspeed.kernels.low_rank_factors import Factors, low_rank_product
+from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
+from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 
 SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (64, 64, 32), (5, 70, 100), (130, 3, 7)]
@@ -34,13 +36,41 @@ def magnitude(update, projection, lr):
     return lr * (update.double().abs() @ projection.double().abs().t())
 
 
+def stack(weight, update, projection, key=None, copy=None, rank=None, scale=(1.0, 1.0)):
+    """Arguments of a stack of one matrix."""
+    return {
+        "weights": [weight],
+        "update": update[None],
+        "projections": [projection],
+        "rank": update.shape[-1] if rank is None else rank,
+        "column_scale": torch.tensor([scale], device=weight.device),
+        "keys": None
+        if key is None
+        else torch.tensor([key_halves(key)], dtype=torch.int32).to(weight.device),
+        "copies": None if copy is None else [copy],
+    }
+
+
+def update_(weight, update, projection, lr, weight_decay, key=None, offset=0, copy=None):
+    arguments = stack(weight, update, projection, key, copy)
+    low_rank_updates_(**arguments, lr=lr, weight_decay=weight_decay, offset=offset)
+
+
+def padded(tensor):
+    """The same values in rows that are further apart."""
+    rows, columns = tensor.shape
+    buffer = torch.full((rows, columns + 3), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    buffer[:, 1 : columns + 1] = tensor
+    return buffer[:, 1 : columns + 1]
+
+
 @pytest.mark.parametrize(("rows", "n", "width"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_formula(rows, n, width, dtype):
     weight, update, projection = inputs(rows, n, width)
     projection = projection.to(dtype)
     expected = formula(weight, update, projection, 0.3, 0.1)
-    low_rank_update_(weight, strided(update), strided(projection), 0.3, 0.1)
+    update_(weight, padded(update), padded(projection), 0.3, 0.1)
     # Each of the width + 1 terms is below 16 and rounded a few times.
     assert (weight - expected).abs().max() < 16 * (width + 3) * 2.0**-23
 
@@ -56,12 +86,12 @@ def test_beside_a_bf16_factor_the_other_is_rounded(rows, n, width, swapped):
     exact = formula(weight, update, projection, 0.3, 0.1)
     terms = magnitude(update, projection, 0.3)
     rounded = formula(weight, update.bfloat16(), projection.bfloat16(), 0.3, 0.1)
-    low_rank_update_(weight, update, projection, 0.3, 0.1)
+    update_(weight, update, projection, 0.3, 0.1)
     summed = 16 * (width + 3) * 2.0**-23
     # bf16 rounds by at most 2^-8 of a value: the factor, then the twin's product.
     assert ((weight - exact).abs() < 2.01 * 2.0**-8 * terms + summed).all()
     assert ((weight - rounded).abs() < 1.01 * 2.0**-8 * terms + summed).all()
-    product = low_rank_update.low_rank_product(update, projection)
+    product = low_rank_product(update, projection)
     assert product.dtype == torch.bfloat16
 
 
@@ -70,7 +100,7 @@ def test_a_bf16_product_leaves_small_weights_their_digits():
     weight = torch.logspace(-6, 6, 300).view(3, 100)
     before = weight.double()
     update, projection = torch.ones(3, 1), torch.ones(100, 1).bfloat16()
-    low_rank_update_(weight, update, projection, 1e-3, 0.0)
+    update_(weight, update, projection, 1e-3, 0.0)
     assert torch.allclose(weight.double(), before - 1e-3, rtol=2.0**-23, atol=2.0**-33)
 
 
@@ -80,8 +110,8 @@ def test_copy_is_the_rounded_weight(dtype, chunk, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
     weight, update, projection = inputs(65, 130, 33)
     twin, copy = weight.clone(), torch.empty_like(weight, dtype=dtype)
-    low_rank_update_(weight, update, projection, 0.3, 0.1, copy=copy)
-    low_rank_update_(twin, update, projection, 0.3, 0.1)
+    update_(weight, update, projection, 0.3, 0.1, copy=copy)
+    update_(twin, update, projection, 0.3, 0.1)
     assert torch.equal(weight, twin)
     assert torch.equal(copy, weight.to(dtype))
 
@@ -95,95 +125,268 @@ def test_noise_is_that_of_the_element(chunk, offset, monkeypatch):
     expected = torch.empty_like(weight)
     stochastic_round(value, expected, 77, offset)
     halves = weight.clone()
-    low_rank_update_(weight, update, projection, 0.125, 0.5, 77, offset)
+    update_(weight, update, projection, 0.125, 0.5, 77, offset)
     assert torch.equal(weight, expected)
     for rows in (slice(0, 20), slice(20, 65)):
         start = offset + rows.start * 130
-        low_rank_update_(halves[rows], update[rows], projection, 0.125, 0.5, 77, start)
+        update_(halves[rows], update[rows], projection, 0.125, 0.5, 77, start)
     assert torch.equal(halves, expected)
+
+
+def members(dtype, transposed, projection_dtype, copies, shared):
+    """A stack of four matrices of odd sizes with all that a step takes; the second takes none."""
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    rows, n, width = 67, 133, 37
+    update = normal(4, n if transposed else rows, width)
+    projections = [normal(rows if transposed else n, width).to(projection_dtype) for _ in range(4)]
+    if shared:
+        projections[2] = projections[0]
+    update[1, 3, 5] = float("nan")
+    return {
+        "weights": [normal(rows, n).to(dtype) for _ in range(4)],
+        "update": update.to(projection_dtype) if projection_dtype == torch.float16 else update,
+        "projections": torch.stack(projections) if not shared else projections,
+        "rank": 21,
+        "column_scale": torch.tensor([[0.5, 2.0], [0.0, 1.0], [1.0, 1.0], [1.25, 0.0]]),
+        "keys": torch.randint(-(2**31), 2**31, (4, 2), generator=generator).int(),
+        "copies": None
+        if copies is None
+        else [torch.full((rows, n), 7.0).to(copies) for _ in range(4)],
+        "transposed": transposed,
+    }
+
+
+MODES = [
+    (weight, transposed, projection, copies, shared)
+    for transposed, shared in ((False, False), (True, True))
+    for projection in (torch.float32, torch.bfloat16, torch.float16)
+    for weight, copies in (
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, None),
+    )
+]
+
+
+def scaled_formula(given, b, lr, decay):
+    """One matrix of the stack in float64, and the magnitude of its terms."""
+    scale = torch.full((given["update"].shape[2],), given["column_scale"][b, 1].item()).double()
+    scale[: given["rank"]] = given["column_scale"][b, 0].item()
+    update, projection = given["update"][b].double() * scale, given["projections"][b].double()
+    if given["transposed"]:
+        update, projection = projection, update
+    exact = formula(given["weights"][b], update, projection, lr, decay)
+    return exact, magnitude(update, projection, lr) + given["weights"][b].double().abs()
+
+
+def cloned(given, device="cpu"):
+    def place(value):
+        if isinstance(value, list):
+            placed = {id(tensor): tensor.to(device, copy=True) for tensor in value}
+            return [placed[id(tensor)] for tensor in value]
+        return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+    return {name: place(value) for name, value in given.items()}
+
+
+def check_stack(mode, given, after, lr, decay):
+    weight, _, projection, copies, _ = mode
+    # fp32 sums of 38 terms; beside a 16-bit factor the other is rounded, and bf16's product on a CPU.
+    unit = {torch.float32: 0.0, torch.bfloat16: 2.01 * 2.0**-8, torch.float16: 2.0**-11}[projection]
+    unit += 40 * 2.0**-24 + (
+        2.0**-7 if weight == torch.bfloat16 else 0
+    )  # bf16: to either neighbour
+    for b in (0, 2, 3):
+        exact, terms = scaled_formula(given, b, lr, decay)
+        assert ((after["weights"][b].double() - exact).abs() <= unit * terms).all(), (mode, b)
+        if copies is not None:
+            assert torch.equal(after["copies"][b], after["weights"][b].to(copies)), (mode, b)
+    for name in ("weights", "copies") if copies is not None else ("weights",):
+        assert torch.equal(after[name][1], given[name][1]), (
+            mode,
+            name,
+        )  # neither decay nor rounding
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stack(mode):
+    given = members(*mode)
+    after = cloned(given)
+    low_rank_updates_(**after, lr=0.125, weight_decay=0.5, offset=11)
+    check_stack(mode, given, after, 0.125, 0.5)
+    assert torch.equal(after["update"].nan_to_num(), given["update"].nan_to_num())
+    again = cloned(given)
+    numbers = {"lr": torch.tensor(0.125), "weight_decay": torch.tensor(0.5)}
+    low_rank_updates_(**again, **numbers, offset=11)
+    assert all(map(torch.equal, again["weights"], after["weights"]))
+
+
+def test_a_matrix_of_a_stack_moves_as_it_does_alone():
+    given = members(torch.bfloat16, False, torch.bfloat16, None, False)
+    after = cloned(given)
+    low_rank_updates_(**after, lr=0.125, weight_decay=0.5)
+    for b in (0, 2, 3):
+        alone = cloned(given)
+        arguments = {
+            name: alone[name][b : b + 1]
+            for name in alone
+            if name in ("weights", "update", "projections", "column_scale", "keys")
+        }
+        low_rank_updates_(**arguments, rank=given["rank"], lr=0.125, weight_decay=0.5)
+        assert torch.equal(alone["weights"][b], after["weights"][b])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"weight": torch.ones(4, 6).half()},
-        {"weight": torch.ones(4, 6).bfloat16()},  # no key
-        {"weight": torch.ones(6, 4).t()},
-        {"weight": torch.ones(24)},
-        {"update": torch.ones(3, 2)},
-        {"update": torch.ones(4, 2).double()},
-        {"projection": torch.ones(6, 3)},
-        {"projection": torch.ones(5, 2)},
-        {"projection": torch.ones(6, 2).int()},
-        {"projection": torch.ones(12)},
-        {"copy": torch.ones(4, 6)},
-        {"copy": torch.ones(6, 4).half()},
-        {"copy": torch.ones(6, 4).half().t()},
-        {"weight": torch.ones(4, 6).bfloat16(), "key": 1, "copy": torch.ones(4, 6).half()},
+        {"weights": []},
+        {"weights": [torch.ones(4, 6).half()] * 2},
+        {"weights": [torch.ones(4, 6).bfloat16()] * 2},  # no keys
+        {"weights": [torch.ones(4, 6), torch.ones(4, 6).bfloat16()]},
+        {"weights": [torch.ones(4, 6), torch.ones(6, 4).t()]},
+        {"weights": [torch.ones(4, 6)] * 3},
+        {"weights": [torch.ones(24)] * 2},
+        {"update": torch.ones(2, 3, 2)},
+        {"update": torch.ones(1, 4, 2)},
+        {"update": torch.ones(4, 2)},
+        {"update": torch.ones(2, 4, 2).double()},
+        {"update": torch.ones(2, 2, 4).mT},
+        {"projections": [torch.ones(6, 3)] * 2},
+        {"projections": [torch.ones(6, 2)]},
+        {"projections": [torch.ones(6, 2), torch.ones(6, 2).half()]},
+        {"projections": [torch.ones(6, 2), torch.ones(6, 4)[:, :2]]},
+        {"projections": torch.ones(2, 5, 2)},
+        {"projections": torch.ones(2, 6, 2).int()},
+        {"projections": torch.ones(2, 2, 6).mT},
+        {"copies": [torch.ones(4, 6)] * 2},
+        {"copies": [torch.ones(4, 6).half()]},
+        {"copies": [torch.ones(6, 4).half()] * 2},
+        {"copies": [torch.ones(6, 4).half().t()] * 2},
+        {"rank": 3},
+        {"column_scale": torch.ones(2)},
+        {"column_scale": torch.ones(2, 2).double()},
+        {"column_scale": torch.ones(2, 2).t()},
+        {"transposed": True},
+        {"weights": [torch.ones(4, 6).bfloat16()] * 2, "keys": torch.ones(2, 2)},
+        {"weights": [torch.ones(4, 6).bfloat16()] * 2, "keys": torch.ones(1, 2).int()},
     ],
 )
 def test_refuses(change):
     arguments = {
-        "weight": torch.ones(4, 6),
-        "update": torch.ones(4, 2),
-        "projection": torch.ones(6, 2),
+        "weights": [torch.ones(4, 6), torch.ones(4, 6)],
+        "update": torch.ones(2, 4, 2),
+        "projections": [torch.ones(6, 2)] * 2,
+        "rank": 1,
+        "column_scale": torch.ones(2, 2),
+        "keys": None,
     }
-    low_rank_update_(**arguments, lr=0.1, weight_decay=0)
+    low_rank_updates_(**arguments, lr=0.1, weight_decay=0)
     with pytest.raises(ValueError):
-        low_rank_update_(**(arguments | change), lr=0.1, weight_decay=0)
+        low_rank_updates_(**(arguments | change), lr=0.1, weight_decay=0)
+
+
+def kernel(
+    weights,
+    update,
+    projections,
+    lr,
+    weight_decay,
+    *,
+    rank,
+    column_scale,
+    keys,
+    transposed=False,
+    **rest,
+):
+    factors = Factors(update, projections, rank, column_scale, transposed)
+    factors.check(weights[0].shape, len(weights))
+    low_rank_update.low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, **rest)
 
 
 def check_kernel(device="cpu"):
-    kernel = low_rank_update.low_rank_update_triton_
     for rows, n, width in SHAPES:
         weight, update, projection = inputs(rows, n, width, seed=rows)
-        on_device = projection.to(device)
-        for columns in (on_device, strided(on_device)):
-            expected = formula(weight, update, columns.cpu(), 0.3, 0.1)
+        for columns in (projection, padded(projection)):
+            expected = formula(weight, update, columns, 0.3, 0.1)
             first, second = weight.clone(), weight.to(device, copy=True)
-            low_rank_update_reference_(first, update, columns.cpu(), 0.3, 0.1)
-            kernel(second, strided(update.to(device)), columns, 0.3, 0.1)
-            terms = formula(-weight.abs(), update.abs(), columns.cpu().abs(), 0.3, 0.1).abs()
+            update_(first, update, columns, 0.3, 0.1)
+            given = stack(second, padded(update.to(device)), columns.to(device))
+            kernel(**given, lr=0.3, weight_decay=0.1)
+            terms = formula(-weight.abs(), update.abs(), columns.abs(), 0.3, 0.1).abs()
             assert_as_accurate(second.cpu(), first, expected, terms)
 
-        left, right = update.bfloat16(), projection.bfloat16()
-        expected = formula(weight, left, right, 0.3, 0.1)
-        terms = formula(-weight.abs(), left.abs(), right.abs(), 0.3, 0.1).abs()
         for dtype in (torch.bfloat16, torch.float16):
+            left, right = update.to(dtype), projection.to(dtype)
+            expected = formula(weight, left, right, 0.3, 0.1)
+            terms = formula(-weight.abs(), left.abs(), right.abs(), 0.3, 0.1).abs()
             first, second = weight.clone(), weight.to(device, copy=True)
             copy = torch.empty_like(second, dtype=dtype)
-            low_rank_update_reference_(first, left.float(), right.float(), 0.3, 0.1)
-            kernel(second, update.to(device), right.to(device), 0.3, 0.1, copy=copy)
-            # Products of bf16 are exact in fp32: as accurate as fp32 factors of these values.
+            update_(first, left.float(), right.float(), 0.3, 0.1)
+            kernel(
+                **stack(second, update.to(device), right.to(device), copy=copy),
+                lr=0.3,
+                weight_decay=0.1,
+            )
+            # Products of 16-bit numbers are exact in fp32: as accurate as fp32 factors of these values.
             assert_as_accurate(second.cpu(), first, expected, terms)
             assert torch.equal(copy, second.to(dtype))
 
         weight, update, projection = exact_inputs(rows, n, width)
         for offset, key in zip(OFFSETS, (0, 1, (1 << 63) - 5, 0xFFFFFFFF, 1 << 62), strict=True):
             first, second = weight.clone(), weight.to(device, copy=True)
-            low_rank_update_reference_(first, update, projection, 0.125, 0.5, key, offset)
-            kernel(second, update.to(device), projection.to(device), 0.125, 0.5, key, offset)
+            update_(first, update, projection, 0.125, 0.5, key, offset)
+            given = stack(second, update.to(device), projection.to(device), key)
+            kernel(**given, lr=0.125, weight_decay=0.5, offset=offset)
             assert torch.equal(first, second.cpu()), (rows, n, width, key, offset)
-    weight = torch.full((2, 3), float("nan"), device=device).bfloat16()
-    kernel(weight, weight.float()[:, :0], weight.float().t()[:, :0], 0.1, 0.0, 1)
-    assert weight.isnan().all()
-    weight, copy = torch.full((2, 3), float("nan"), device=device), torch.zeros(2, 3, device=device)
-    copy = copy.bfloat16()
+
+
+def check_kernel_modes(device="cpu"):
+    for mode in MODES:
+        given = members(*mode)
+        after = cloned(given, device)
+        lr, decay = torch.tensor(0.125, device=device), torch.tensor(0.5, device=device)
+        kernel(**after, lr=lr, weight_decay=0.5, offset=11)
+        check_stack(mode, given, cloned(after), 0.125, 0.5)
+    again = cloned(given, device)
+    kernel(**again, lr=0.125, weight_decay=decay, offset=11)
+    assert all(map(torch.equal, again["weights"], after["weights"]))
+
+
+def check_kernel_edges(device="cpu"):
+    def given(weight, copy=None):
+        update, projection = weight.float()[:, :0], weight.float().t()[:, :0]
+        return stack(weight, update, projection, key=1, copy=copy)
+
+    weight = torch.full((2, 3), float("nan"), device=device)
+    copy = torch.zeros(2, 3, device=device).bfloat16()
     assert copy._version == weight._version == 0
-    kernel(weight, weight[:, :0], weight.t()[:, :0], 0.1, 0.0, copy=copy)
+    kernel(**given(weight, copy), lr=0.1, weight_decay=0.0)
     assert copy.isnan().all()
     # A graph that saved what is overwritten fails in its backward, as it does with torch's operations.
     assert copy._version == weight._version == 1
     weight = weight.bfloat16()
-    kernel(weight[:0], weight.float()[:0], torch.ones(3, 3, device=device), 0.1, 0.0, 1)
+    kernel(**given(weight), lr=0.1, weight_decay=0.0)
+    assert weight.isnan().all()
+    kernel(
+        **stack(weight[:0], weight.float()[:0], torch.ones(3, 3, device=device), 1),
+        lr=0.1,
+        weight_decay=0.0,
+    )
 
 
-def test_kernel():
+@pytest.mark.parametrize("check", ["check_kernel", "check_kernel_modes", "check_kernel_edges"])
+def test_kernel(check):
     pytest.importorskip("triton")
-    run_interpreted(__file__, "check_kernel")
+    run_interpreted(__file__, check)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_kernel_on_gpu():
-    check_kernel("cuda")
+@pytest.mark.parametrize("check", [check_kernel, check_kernel_modes, check_kernel_edges])
+def test_kernel_on_gpu(check):
+    check("cuda")

@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_update import low_rank_product
+from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.rules.apply import apply_whole_

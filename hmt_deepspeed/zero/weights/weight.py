@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_update import low_rank_product, low_rank_update_
+from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
+from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_

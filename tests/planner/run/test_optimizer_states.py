@@ -11,7 +11,7 @@ from problems import ADAMW, linear_shapes
 from real_models import config, fresh, run
 
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.kernels.low_rank_update import low_rank_product
+from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
 from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.build import build_matrix
