@@ -31,14 +31,15 @@ class InputGroup:
 
     Attributes:
         linears: members in the order of their first call.
-        columns: n x sum of widths, the members' projections side by side; or a part of their rows,
-            which ``gather`` makes whole for the time of one product; None where a member makes its own.
+        columns: n x sum of widths, the members' projections side by side; None where a member makes its own. With
+            ``gather`` a part of their rows, as are those that members make.
+        gather: gives the whole columns of a group, whose last rows may be padding, for the time of one product.
     """
 
     def __init__(self, linear: ProjectedLinear) -> None:
         self.linears = [linear]
         self.columns: Tensor | None = None
-        self.gather: Callable[[Tensor], Tensor] | None = None
+        self.gather: Callable[[InputGroup], Tensor] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -48,11 +49,16 @@ class InputGroup:
         self._product: Tensor | None = None
         self._served: set[int] = set()
 
-    def join(self, linears: Sequence[ProjectedLinear]) -> Tensor:
-        """Columns of active linears side by side, those of a shared projection once; sets their spans."""
+    @property
+    def active(self) -> list[ProjectedLinear]:
+        """Members with a projected backward in this accumulation window."""
+        return [linear for linear in self.linears if linear.active]
+
+    def join(self) -> Tensor:
+        """Columns of the active members side by side, those of a shared projection once; sets their spans."""
         parts: list[Tensor] = []
         begin = 0
-        for linear in linears:
+        for linear in self.active:
             columns = linear.columns()
             if parts and columns is parts[-1]:
                 linear.span = (begin - columns.shape[1], begin)
@@ -72,16 +78,17 @@ class InputGroup:
         begin, end = linear.span
         part = self._product[:, begin:end]
         self._served.add(id(linear))
-        if len(self._served) == sum(s.active for s in self.linears):
+        if len(self._served) == len(self.active):
             self.forget()
         return part
 
     def _compute(self, x: Tensor) -> Tensor:
         columns = self.columns
-        if columns is None:
-            columns = self.join([s for s in self.linears if s.active])
-        elif self.gather is not None:
-            columns = self.gather(columns)[: x.shape[-1]]
+        if self.gather is not None:
+            with _disable_current_modes():  # a backend would see what is gathered beside it
+                columns = self.gather(self)[: x.shape[-1]]
+        elif columns is None:
+            columns = self.join()
         flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
         with computing_projection():
             return flat @ columns
@@ -139,14 +146,13 @@ class ProjectedLinear:
 class SharedInputs:
     """Discovers which linears read the same input and lays their projections side by side.
 
-    ``gather`` is for projections of which every process holds some rows: it is given the local rows of
-    a group's columns and returns those of all processes.
+    ``gather`` is for projections of which every process holds some rows, see :class:`InputGroup`.
     """
 
     def __init__(
         self,
         linears: Iterable[ProjectedLinear],
-        gather: Callable[[Tensor], Tensor] | None = None,
+        gather: Callable[[InputGroup], Tensor] | None = None,
     ) -> None:
         self.linears, self.gather = list(linears), gather
         self._last: tuple[_InputKey, Tensor, ProjectedLinear] | None = None
@@ -192,9 +198,9 @@ class SharedInputs:
             seen.add(id(group))
             group.forget()
             group.gather = self.gather
-            active = [linear for linear in group.linears if linear.active]
+            active = group.active
             made = any(not isinstance(linear.projection, Tensor) for linear in active)
-            group.columns = None if made or not active else group.join(active)
+            group.columns = None if made or not active else group.join()
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that is laid out by ``place`` of it, the same values elsewhere."""

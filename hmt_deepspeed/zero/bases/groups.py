@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -77,15 +78,18 @@ class BasisGroups:
         for number, group in enumerate(self.groups):
             for index in group:
                 self.low_rank[index].gradient.owner = self._owner(number)
-        self.bases.will_use(self.low_rank)
+        # Of matrices that share a basis its owner draws the probes.
+        self.bases.will_use([p for p in self.low_rank if _owns_basis(p)])
         for index, param_state in enumerate(self.low_rank):
-            matrix, gradient = param_state.matrix, param_state.gradient
+            matrix = param_state.matrix
             assert matrix is not None
-            with self.bases.whole(param_state):
+            with self.bases.whole(param_state) if _owns_basis(param_state) else nullcontext():
                 if index in due and matrix.redraws:
                     due.discard(index)
                     self._redraw(index, step)
                 matrix.prepare(step)
+        for index, param_state in enumerate(self.low_rank):
+            gradient = param_state.gradient
             gradient.refreshing = index in due
             if gradient.linear is not None:
                 projection = None if gradient.refreshing else self.bases.projection(param_state)
@@ -143,3 +147,9 @@ class BasisGroups:
         members = [[self.low_rank[index] for index in group] for group in self.groups]
         finds = (self._owner(number) == self._collectives.rank for number in range(len(members)))
         self.bases.history.load(list(zip(members, finds, strict=True)), saved)
+
+
+def _owns_basis(param_state: ParamState) -> bool:
+    """Whether the matrix has a basis of its own, or gives it to others."""
+    matrix = param_state.matrix
+    return isinstance(matrix, ProjectedMatrix) and matrix.columns.owner == matrix.name

@@ -15,7 +15,7 @@ from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, Share
 from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 
-__all__ = ["LeafInputs", "mark_leaves", "shared_inputs"]
+__all__ = ["ShardedInputs", "mark_leaves", "shared_inputs"]
 
 
 def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
@@ -39,48 +39,53 @@ def shared_inputs(low_rank: Iterable[ParamState], bases: BasisStorage) -> Shared
     Args:
         low_rank: parameters with a matrix. bases: where those that stage 3 shards wait.
     """
-    gradients = [p.gradient for p in low_rank if p.gradient.linear is not None]
-    linears = [g.linear for g in gradients if g.linear is not None]
+    states = [p for p in low_rank if p.gradient.linear is not None]
+    linears = [p.gradient.linear for p in states if p.gradient.linear is not None]
     if not bases.is_sharded:
         return SharedInputs(linears)
-    leaves = {g.linear: g.leaf for g in gradients if g.linear is not None and g.leaf is not None}
-    return LeafInputs(linears, bases, leaves)
+    whole: dict[ProjectedLinear, object] = {}
+    for linear, state in zip(linears, states, strict=True):
+        if not bases.holds_rows(state):
+            leaf = state.gradient.leaf
+            whole[linear] = "redrawn or projected from the left" if leaf is None else leaf
+    return ShardedInputs(linears, bases, whole)
 
 
-class LeafInputs(SharedInputs):
-    """Gathers products' columns, but for linears of a leaf, which share with others of the same leaf only.
+class ShardedInputs(SharedInputs):
+    """Gathers products' columns, but those that are whole on every rank, which share with others of the same leaf only.
 
     Args:
-        linears: those with a projected backward. bases: gathers their columns. leaves: the leaf of each linear in one.
+        linears: those with a projected backward. bases: gathers their columns.
+        whole: of each linear whose columns are whole its leaf, or else why.
     """
 
     def __init__(
         self,
         linears: Iterable[ProjectedLinear],
         bases: BasisStorage,
-        leaves: Mapping[ProjectedLinear, nn.Module],
+        whole: Mapping[ProjectedLinear, object],
     ) -> None:
         super().__init__(linears, bases.gather)
-        self._leaves = leaves
+        self._whole = whole
 
     def meet(self, x: Tensor, linear: ProjectedLinear) -> None:
         if self._last is not None and not linear.transposed:
             last = self._last[2]
-            if self._leaves.get(last) is not self._leaves.get(linear):
+            if self._whole.get(last) is not self._whole.get(linear):
                 self._last = None
         super().meet(x, linear)
 
     def lay_out(self) -> None:
         super().lay_out()
-        for linear in self._leaves:
+        for linear in self._whole:
             linear.group.gather = None
 
     def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
         """Restore groups; those of a checkpoint without leaves are split."""
-        leaves = {linear.name: leaf for linear, leaf in self._leaves.items()}
+        leaves = {linear.name: leaf for linear, leaf in self._whole.items()}
         parts: list[list[str]] = []
         for names in groups:
-            by_leaf: dict[nn.Module | None, list[str]] = {}
+            by_leaf: dict[object, list[str]] = {}
             for name in names:
                 by_leaf.setdefault(leaves.get(name), []).append(name)
             parts += by_leaf.values()

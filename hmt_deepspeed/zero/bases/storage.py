@@ -2,6 +2,8 @@
 
 Replicated in fp32 the bases of a 7B model at r = 1024 would weigh 4.7 GB on every rank. A linear's
 forward takes the columns of its group and drops them after the product; backward needs only ``X B``.
+Columns are gathered ahead: of linears in the order of the last accumulation window, forward and what backward
+computes again, and of matrices in the order that :meth:`BasisStorage.will_use` is told.
 """
 
 from __future__ import annotations
@@ -9,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from weakref import ref
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
+from hmt_deepspeed.optim.backward.projected_linear import InputGroup
 from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
+from hmt_deepspeed.zero.bases.gathers import GatherAhead
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -55,8 +59,11 @@ class BasisStorage:
         self.history = MomentHistory(collectives, cache, num_previous)
         self.is_sharded = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
-        self._fetched: dict[str, tuple[Tensor, int]] = {}  # whole, and its version when it came
-        self._latest: tuple[Columns, ref[Tensor]] | None = None
+        # by owner: whole, its version when it came, and the rows that it came from
+        self._fetched: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._last: tuple[Columns, Tensor] | None = None  # whole, stored unchanged just now
+        self._of_linears = GatherAhead(collectives, _rows_of_group)
+        self._of_matrices = GatherAhead(collectives, self._rows)
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
@@ -68,16 +75,13 @@ class BasisStorage:
         finally:
             self._kept = None
 
-    def gather(self, local: Tensor) -> Tensor:
-        """All-gather rows of a projection.
-
-        Args:
-            local: rows x width of this rank, as many rows on every rank.
+    def gather(self, group: InputGroup) -> Tensor:
+        """Whole columns of the linears of a group that are sharded over ranks.
 
         Returns:
-            (world * rows) x width of the same dtype, in order of ranks; the last rows are padding.
+            (world * rows) x width in order of ranks; the last rows are padding.
         """
-        return self._once(local, lambda: self._gather(local))
+        return self._once(group, lambda: self._of_linears.take(group))
 
     def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
         if self._kept is None:
@@ -86,19 +90,10 @@ class BasisStorage:
             self._kept[id(key)] = key, make()
         return self._kept[id(key)][1]
 
-    def _gather(self, local: Tensor) -> Tensor:
-        packed = torch.empty(
-            self.collectives.world * local.shape[0],
-            local.shape[1],
-            dtype=local.dtype,
-            device=local.device,
-        )
-        self.collectives.all_gather(packed, local.contiguous()).wait()
-        return packed
-
     def projection(self, param_state: ParamState) -> Tensor | Callable[[], Tensor] | None:
         """What the matrix's linear projects on in the coming accumulation window: n x width columns (m x width when
-        transposed), this rank's rows of them, a function that brings them, or None; see :class:`ProjectedLinear`."""
+        transposed), or this rank's rows of them, or a function that brings either, or None; see
+        :class:`ProjectedLinear`."""
         matrix = param_state.matrix
         assert matrix is not None
         if (
@@ -107,32 +102,38 @@ class BasisStorage:
             or matrix.columns.local is None
         ):
             return stored_projection(matrix)
-        return partial(self._made_whole, matrix.columns, matrix.shape[1], self._shards(param_state))
+        columns = matrix.columns
+        if self.holds_rows(param_state):
+            return partial(self._present_rows, columns)
+        return lambda: self._once(columns, partial(self._present_rows, columns))
 
-    def _made_whole(self, columns: Columns, n: int, sharded: bool) -> Tensor:
-        """The same tensor for consecutive users of the same columns, as long as one of them holds it."""
-        if not sharded:
-            return self._once(columns, lambda: self._bring(columns, n, sharded))
-        latest = self._latest[1]() if self._latest and self._latest[0] is columns else None
-        if latest is None:
-            latest = self._once(columns, lambda: self._bring(columns, n, sharded))
-            self._latest = columns, ref(latest)
-        return latest
-
-    def _bring(self, columns: Columns, n: int, sharded: bool) -> Tensor:
+    def _present_rows(self, columns: Columns) -> Tensor:
+        """The rows that this rank holds, on the device."""
         local = columns.local
         assert local is not None
-        if local.is_meta:
-            assert self.cache is not None
-            local = self.cache.get(columns.owner)
-        return self._gather(local)[:n] if sharded else local
+        if not local.is_meta:
+            return local
+        assert self.cache is not None
+        return self.cache.get(columns.owner)
 
-    def _shards(self, param_state: ParamState) -> bool:
-        matrix = param_state.matrix
-        assert matrix is not None
-        gradient = param_state.gradient
-        sharded = gradient.linear is not None and gradient.leaf is None and not matrix.transposed
-        return self.is_sharded and sharded
+    def _rows(self, columns: Columns) -> Tensor | None:
+        return None if columns.local is None else self._present_rows(columns)
+
+    def _make_whole(self, columns: Columns, n: int, sharded: bool) -> Tensor:
+        """The whole projection on the device; that of the last call where nothing changed it since."""
+        if not sharded:
+            return self._present_rows(columns)
+        last, self._last = self._last, None
+        if last is not None and last[0] is columns:
+            return last[1]
+        return self._of_matrices.take(columns)[:n]
+
+    def holds_rows(self, param_state: ParamState) -> bool:
+        """Whether each rank stores some rows of the matrix's projection."""
+        matrix, gradient = param_state.matrix, param_state.gradient
+        if not isinstance(matrix, ProjectedMatrix) or matrix.transposed or matrix.redraws:
+            return False
+        return self.is_sharded and gradient.linear is not None and gradient.leaf is None
 
     def store(self, param_state: ParamState) -> None:
         """Store the matrix's projection and drop the whole; one that has not changed is stored already."""
@@ -143,24 +144,31 @@ class BasisStorage:
         if whole is None:  # redrawn, or full rank, perhaps of late
             self._drop(columns)
             return
-        sharded = self._shards(param_state)
-        self._latest = None
-        own = self._own_rows(whole) if sharded else whole
-        if self.cache is not None and (
-            self._is_unchanged(columns) or self.cache.put(columns.owner, own)
-        ):
-            columns.local = torch.empty_like(own, device="meta")
-            columns.fetch = None if sharded else partial(self.cache.get, columns.owner)
-        elif sharded:
-            columns.local = own
+        sharded = self.holds_rows(param_state)
+        rows = self._unchanged_rows(columns)
+        # Decided alike on all ranks: not by whether the cache has room on this one.
+        if rows is None:
+            self._of_matrices.changed(columns)
+        self._last = (columns, whole) if sharded and rows is not None else None
+        if rows is not None and (self.cache is None or rows.is_meta):
+            columns.local = rows
         else:
-            return
+            own = self._own_rows(whole) if sharded else whole
+            if self.cache is not None and self.cache.put(columns.owner, own):
+                columns.local = torch.empty_like(own, device="meta")
+            elif sharded:
+                columns.local = own
+            else:
+                return
+        if not sharded and self.cache is not None:
+            columns.fetch = partial(self.cache.get, columns.owner)
         columns.whole = columns.basis = whole.new_empty(0, whole.shape[1])
 
-    def _is_unchanged(self, columns: Columns) -> bool:
-        """Whether the columns are as they came from the cache: the same tensor, never written to."""
-        whole, version = self._fetched.pop(columns.owner, (None, 0))
-        return whole is not None and whole is columns.whole and whole._version == version
+    def _unchanged_rows(self, columns: Columns) -> Tensor | None:
+        """The rows that the columns came from, if they are as they came: the same tensor, never written to."""
+        whole, version, rows = self._fetched.pop(columns.owner, (None, 0, None))
+        is_same = whole is not None and whole is columns.whole and whole._version == version
+        return rows if is_same else None
 
     def _own_rows(self, whole: Tensor) -> Tensor:
         n, width = whole.shape
@@ -176,13 +184,11 @@ class BasisStorage:
         matrix = param_state.matrix
         if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is None:
             return
-        columns = matrix.columns
-        was_cached = matrix.columns.local.is_meta
-        columns.whole = self._bring(columns, matrix.shape[1], self._shards(param_state))
+        columns, rows = matrix.columns, matrix.columns.local
+        columns.whole = self._make_whole(columns, matrix.shape[1], self.holds_rows(param_state))
         columns.basis = columns.whole[:, : matrix.rank]
         columns.local = columns.fetch = None
-        if was_cached:
-            self._fetched[columns.owner] = columns.whole, columns.whole._version
+        self._fetched[columns.owner] = columns.whole, columns.whole._version, rows
 
     def forget(self, param_state: ParamState) -> None:
         """Drop what is stored: the whole projection is about to be loaded."""
@@ -199,6 +205,8 @@ class BasisStorage:
 
     def _drop(self, columns: Columns) -> None:
         self._fetched.pop(columns.owner, None)
+        self._last = None
+        self._of_matrices.changed(columns)
         if self.cache is not None:
             self.cache.drop(columns.owner)
 
@@ -212,18 +220,27 @@ class BasisStorage:
             self.store(param_state)
 
     def will_use(self, param_states: Iterable[ParamState] | None) -> None:
-        """Say which bases are needed next, so that the cache fetches them ahead.
+        """Say which bases are needed next, so that they are fetched and gathered ahead.
 
         Args:
             param_states: in the order of use; None: those of the coming forward and backward.
         """
-        if self.cache is None:
-            return
+        self._last = None
         if param_states is None:
-            self.cache.begin_round()
+            self._of_matrices.expect(())
+            self._of_linears.repeat()
+            if self.cache is not None:
+                self.cache.begin_round()
             return
-        matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
-        self.cache.begin_round([matrix.columns.owner for matrix in matrices])
+        used = [
+            (p, p.matrix.columns) for p in param_states if isinstance(p.matrix, ProjectedMatrix)
+        ]
+        if self.cache is not None:
+            self.cache.begin_round([columns.owner for _, columns in used])
+        self._of_linears.forget()
+        # neighbours of one basis gather it once, unless the first of them changes it
+        sharded = (columns for p, columns in used if self.holds_rows(p))
+        self._of_matrices.expect(columns for columns, _ in groupby(sharded))
 
     def close(self) -> None:
         """Free the host memory and everything in it."""
@@ -285,3 +302,10 @@ class BasisStorage:
             self.cache.forget(name)
             if name in saved:
                 self.cache.remember(name, saved[name].to(matrix.device))
+
+
+def _rows_of_group(group: InputGroup) -> Tensor | None:
+    """The rows that this rank holds of the columns of a group; None where none of it is projected at present."""
+    if group.linears[0].group is not group or not group.active:
+        return None
+    return group.join() if group.columns is None else group.columns
