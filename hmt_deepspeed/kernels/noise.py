@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from statistics import NormalDist
 
@@ -33,6 +34,7 @@ __all__ = [
     "Key",
     "Stream",
     "base_key",
+    "base_keys",
     "counters",
     "host_step_key",
     "key_halves",
@@ -79,6 +81,11 @@ def base_key(seed: int, *parts: object) -> int:
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def base_keys(seed: int, names: Sequence[str], device: torch.device) -> Tensor:
+    """:func:`base_key` of each name: (N,), int64."""
+    return torch.tensor([base_key(seed, name) for name in names], dtype=torch.int64, device=device)
 
 
 def host_step_key(base: int, step: int, stream: int) -> tuple[int, int]:

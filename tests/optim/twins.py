@@ -10,11 +10,14 @@ import torch
 from hmt_simple import SimpleHMT
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
 from hmt_deepspeed.optim.bases.basis import keyed_generator
 from hmt_deepspeed.optim.hmt import HMT
 
 TALL, WIDE = (32, 24), (24, 32)
 STEPS = 14
+CPU = torch.device("cpu")
+STREAMS = {"probes": Stream.PROBES, "turn": Stream.TURN, "apollo": Stream.AUXILIARY_SPACE}
 # Of what a step moves the weight. One differs by some 2e-6: fp32's 6e-8, times some thirty for the directions of a basis
 # that are close to one another and for Adam's division by the small ones. Steps add up, to 4e-5 at most as measured
 # here; a wrong factor anywhere is some percent.
@@ -25,7 +28,10 @@ LOW_RANK: dict[str, Any] = {"rank": 6, "scale": 0.5, "update_interval": 5}
 
 def draw(label: str, number: int, rows: int, columns: int) -> Tensor:
     """The Gaussian numbers that the only matrix of an optimizer draws."""
-    generator = keyed_generator(torch.device("cpu"), 0, "param_0", label, number)
+    if label in STREAMS:
+        keys = step_keys(base_keys(0, ["param_0"], CPU), number, STREAMS[label])
+        return normals(keys, rows, columns)[0].double()
+    generator = keyed_generator(CPU, 0, "param_0", label, number)
     return torch.randn(rows, columns, generator=generator).double()
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import scratch_like
-from hmt_deepspeed.kernels.noise import base_key
+from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS, scratch_like
+from hmt_deepspeed.kernels.noise import base_key, normals
 
 __all__ = [
     "keyed_generator",
@@ -20,6 +20,9 @@ __all__ = [
     "transfer_second_moment",
     "widened",
 ]
+
+# Elements of 16-bit bases that are held in fp32 at once, on a CPU and on CUDA (256 MiB).
+_WIDENED = {False: CHUNK_ELEMENTS, True: 1 << 26}
 
 
 def keyed_seed(seed: int, *parts: object) -> int:
@@ -38,39 +41,75 @@ def keyed_generator(device: torch.device, seed: int, *parts: object) -> torch.Ge
     return generator
 
 
-def random_basis(n: int, rank: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal n x rank basis drawn uniformly, fp32: what a matrix uses before its first refresh."""
-    gaussian = torch.randn(n, rank, generator=generator, device=generator.device)
-    return orthonormal(gaussian)
+def random_basis(n: int, rank: int, keys: Tensor) -> Tensor:
+    """Orthonormal bases drawn uniformly, B x n x rank fp32: what a matrix uses before its first refresh.
+
+    Args:
+        keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
+    """
+    return orthonormal(normals(keys, n, rank))
 
 
-def probe_columns(basis: Tensor, num_probes: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal columns, random in the complement of a basis: n x k, fp32.
+def probe_columns(basis: Tensor, num_probes: int, keys: Tensor) -> Tensor:
+    """Orthonormal columns, random in the complement of each basis of a stack, without a wait for the device.
 
     Every direction outside the basis is drawn with the same probability, hence
     ``E[P P^T] = k/(n-r) (I - Q Q^T)``: norms of ``G P`` estimate the residual's, see
     :func:`hmt_deepspeed.optim.rules.formulas.estimated_square_norm`.
 
+    Args:
+        basis: B x n x r, fp32 or 16 bits, any strides.
+        keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
+
+    Returns:
+        B x n x k, fp32.
+
     Raises:
         ValueError: more columns asked for than the complement has.
     """
-    n, rank = basis.shape
+    _, n, rank = basis.shape
     if num_probes > n - rank:
         raise ValueError(
             f"{num_probes} probes do not fit into a complement of {n - rank} dimensions"
         )
-    gaussian = torch.randn(n, num_probes, generator=generator, device=basis.device)
-    wide = basis
+    gaussian = normals(keys, n, num_probes)
+    together = max(1, _WIDENED[basis.is_cuda] // max(n * rank, 1))
+    parts = zip(basis.split(together), gaussian.split(together), strict=True)
+    probes = [_completed(part, drawn) for part, drawn in parts]
+    return probes[0] if len(probes) == 1 else torch.cat(probes)
+
+
+def _completed(basis: Tensor, columns: Tensor) -> Tensor:
+    """Orthonormal columns that Gaussian ones, which are overwritten, span outside the bases."""
+    (_, n, rank), num_probes, wide = basis.shape, columns.shape[2], basis
     if basis.dtype != torch.float32:
         wide = scratch_like(basis, torch.float32).copy_(basis)
     # A 16-bit basis is orthonormal to three digits only: a second pass removes what the first left.
-    for _ in range(1 if basis.dtype == torch.float32 else 2):
-        gaussian -= wide @ (wide.t() @ gaussian)
+    for _ in range(1 if wide is basis else 2):
+        _leave(columns, wide)
     if 4 * num_probes > n - rank:
-        return orthonormal(gaussian)
-    # A thin Gaussian is well conditioned, so Cholesky-QR is exact to rounding and needs no host sync.
-    lower = torch.linalg.cholesky_ex(gaussian.t() @ gaussian).L
-    return torch.linalg.solve_triangular(lower.t(), gaussian, upper=True, left=False)
+        # Nearly as many columns as the complement has: some combination may be all but missing. A shift keeps
+        # Cholesky from failing and makes the columns better conditioned by a factor of 300 instead of
+        # orthonormal (shifted Cholesky-QR, 1809.11085), twice; what that enlarges of the basis is taken out.
+        for _ in range(2):
+            gram = columns.mT @ columns
+            diagonal = gram.diagonal(dim1=1, dim2=2)
+            diagonal += 1e-5 * diagonal.mean(dim=1, keepdim=True)
+            columns = _whitened(columns, gram)
+            _leave(columns, wide)
+    # Cholesky-QR of well-conditioned columns, as thin Gaussians are, is exact to rounding.
+    return _whitened(columns, columns.mT @ columns)
+
+
+def _whitened(columns: Tensor, gram: Tensor) -> Tensor:
+    """``P L^-T``, where ``L L^T`` is the given Gram matrix."""
+    lower = torch.linalg.cholesky_ex(gram).L
+    return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+
+
+def _leave(columns: Tensor, basis: Tensor) -> None:
+    """``P <- (I - Q Q^T) P`` in place."""
+    columns.baddbmm_(basis, basis.mT @ columns, alpha=-1)
 
 
 def widened(basis: Tensor, older: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.bases.basis import keyed_generator
+from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
 from hmt_deepspeed.optim.rules.formulas import growth_factor
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
@@ -42,6 +42,7 @@ class ApolloMatrix(MatrixRule):
         self.candidates = settings.ranks(*self.shape)
         (self.rank,) = self.candidates
         self.draw = 0
+        self._base_key = base_keys(settings.seed, [self.name], self.device)
         moments = (self.num_rows, self.rank)
         self.moments = Moments(moments, self.state_dtype, self.device, self.name, settings.seed)
 
@@ -65,10 +66,8 @@ class ApolloMatrix(MatrixRule):
 
     def seeded_basis(self, rank: int, number: int) -> Tensor:
         """Projection ``number``, n x rank fp32, entries N(0, 1/rank)."""
-        seed = self.settings.seed
-        generator = keyed_generator(self.device, seed, self.name, "apollo", number)
-        gaussian = torch.randn(self.shape[1], rank, generator=generator, device=self.device)
-        return gaussian.div_(rank**0.5)
+        keys = step_keys(self._base_key, number, Stream.AUXILIARY_SPACE)
+        return normals(keys, self.shape[1], rank)[0].div_(rank**0.5)
 
     # -- step -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     probe_columns,
@@ -52,6 +53,7 @@ class ProjectedMatrix(MatrixRule):
         self.full_rank = False
         self.draw = 0
         self._window = 0  # step of the window: seeds the probes
+        self._base_keys: dict[str, Tensor] = {}
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_states()
 
@@ -140,9 +142,14 @@ class ProjectedMatrix(MatrixRule):
         return self._seeded_right(self.rank, self.draw).to(self.dtype)
 
     def _probes(self, basis: Tensor) -> Tensor:
-        seed, owner = self.settings.seed, self.columns.owner
-        generator = keyed_generator(self.device, seed, owner, "probes", self._window)
-        return probe_columns(basis, self.num_probes, generator).to(self.dtype)
+        keys = self._keys(self.columns.owner, self._window, Stream.PROBES)
+        return probe_columns(basis[None], self.num_probes, keys)[0].to(self.dtype)
+
+    def _keys(self, name: str, number: int, stream: Stream) -> Tensor:
+        """The key of a name's draw ``number``: 1 x 2."""
+        if name not in self._base_keys:  # else a copy to the device for every draw
+            self._base_keys[name] = base_keys(self.settings.seed, [name], self.device)
+        return step_keys(self._base_keys[name], number, stream)
 
     @property
     def redraws(self) -> bool:
@@ -153,14 +160,8 @@ class ProjectedMatrix(MatrixRule):
         return self._seeded_right(rank, number)
 
     def _seeded_right(self, rank: int, number: int) -> Tensor:
-        generator = keyed_generator(
-            self.device,
-            self.settings.seed,
-            self.columns.owner,
-            "basis",
-            *([number] if number else []),
-        )
-        return random_basis(self.shape[1], rank, generator)
+        keys = self._keys(self.columns.owner, number, Stream.BASIS)
+        return random_basis(self.shape[1], rank, keys)[0]
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
         """Redraw the probe columns of ``projection`` for the coming step."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.bases.basis import keyed_generator, orthonormal, random_basis
+from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.optim.bases.basis import orthonormal, random_basis
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.rules.formulas import TINY
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
@@ -63,8 +64,8 @@ class TwoSidedMatrix(LowRankMatrix):
         return torch.cat((self._seeded_right(rank, number), self._seeded_left(rank, number)))
 
     def _seeded_left(self, rank: int, number: int) -> Tensor:
-        generator = keyed_generator(self.device, self.settings.seed, self.name, "left", number)
-        return random_basis(self.shape[0], rank, generator)
+        keys = self._keys(self.name, number, Stream.LEFT_BASIS)
+        return random_basis(self.shape[0], rank, keys)[0]
 
     @property
     def basis_rows(self) -> int:
@@ -77,8 +78,8 @@ class TwoSidedMatrix(LowRankMatrix):
         step would blow the rounding noise off the diagonal up to full size.
         """
         right = found.basis[:, :rank]
-        generator = keyed_generator(self.device, self.settings.seed, self.name, "turn", self.steps)
-        left = orthonormal(gradient.float() @ right) @ random_basis(rank, rank, generator)
+        turn = random_basis(rank, rank, self._keys(self.name, self.steps, Stream.TURN))[0]
+        left = orthonormal(gradient.float() @ right) @ turn
         return torch.cat((right, left)).to(self.dtype)
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:

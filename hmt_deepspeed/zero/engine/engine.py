@@ -43,7 +43,6 @@ from hmt_deepspeed.zero.engine.selection import hmt_options, listed, trained_par
 from hmt_deepspeed.zero.engine.support import (
     check_activations,
     check_engine,
-    check_same_gpus,
     check_stock_dtypes,
     check_supported,
     check_whole,
@@ -355,7 +354,6 @@ class HMTEngine(TrainingEngine):
                 self._tenure.undo.callback(detach_coordinator, stock)
             return stock
         check_engine(self)
-        check_same_gpus(self.device)
         found = HMTZeroOptimizer(
             optimizer,
             resolved.options,

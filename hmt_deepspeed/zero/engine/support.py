@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -26,7 +25,6 @@ from hmt_deepspeed.zero.offload.ssd import MIN_BUFFERS
 __all__ = [
     "check_activations",
     "check_engine",
-    "check_same_gpus",
     "check_stock_dtypes",
     "check_supported",
 ]
@@ -162,27 +160,6 @@ def check_whole(model: Any, stage: int) -> None:
             f"zero_optimization.stage is {stage}, but {name} lies in parts on all ranks, from zero.Init or an earlier "
             "engine of stage 3; legal for it is 3. Set the stage to 3, or save the weights and load them into a "
             "model that was built outside zero.Init."
-        )
-
-
-def check_same_gpus(device: torch.device) -> None:
-    """Refuse ranks on GPUs of several kinds, for each draws its own bases and probes from the same seeds.
-
-    How CUDA distributes the numbers of one seed over a tensor depends on how many threads the device runs at
-    once, so that other devices would draw other columns, and gradients of different columns be added.
-
-    Raises:
-        ValueError: the names or the numbers of multiprocessors differ.
-    """
-    if device.type != "cuda" or dist.get_world_size() == 1:
-        return
-    own = torch.cuda.get_device_properties(device)
-    kinds: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(kinds, (own.name, own.multi_processor_count))
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"the ranks run on {sorted(set(kinds))} (GPU, multiprocessors), legal with HMT's optimizer is one "
-            "kind: the same seed draws other random numbers on another. Use GPUs of one kind."
         )
 
 

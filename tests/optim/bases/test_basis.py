@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
+from hmt_deepspeed.optim.bases import basis as module
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     keyed_seed,
@@ -86,30 +88,66 @@ def test_rank_deficient_gradient_and_legal_ranks():
             range_finder(thin, rank, generator("thin"))
 
 
-@pytest.mark.parametrize(("rank", "num_probes"), [(8, 4), (8, 20), (16, 16)])
+def keys(step=0, count=1):
+    return step_keys(base_keys(0, [f"w{i}" for i in range(count)], CPU), step, Stream.PROBES)
+
+
+def test_random_bases_are_orthonormal_and_of_their_keys():
+    drawn = random_basis(40, 12, keys(count=3))
+    torch.testing.assert_close(drawn.mT @ drawn, torch.eye(12).expand(3, 12, 12), atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn[1], random_basis(40, 12, keys(count=3)[1:2])[0])
+    assert not torch.allclose(drawn, random_basis(40, 12, keys(1, 3)), atol=0.1)
+
+
+@pytest.mark.parametrize("num_probes", [0, 1, 4, 16, 21, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_probes_are_orthonormal_and_in_the_complement(rank, num_probes, dtype):
-    basis = random_basis(32, rank, generator("q")).to(dtype)
-    probes = probe_columns(basis, num_probes, generator("p"))
-    torch.testing.assert_close(probes.t() @ probes, torch.eye(num_probes), atol=1e-4, rtol=0)
-    # Two passes leave the square of a bf16 basis' own error (2^-8): 1e-4 or so.
-    assert (basis.float().t() @ probes).abs().max() < 1e-3
+def test_probes_are_orthonormal_and_in_the_complement(num_probes, dtype):
+    """As many columns as the complement has, too, some of 200 draws of which are nearly dependent."""
+    count, n, rank = 200, 32, 8
+    wide = torch.empty(count, n, rank + 3, dtype=dtype)
+    basis = wide[..., :rank].copy_(random_basis(n, rank, keys(1, count)))
+    before, probes = basis.clone(), probe_columns(basis, num_probes, keys(2, count))
+    assert probes.shape == (count, n, num_probes)
+    eye = torch.eye(num_probes).expand(count, -1, -1)
+    torch.testing.assert_close(probes.mT @ probes, eye, atol=1e-5, rtol=0)
+    # Two passes leave the square of a bf16 basis' own error (2^-8), one of fp32 rounding.
+    left = (basis.float().mT @ probes).abs().amax() if num_probes else 0
+    assert left < (1e-4 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(basis, before)
     with pytest.raises(ValueError, match="do not fit"):
-        probe_columns(basis, 32 - rank + 1, generator("p"))
+        probe_columns(basis, n - rank + 1, keys(2, count))
 
 
-def test_probes_are_uniform_in_the_complement():
-    n, rank, num_probes, draws = 24, 6, 4, 3000
-    basis = random_basis(n, rank, generator("q"))
-    total = torch.zeros(n, n)
-    for i in range(draws):
-        probes = probe_columns(basis, num_probes, generator("p", i))
-        total += probes @ probes.t()
+def test_a_nearly_dependent_draw_still_gives_orthonormal_probes(monkeypatch):
+    """Three columns equal to six digits, and two that are all but zero outside the basis."""
+    basis = random_basis(64, 40, keys())
+    drawn = normals(keys(5), 64, 24)
+    drawn[..., 1:3] = drawn[..., :1] + 1e-5 * drawn[..., 1:3]
+    drawn[..., 7:9] = basis[..., 7:9] + 1e-3 * drawn[..., 7:9]
+    monkeypatch.setattr(module, "normals", lambda *_: drawn.clone())
+    probes = probe_columns(basis, 24, keys())
+    torch.testing.assert_close(probes[0].t() @ probes[0], torch.eye(24), atol=1e-4, rtol=0)
+    assert (basis.mT @ probes).abs().max() < 1e-4
+
+
+def test_members_of_a_stack_are_drawn_alike_in_parts(monkeypatch):
+    basis = random_basis(48, 16, keys(1, 5)).bfloat16()
+    whole = probe_columns(basis, 8, keys(2, 5))
+    monkeypatch.setitem(module._WIDENED, False, 2 * 48 * 16)
+    torch.testing.assert_close(probe_columns(basis, 8, keys(2, 5)), whole, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_probes", [4, 9])
+def test_probes_are_uniform_in_the_complement(num_probes):
+    n, rank, draws = 24, 6, 3000
+    basis = random_basis(n, rank, keys())
+    probes = probe_columns(basis.expand(draws, n, rank), num_probes, keys(1, draws))
     share = num_probes / (n - rank)
-    expected = share * (torch.eye(n) - basis @ basis.t())
-    # An entry's standard deviation is at most sqrt(share)/sqrt(draws) = .009; five of them.
-    torch.testing.assert_close(total / draws, expected, atol=0.045, rtol=0)
-    assert abs((total / draws).trace().item() - num_probes) < 1e-3
+    expected = share * (torch.eye(n) - basis[0] @ basis[0].t())
+    # An entry's standard deviation is at most sqrt(share)/sqrt(draws) = .013; four of them.
+    mean = (probes @ probes.mT).mean(dim=0)
+    torch.testing.assert_close(mean, expected, atol=0.05, rtol=0)
+    assert abs(mean.trace().item() - num_probes) < 1e-3
 
 
 def test_seeds_are_keyed_by_labels_in_every_process():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from draws import basis_of
 
 from hmt_deepspeed.optim.bases import range_finder as module
-from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.basis import keyed_generator
 from hmt_deepspeed.optim.bases.range_finder import (
     OVERSAMPLING,
     RANGE_FINDERS,
@@ -23,7 +24,7 @@ def generator(*labels):
 def power_law(m, n, decay=0.7):
     """A gradient with singular values i^-decay, its right singular vectors, and those values."""
     side = min(m, n)
-    left, right = (random_basis(s, side, generator(w)) for s, w in ((m, "left"), (n, "right")))
+    left, right = (basis_of(s, side, w) for s, w in ((m, "left"), (n, "right")))
     sigma = torch.arange(1, side + 1).float() ** -decay
     return (left * sigma) @ right.t(), right, sigma
 
@@ -142,7 +143,7 @@ def test_rank_deficient_gradient(kind, count):
     gradient = torch.randn(40, count, generator=generator("a")) @ torch.randn(
         count, 30, generator=generator("b")
     )
-    for start in (None, random_basis(30, 10, generator("q"))):
+    for start in (None, basis_of(30, 10, "q")):
         found = find_subspace(kind, gradient, 10, generator("s"), start)
         check_orthonormal(found.basis)
         assert found.captured()[count - 1] > 0.999
@@ -165,7 +166,7 @@ def test_scale_does_not_matter(scale):
 @pytest.mark.parametrize("decay", [0.0, 3.0])
 def test_cholesky_qr_is_as_orthonormal_as_householder(decay):
     """Well and badly conditioned columns: 3 spans 6 decades at 100 columns, too skew for Cholesky."""
-    columns = power_law(400, 100, decay)[0] @ random_basis(100, 100, generator("mix"))
+    columns = power_law(400, 100, decay)[0] @ basis_of(100, 100, "mix")
     basis = module._cholesky_qr(columns, module._WELL_CONDITIONED, module.Conditions())
     check_orthonormal(basis)
     torch.testing.assert_close(basis @ (basis.t() @ columns), columns, atol=1e-5, rtol=1e-4)
@@ -174,7 +175,7 @@ def test_cholesky_qr_is_as_orthonormal_as_householder(decay):
 def test_16_bit_gradient_is_widened_by_blocks():
     gradient = power_law(600, 160)[0].bfloat16()
     for kind in ("randomized", "subspace"):
-        start = random_basis(160, 24, generator("q"))
+        start = basis_of(160, 24, "q")
         narrow = find_subspace(kind, gradient, 24, generator("s"), start)
         wide = find_subspace(kind, gradient.float(), 24, generator("s"), start)
         assert narrow.basis.dtype == torch.float32
@@ -199,7 +200,7 @@ def test_no_copy_of_the_gradient(monkeypatch):
 
     for dtype in (torch.float32, torch.bfloat16):
         gradient = torch.randn(m, n, generator=generator("g")).to(dtype)
-        for start in (None, random_basis(n, 64, generator("q"))):
+        for start in (None, basis_of(n, 64, "q")):
             with Largest() as largest:
                 find_subspace("subspace", gradient, 64, generator("s"), start)
             assert 0 < largest.elements < m * n / 2

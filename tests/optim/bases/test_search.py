@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from draws import basis_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmt_deepspeed.optim.bases import search as module
-from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.basis import keyed_generator
 from hmt_deepspeed.optim.bases.range_finder import find_subspace
 from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
 from hmt_deepspeed.optim.decisions import policy
@@ -24,7 +25,7 @@ def gradient_of(seed, m=96, n=80, rank=None):
     """Singular values that fall slowly; of ``rank`` only the first are not zero."""
     sigma = torch.arange(1, min(m, n) + 1).float().pow(-0.6)
     sigma[len(sigma) if rank is None else rank :] = 0.0
-    left, right = (random_basis(k, len(sigma), generator(seed, k)) for k in (m, n))
+    left, right = (basis_of(k, len(sigma), seed, k) for k in (m, n))
     return left * sigma @ right.t()
 
 
@@ -49,7 +50,7 @@ class Waits(TorchDispatchMode):
 def test_deciding_later_changes_no_bit(kind, warm, rank):
     """A gradient of rank 3 has too skew an image for Cholesky-QR: its search computes again."""
     gradient = gradient_of("g", rank=rank)
-    start = random_basis(80, 8, generator("start")) if warm else None
+    start = basis_of(80, 8, "start") if warm else None
     expected = find_subspace(kind, gradient, 8, generator("draw"), start)
     with Waits() as waits:
         begun = search(gradient, kind, start, threshold=0.01)

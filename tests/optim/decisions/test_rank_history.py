@@ -5,8 +5,9 @@ from math import log
 
 import pytest
 import torch
+from draws import basis_of
 
-from hmt_deepspeed.optim.bases.basis import keyed_generator, random_basis
+from hmt_deepspeed.optim.bases.basis import keyed_generator
 from hmt_deepspeed.optim.bases.rank import select_rank
 from hmt_deepspeed.optim.bases.search import find_subspace_to_energy
 from hmt_deepspeed.optim.decisions.rank_history import (
@@ -26,7 +27,7 @@ def generator(*labels):
 
 
 def orthonormal(n, r, *labels):
-    return random_basis(n, r, generator(*labels))
+    return basis_of(n, r, *labels)
 
 
 def gradient_of(left, right, count, noise, *labels):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from draws import basis_of, key_of
 
-from hmt_deepspeed.optim.bases.basis import keyed_generator, probe_columns, random_basis
+from hmt_deepspeed.optim.bases.basis import probe_columns
 from hmt_deepspeed.optim.rules.formulas import (
     adamw_,
     estimated_square_norm,
@@ -11,16 +12,11 @@ from hmt_deepspeed.optim.rules.formulas import (
     probe_residual,
 )
 
-CPU = torch.device("cpu")
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def draw(*labels):
-    return keyed_generator(CPU, 0, *labels)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -52,16 +48,18 @@ def test_adamw_is_torchs(weight_decay):
 
 def test_norm_estimate_is_unbiased_and_exact_with_a_whole_complement():
     m, n, rank, num_probes, draws = 10, 30, 6, 3, 1500
-    gradient, basis = randn(m, n), random_basis(n, rank, draw("q"))
+    gradient, basis = randn(m, n), basis_of(n, rank, "q")
     inside = (gradient @ basis).square().sum()
     estimates = []
     for i in range(draws):
-        outside = (gradient @ probe_columns(basis, num_probes, draw("p", i))).square().sum()
+        outside = (
+            (gradient @ probe_columns(basis[None], num_probes, key_of("p", i))[0]).square().sum()
+        )
         estimates.append(estimated_square_norm(inside, outside, n, rank, num_probes))
     estimates = torch.stack(estimates)
     error = (estimates.mean() - gradient.square().sum()).abs()
     assert error < 4 * estimates.std() / draws**0.5
-    everything = (gradient @ probe_columns(basis, n - rank, draw("all"))).square().sum()
+    everything = (gradient @ probe_columns(basis[None], n - rank, key_of("all"))[0]).square().sum()
     exact = estimated_square_norm(inside, everything, n, rank, n - rank)
     torch.testing.assert_close(exact, gradient.square().sum(), rtol=1e-5, atol=0)
     assert estimated_square_norm(inside, everything, n, rank, 0) is inside
@@ -69,13 +67,13 @@ def test_norm_estimate_is_unbiased_and_exact_with_a_whole_complement():
 
 def test_expected_probe_residual_is_phi_times_the_exact_one():
     m, n, rank, num_probes, draws = 6, 20, 5, 4, 4000
-    basis = random_basis(n, rank, draw("q"))
+    basis = basis_of(n, rank, "q")
     # A basis of a gradient sees more of every row than four random columns do.
     gradient = 3 * randn(m, rank, seed=1) @ basis.t() + 0.3 * randn(m, n, seed=2)
     projected, direction = gradient @ basis, randn(m, rank, seed=3)
     total = torch.zeros(m, n)
     for i in range(draws):
-        probes = probe_columns(basis, num_probes, draw("p", i))
+        probes = probe_columns(basis[None], num_probes, key_of("p", i))[0]
         scale = (n - rank) / num_probes
         total += probe_residual(direction, projected, gradient @ probes, scale) @ probes.t()
     phi = direction.norm(dim=1, keepdim=True) / projected.norm(dim=1, keepdim=True)
