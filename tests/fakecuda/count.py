@@ -13,8 +13,9 @@ device.require()
 import argparse  # noqa: E402
 import json  # noqa: E402
 import time  # noqa: E402
+from typing import Any  # noqa: E402
 
-from subjects import MODES, SUBJECTS, Step, measure  # noqa: E402
+from subjects import ENGINE_JSON, MODES, SUBJECTS, Step, fake_device, measure  # noqa: E402
 
 
 def show(name: str, step: Step, top: int) -> None:
@@ -31,34 +32,96 @@ def show(name: str, step: Step, top: int) -> None:
         print(f"  {number:8} {what:32} {line}")
 
 
+COLUMNS = ("launches", "a_layer", "refresh", "first")
+COLUMNS += ("waits", "at_refresh", "at_first", "deepspeed", "unpinned")
+HEADER = f"{'subject':8}{'ranks':6}{'mode':15}" + "".join(f"{c:>11}" for c in COLUMNS)
+
+
+def row(subject: str, ranks: int, mode: str, one: dict[str, Step], two: dict[str, Step]) -> str:
+    """Of the table in `test_launches.py`: launches of the optimizer's step, waits and copies of the whole one."""
+    numbers = columns(_numbers(one), _numbers(two))
+    return f"{subject:8}{ranks:<6}{mode:15}" + "".join(f"{numbers[c]:>11}" for c in COLUMNS)
+
+
+def columns(one: dict[str, Any], two: dict[str, Any]) -> dict[str, int]:
+    """Numbers of a mode by name of the column, of its steps with one layer and with two.
+
+    launches: of an ordinary ``step()`` with two layers. a_layer: what the second adds. refresh, first: of these
+    steps. waits, at_refresh, at_first: of forward, backward and step. deepspeed, unpinned: of an ordinary one.
+    """
+
+    def whole(step: dict[str, Any], key: str) -> int:
+        return sum(phase[key] for phase in step.values())
+
+    ordinary = two["ordinary"]
+    refresh = two.get("refresh", ordinary)
+    launches = ordinary["step"]["launches"]
+    return {
+        "launches": launches,
+        "a_layer": launches - one["ordinary"]["step"]["launches"],
+        "refresh": refresh["step"]["launches"],
+        "first": two["first"]["step"]["launches"],
+        "waits": whole(ordinary, "waits"),
+        "at_refresh": whole(refresh, "waits"),
+        "at_first": whole(two["first"], "waits"),
+        "deepspeed": whole(ordinary, "deepspeed_waits"),
+        "unpinned": whole(ordinary, "unpinned"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("mode", choices=MODES, metavar="MODE", help=", ".join(MODES))
-    parser.add_argument("layers", type=int, nargs="?", default=32)
-    parser.add_argument("--subject", choices=SUBJECTS, default="bare")
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="of the engine; one of them is counted"
-    )
-    parser.add_argument("--top", type=int, default=15, help="operations shown of each step")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--architecture", type=int, help="compile the kernels for it: 80, 90, ...")
+    add = parser.add_argument
+    add("modes", type=_modes, metavar="MODE[,MODE]", help=f"all, or of {', '.join(MODES)}")
+    add("layers", type=int, nargs="*", default=[2], help="default: 2")
+    add("--subject", choices=SUBJECTS, default="bare")
+    add("--ranks", type=int, default=1, help="of the engine; one of them is counted")
+    add("--top", type=int, default=15, help="operations shown of each step")
+    add("--table", action="store_true", help="rows of test_launches.py, of one and two layers")
+    add("--json", action="store_true", help="a line for each mode and number of layers")
+    add("--architecture", type=int, help="compile the kernels for it: 80, 90, ...")
     args = parser.parse_args()
-    begin = time.monotonic()
     if args.architecture:
         device.compile_for(args.architecture)
-    found = measure(args.subject, args.mode, args.layers, args.ranks, bool(args.architecture))
-    if args.json:
-        numbers = {
-            name: {phase: counts.totals() for phase, counts in step.phases.items()}
-            for name, step in found.items()
-        }
-        print(json.dumps(numbers))
-        return
-    print(f"{args.subject}, {args.mode}, {args.layers} layers ({time.monotonic() - begin:.0f} s)")
-    for name, step in found.items():
-        show(name, step, args.top)
+    if args.table:
+        print(HEADER, flush=True)
+    with fake_device(bool(args.architecture)) as recorder:
+        for mode in args.modes:
+            if args.subject == "bare" and mode in ENGINE_JSON:
+                continue
+            if args.subject == "zero3" and mode == "int8_weights":
+                continue  # are for stages 0 to 2
+            if args.table:
+                one, two = (measure(args.subject, mode, n, recorder, args.ranks) for n in (1, 2))
+                print(row(args.subject, args.ranks, mode, one, two), flush=True)
+                continue
+            for layers in args.layers:
+                begin = time.monotonic()
+                found = measure(args.subject, mode, layers, recorder, args.ranks)
+                if args.json:
+                    print(json.dumps({"mode": mode, "layers": layers, "steps": _numbers(found)}))
+                    continue
+                seconds = time.monotonic() - begin
+                print(f"\n=== {args.subject}, {mode}, {layers} layers ({seconds:.0f} s)")
+                for name, step in found.items():
+                    show(name, step, args.top)
+
+
+def _modes(text: str) -> list[str]:
+    names = list(MODES) if text == "all" else text.split(",")
+    for name in names:
+        if name not in MODES:
+            raise argparse.ArgumentTypeError(f"{name}: legal: {', '.join(MODES)}")
+    return names
+
+
+def _numbers(found: dict[str, Step]) -> dict[str, Any]:
+    return {
+        name: {phase: counts.totals() for phase, counts in step.phases.items()}
+        for name, step in found.items()
+    }
 
 
 if __name__ == "__main__":

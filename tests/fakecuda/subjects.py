@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from recorder import Counts, Recorder
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from hmt_deepspeed.memory import layout, streams
 from hmt_deepspeed.optim.backward import projected_linear
+from hmt_deepspeed.zero.offload import worker
+from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
 HIDDEN, INTERMEDIATE, HEADS, VOCABULARY, TOKENS = 4096, 11008, 32, 32000, 64
 LINEARS = 7  # of a layer
@@ -49,6 +53,16 @@ MODES: dict[str, dict[str, Any]] = {
             "q_proj": {"rank": 256},
         },
     },
+    "basis_cache": RANK,
+    "offload": RANK,
+    "offload_adamw": {"method": "adamw"},
+}
+# What an engine's JSON has besides; these modes are of engines alone.
+_ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+ENGINE_JSON: dict[str, dict[str, Any]] = {
+    "basis_cache": {"hmt": {"basis_cache": {}}},
+    "offload": _ON_HOST,
+    "offload_adamw": _ON_HOST,
 }
 
 
@@ -143,6 +157,8 @@ def steps_of_engine(
         "hmt": {"optimizer": fields_of(mode, layers)},
         "steps_per_print": 10**9,
     }
+    for key, more in ENGINE_JSON.get(mode, {}).items():
+        config[key] |= more
     engine, *_ = hmt_deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -160,6 +176,7 @@ def steps_of_engine(
         yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
 
 
+@cache
 def join_ranks(ranks: int) -> None:
     """Rank 0 of a process group that moves nothing."""
     import deepspeed
@@ -188,16 +205,41 @@ SUBJECTS: dict[str, Callable[[str, int, Recorder, int], Iterator[Step]]] = {
 }
 
 
+class _Inline(Executor):
+    """Another thread, whose work is not the training thread's: it is done at once and not counted."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        with self._recorder.counting():
+            done.set_result(job(*args, **kwargs))
+        return done
+
+
+@contextmanager
+def fake_device(compiles: bool = False) -> Iterator[Recorder]:
+    """In it everything is on the device that is not there, and counted."""
+    # columns that backward draws anew are drawn there too
+    projected_linear._disable_current_modes = nullcontext
+    # tensors that are not there may be moved, and a host's kernel has nothing to compute with
+    layout.type = lambda value: Tensor if isinstance(value, FakeTensor) else type(value)
+    CpuAdam.step_ = lambda *args, **kwargs: None
+    with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
+        streams.CudaStreams.pin = lambda self, memory: recorder.pin(memory)
+        worker.background_threads = lambda *args: _Inline(recorder)
+        yield recorder
+
+
 def measure(
-    subject: str, mode: str, layers: int, ranks: int = 1, compiles: bool = False
+    subject: str, mode: str, layers: int, recorder: Recorder, ranks: int = 1
 ) -> dict[str, Step]:
     """The first step, and an ordinary and a refreshing one thereafter, where the mode has such."""
-    # columns that backward draws anew are drawn on the fake device too
-    projected_linear._disable_current_modes = nullcontext
-    with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
-        steps = SUBJECTS[subject](mode, layers, recorder, ranks)
-        found = {"first": next(steps)}
-        for _ in range(4):
-            step = next(steps)
-            found[step.kind] = step
+    steps = SUBJECTS[subject](mode, layers, recorder, ranks)
+    found = {"first": next(steps)}
+    for _ in range(4):
+        step = next(steps)
+        found[step.kind] = step
+    steps.close()
     return found
