@@ -13,9 +13,10 @@ device.require()
 import argparse  # noqa: E402
 import json  # noqa: E402
 import time  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
 
-from subjects import ENGINE_JSON, MODES, SUBJECTS, Step, fake_device, measure  # noqa: E402
+from subjects import MODES, SUBJECTS, Case, Step, fake_device, measure  # noqa: E402
 
 
 def show(name: str, step: Step, top: int) -> None:
@@ -37,10 +38,11 @@ COLUMNS += ("waits", "at_refresh", "at_first", "deepspeed", "unpinned")
 HEADER = f"{'subject':8}{'ranks':6}{'mode':15}" + "".join(f"{c:>11}" for c in COLUMNS)
 
 
-def row(subject: str, ranks: int, mode: str, one: dict[str, Step], two: dict[str, Step]) -> str:
+def row(case: Case, one: dict[str, Step], two: dict[str, Step]) -> str:
     """Of the table in `test_launches.py`: launches of the optimizer's step, waits and copies of the whole one."""
     numbers = columns(_numbers(one), _numbers(two))
-    return f"{subject:8}{ranks:<6}{mode:15}" + "".join(f"{numbers[c]:>11}" for c in COLUMNS)
+    start = f"{case.subject:8}{case.ranks:<6}{case.mode:15}"
+    return start + "".join(f"{numbers[c]:>11}" for c in COLUMNS)
 
 
 def columns(one: dict[str, Any], two: dict[str, Any]) -> dict[str, int]:
@@ -78,6 +80,7 @@ def main() -> None:
     add("layers", type=int, nargs="*", default=[2], help="default: 2")
     add("--subject", choices=SUBJECTS, default="bare")
     add("--ranks", type=int, default=1, help="of the engine; one of them is counted")
+    add("--hidden", type=int, default=4096, help="width of the model; 4096, the 7B's")
     add("--top", type=int, default=15, help="operations shown of each step")
     add("--table", action="store_true", help="rows of test_launches.py, of one and two layers")
     add("--json", action="store_true", help="a line for each mode and number of layers")
@@ -89,19 +92,18 @@ def main() -> None:
         print(HEADER, flush=True)
     with fake_device(bool(args.architecture)) as recorder:
         for mode in args.modes:
-            if args.subject == "bare" and mode in ENGINE_JSON:
+            one, two = (Case(args.subject, mode, n, args.hidden, args.ranks) for n in (1, 2))
+            if not two.exists:
                 continue
-            if args.subject == "zero3" and mode == "int8_weights":
-                continue  # are for stages 0 to 2
             if args.table:
-                one, two = (measure(args.subject, mode, n, recorder, args.ranks) for n in (1, 2))
-                print(row(args.subject, args.ranks, mode, one, two), flush=True)
+                print(row(two, measure(one, recorder), measure(two, recorder)), flush=True)
                 continue
             for layers in args.layers:
                 begin = time.monotonic()
-                found = measure(args.subject, mode, layers, recorder, args.ranks)
+                found = measure(replace(two, layers=layers), recorder)
                 if args.json:
-                    print(json.dumps({"mode": mode, "layers": layers, "steps": _numbers(found)}))
+                    line = {"mode": mode, "layers": layers, "steps": _numbers(found)}
+                    print(json.dumps(line), flush=True)
                     continue
                 seconds = time.monotonic() - begin
                 print(f"\n=== {args.subject}, {mode}, {layers} layers ({seconds:.0f} s)")

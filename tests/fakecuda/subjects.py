@@ -1,4 +1,4 @@
-"""What is counted: a bare optimizer or an engine in one of its modes, on a Llama with the widths of the 7B."""
+"""What is counted: a bare optimizer or an engine in one of its modes, on a Llama."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.backward import projected_linear
 from hmt_deepspeed.zero.offload import worker
 from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
-HIDDEN, INTERMEDIATE, HEADS, VOCABULARY, TOKENS = 4096, 11008, 32, 32000, 64
+VOCABULARY, TOKENS = 32000, 64
 LINEARS = 7  # of a layer
 RANK = {"rank": 128}
 
@@ -84,17 +84,35 @@ class Step:
         return "refresh" if self.fresh else "ordinary"
 
 
-def llama(layers: int) -> nn.Module:
-    """bf16, on the device, of the 7B's widths."""
+@dataclass(frozen=True)
+class Case:
+    """What is counted. ``hidden``: 4096 is the 7B's, whose other widths follow. ``ranks``: of the engine."""
+
+    subject: str
+    mode: str
+    layers: int
+    hidden: int = 4096
+    ranks: int = 1
+
+    @property
+    def exists(self) -> bool:
+        """Some modes are of an engine alone; INT8 weights are for stages 0 to 2."""
+        if self.subject == "bare":
+            return self.mode not in ENGINE_JSON
+        return self.subject != "zero3" or self.mode != "int8_weights"
+
+
+def llama(case: Case) -> nn.Module:
+    """bf16, on the device, in the 7B's proportions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        hidden_size=case.hidden,
+        intermediate_size=case.hidden * 43 // 16,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.hidden // 128,
+        num_key_value_heads=case.hidden // 128,
         use_cache=False,
         attn_implementation="sdpa",
     )
@@ -107,24 +125,22 @@ def llama(layers: int) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def fields_of(mode: str, layers: int) -> dict[str, Any]:
+def fields_of(case: Case) -> dict[str, Any]:
     """Of hmt.optimizer: all bases in step 0, then one matrix in every second step."""
-    fields = MODES[mode]
+    fields = MODES[case.mode]
     if fields.get("method") == "adamw":
         return fields
-    fields = {"update_interval": 2 * LINEARS * layers, **fields}
+    fields = {"update_interval": 2 * LINEARS * case.layers, **fields}
     from_gradients = "method" not in fields and fields.get("range_finder") != "random"
     return {"max_full_gradient_bytes": 2**50, **fields} if from_gradients else fields
 
 
-def steps_of_optimizer(
-    mode: str, layers: int, recorder: Recorder, ranks: int = 1
-) -> Iterator[Step]:
+def steps_of_optimizer(case: Case, recorder: Recorder) -> Iterator[Step]:
     """Training steps of ``HMT(model)``, one after the other, without end."""
     from hmt_deepspeed import HMT
 
-    model = llama(layers)
-    optimizer = HMT(model, lr=1e-3, weight_decay=0.01, **fields_of(mode, layers))
+    model = llama(case)
+    optimizer = HMT(model, lr=1e-3, weight_decay=0.01, **fields_of(case))
     rows = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
     while True:
         before = sum(optimizer._bases.schedule.num_refreshes)
@@ -139,14 +155,12 @@ def steps_of_optimizer(
         yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
 
 
-def steps_of_engine(
-    stage: int, mode: str, layers: int, recorder: Recorder, ranks: int = 1
-) -> Iterator[Step]:
+def steps_of_engine(stage: int, case: Case, recorder: Recorder) -> Iterator[Step]:
     """Training steps of the engine, one after the other, without end."""
     import hmt_deepspeed
 
-    join_ranks(ranks)
-    model = llama(layers)
+    join_ranks(case.ranks)
+    model = llama(case)
     model._apply = lambda *args, **kwargs: model  # it is where and what the engine wants
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -154,10 +168,10 @@ def steps_of_engine(
         "gradient_clipping": 1.0,
         "optimizer": {"type": "HMT", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage},
-        "hmt": {"optimizer": fields_of(mode, layers)},
+        "hmt": {"optimizer": fields_of(case)},
         "steps_per_print": 10**9,
     }
-    for key, more in ENGINE_JSON.get(mode, {}).items():
+    for key, more in ENGINE_JSON.get(case.mode, {}).items():
         config[key] |= more
     engine, *_ = hmt_deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
@@ -198,7 +212,7 @@ def join_ranks(ranks: int) -> None:
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
 
 
-SUBJECTS: dict[str, Callable[[str, int, Recorder, int], Iterator[Step]]] = {
+SUBJECTS: dict[str, Callable[[Case, Recorder], Iterator[Step]]] = {
     "bare": steps_of_optimizer,
     "zero2": partial(steps_of_engine, 2),
     "zero3": partial(steps_of_engine, 3),
@@ -232,11 +246,9 @@ def fake_device(compiles: bool = False) -> Iterator[Recorder]:
         yield recorder
 
 
-def measure(
-    subject: str, mode: str, layers: int, recorder: Recorder, ranks: int = 1
-) -> dict[str, Step]:
+def measure(case: Case, recorder: Recorder) -> dict[str, Step]:
     """The first step, and an ordinary and a refreshing one thereafter, where the mode has such."""
-    steps = SUBJECTS[subject](mode, layers, recorder, ranks)
+    steps = SUBJECTS[case.subject](case, recorder)
     found = {"first": next(steps)}
     for _ in range(4):
         step = next(steps)
