@@ -1,25 +1,48 @@
-"""Row chunks of the torch references: what they hold in fp32 at once does not grow with the matrix."""
+"""Row chunks of the torch references: what they hold in fp32 at once does not grow with matrix or stack."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_ELEMENTS", "row_chunks", "scratch_like"]
+__all__ = ["CHUNK_ELEMENTS", "row_chunks", "scratch_like", "stack_pieces"]
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB in fp32
 
 _threads_own = threading.local()
 
 
-def row_chunks(rows: int, n: int) -> Iterator[slice]:
-    """Slices of the rows of a rows x n matrix, of at most ``CHUNK_ELEMENTS`` elements or of one row."""
-    step = max(1, CHUNK_ELEMENTS // max(n, 1))
+def row_chunks(rows: int, n: int, elements: int | None = None) -> Iterator[slice]:
+    """Slices of the rows of a rows x n matrix, of at most ``elements`` (``CHUNK_ELEMENTS``) or of one row."""
+    step = max(1, (elements or CHUNK_ELEMENTS) // max(n, 1))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
+
+
+def stack_pieces(
+    active: Tensor | Sequence[float], rows: int, width: int, elements: int
+) -> Iterator[tuple[slice, slice]]:
+    """Members and rows of a stack of rows x width matrices, in pieces of at most ``elements`` or of one row.
+
+    Members whose value in ``active`` is 0 are left out.
+    """
+    taken = active.tolist() if isinstance(active, Tensor) else active
+    together = max(1, elements // max(rows * width, 1))
+    step = max(1, elements // max(width, 1)) if together == 1 else max(rows, 1)
+    first = 0
+    while first < len(taken):
+        if taken[first] == 0:
+            first += 1
+            continue
+        last = first + 1
+        while last < min(first + together, len(taken)) and taken[last] != 0:
+            last += 1
+        for begin in range(0, rows, step):
+            yield slice(first, last), slice(begin, begin + step)
+        first = last
 
 
 def scratch_like(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import scratch_like
+from hmt_deepspeed.kernels.chunks import scratch_like, stack_pieces
 from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.moment_update import (
-    cache_sized,
+    CACHED,
     check_stacks,
     drop_,
     scale_residual_,
@@ -55,7 +55,7 @@ def factored_moment_update_reference_(
     """Torch twin of the kernel; see :func:`factored_moment_update_`."""
     (_, rows, rank), width = exp_avg.shape, gradient.shape[2]
     squares = gradient.new_zeros(gradient.shape[:2])
-    for members, part in cache_sized(factor.tolist(), rows, width):
+    for members, part in stack_pieces(factor, rows, width, CACHED):
         piece = gradient[members, part].mul_(factor[members, None, None])
         inside, outside = piece[..., :rank], piece[..., rank:]
         mean, row_mean = exp_avg[members, part], row_means[members, part]

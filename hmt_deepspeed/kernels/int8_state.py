@@ -39,9 +39,9 @@ import functools
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
+from hmt_deepspeed.kernels.chunks import row_chunks, stack_pieces
 from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.noise import counters, key_halves, uniform
+from hmt_deepspeed.kernels.noise import Key, check_keys, counters, key_halves, uniform
 
 try:
     import triton
@@ -54,14 +54,21 @@ __all__ = [
     "decode_state",
     "decode_state_reference",
     "decode_state_triton",
+    "decode_states",
+    "decode_states_reference",
+    "decode_states_triton",
     "encode_state",
     "encode_state_reference",
     "encode_state_triton",
+    "encode_states",
+    "encode_states_reference",
+    "encode_states_triton",
     "levels",
 ]
 
 BLOCK = 256
 _BLOCKS_PER_PROGRAM = 16
+_CHUNK = 1 << 17  # elements that the torch twins work on at once: whole blocks
 # signed -> (code of the scale, levels per octave)
 _CODE = {True: (127, 126 / 16), False: (255, 254 / 24)}
 
@@ -77,35 +84,74 @@ def levels(signed: bool, device: torch.device) -> Tensor:
 
 
 def encode_state_reference(
-    value: Tensor, signed: bool, key: int | None, offset: int = 0
+    value: Tensor, signed: bool, key: Key | None, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`encode_state`."""
-    numel, table = value.numel(), levels(signed, value.device)
-    codes = torch.empty(numel, dtype=torch.uint8, device=value.device)
-    scales = torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=value.device)
-    for begin in range(0, numel, CHUNK_ELEMENTS):  # whole blocks
-        chunk = value.view(-1)[begin : begin + CHUNK_ELEMENTS]
-        padded = torch.nn.functional.pad(chunk, (0, -chunk.numel() % BLOCK)).view(-1, BLOCK)
-        magnitude = padded.abs()
-        scale = magnitude.amax(dim=1)
-        usable = ((scale > 0) & scale.isfinite())[:, None]
-        scales[begin // BLOCK :][: len(scale)] = torch.where(scale.isinf(), torch.nan, scale)
-        ratio = torch.where(usable, magnitude.div_(scale[:, None]), 0.0).view(-1)
-
-        code = _level_below(ratio, signed, table)
-        low = table.index_select(0, code)
-        gap = table.index_select(0, (code + 1).clamp_(max=_CODE[signed][0])).sub_(low)
-        if key is None:
-            gap *= 0.5
-        else:
-            gap *= uniform(counters(padded.numel(), offset + begin, value.device), key)
-        code += gap < ratio.sub_(low)
-        if signed:
-            code += ((padded.view(-1) < 0) & (code > 0)).int().mul_(128)
-        else:  # see the top of the file; the ratio of a tiny value may have become zero
-            code = torch.where((usable & (padded != 0)).view(-1), code.clamp_min(1), code)
-        codes[begin : begin + CHUNK_ELEMENTS] = code[: chunk.numel()]
+    flat, (codes, scales) = value.view(1, -1), _empty(value)
+    for part in row_chunks(value.numel(), 1, _CHUNK):
+        written = codes[None, part], scales[None, _blocks(part)]
+        _encode(flat[:, part], signed, key, offset + part.start, *written)
     return codes, scales
+
+
+def encode_states_reference(
+    values: Tensor,
+    signed: bool,
+    keys: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    active: Tensor | None = None,
+) -> None:
+    """Torch twin of the kernel; see :func:`encode_states`."""
+    members, numel = values.shape
+    for some, part in stack_pieces([1.0] * members if active is None else active, numel, 1, _CHUNK):
+        written = codes[some, part], scales[some, _blocks(part)]
+        _encode(values[some, part], signed, keys[some], part.start, *written)
+
+
+def _empty(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for codes and scales."""
+    numel, device = value.numel(), value.device
+    codes = torch.empty(numel, dtype=torch.uint8, device=device)
+    return codes, torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=device)
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+
+def _encode(
+    value: Tensor,
+    signed: bool,
+    key: Key | Tensor | None,
+    offset: int,
+    codes: Tensor,
+    scales: Tensor,
+) -> None:
+    """Encode the same elements, from a multiple of 256, of some members: all are members x elements."""
+    members, numel = value.shape
+    table = levels(signed, value.device)
+    padded = torch.nn.functional.pad(value, (0, -numel % BLOCK)).view(-1, BLOCK)
+    magnitude = padded.abs()
+    scale = magnitude.amax(dim=1)
+    usable = ((scale > 0) & scale.isfinite())[:, None]
+    scales.copy_(torch.where(scale.isinf(), torch.nan, scale).view(members, -1))
+    ratio = torch.where(usable, magnitude.div_(scale[:, None]), 0.0).view(-1)
+
+    code = _level_below(ratio, signed, table)
+    low = table.index_select(0, code)
+    gap = table.index_select(0, (code + 1).clamp_(max=_CODE[signed][0])).sub_(low)
+    if key is None:
+        gap *= 0.5
+    else:
+        index = counters(padded.numel() // members, offset, value.device)
+        gap *= uniform(index, key).view(-1)
+    code += gap < ratio.sub_(low)
+    if signed:
+        code += ((padded.view(-1) < 0) & (code > 0)).int().mul_(128)
+    else:  # see the top of the file; the ratio of a tiny value may have become zero
+        code = torch.where((usable & (padded != 0)).view(-1), code.clamp_min(1), code)
+    codes.copy_(code.view(members, -1)[:, :numel])
 
 
 def _level_below(ratio: Tensor, signed: bool, table: Tensor) -> Tensor:
@@ -124,36 +170,48 @@ def decode_state_reference(
     codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
 ) -> Tensor:
     """Torch twin of the kernel; see :func:`decode_state`."""
-    table, numel = levels(signed, codes.device), codes.numel()
-    out = torch.empty(numel, dtype=torch.float32, device=codes.device)
-    for begin in range(0, numel, CHUNK_ELEMENTS):  # whole blocks; bounds the int32 indices
-        chunk = codes[begin : begin + CHUNK_ELEMENTS]
-        scale = scales[begin // BLOCK :][: -(-chunk.numel() // BLOCK)].repeat_interleave(BLOCK)
-        torch.mul(table[chunk.int()], scale[: chunk.numel()], out=out[begin:][: chunk.numel()])
+    return decode_states_reference(codes[None], scales[None], signed, shape)
+
+
+def decode_states_reference(
+    codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
+) -> Tensor:
+    """Torch twin of the kernel; see :func:`decode_states`."""
+    (members, numel), table = codes.shape, levels(signed, codes.device)
+    out = torch.empty(members, numel, dtype=torch.float32, device=codes.device)
+    for some, part in stack_pieces([1.0] * members, numel, 1, _CHUNK):
+        target = out[some, part]
+        level = table.index_select(0, codes[some, part].int().view(-1)).view(target.shape)
+        scale = scales[some, _blocks(part)].repeat_interleave(BLOCK, dim=1)
+        torch.mul(level, scale[:, : target.shape[1]], out=target)
     return out.view(shape)
 
 
 if triton is not None:
-    from hmt_deepspeed.kernels.noise import uniform_jit
+    from hmt_deepspeed.kernels.noise import member_key_jit, numel_if_active_jit, uniform_jit
 
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
     def _encode_kernel(  # type: ignore[no-untyped-def]
-        value_ptr, codes_ptr, scales_ptr, levels_ptr, numel, offset, key_low, key_high, per_octave,
+        value_ptr, codes_ptr, scales_ptr, levels_ptr, keys_ptr, active_ptr,
+        numel, offset, key_low, key_high, per_octave,
         TOP: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr,
         BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        blocks = tl.cdiv(numel, BLOCK)
+        programs = tl.cdiv(blocks, BLOCKS)
+        member = (tl.program_id(0) // programs).to(tl.int64)
+        block = (tl.program_id(0) % programs).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
         position = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        mask = position < numel
-        bits = tl.load(value_ptr + position, mask=mask, other=0)
+        limit = numel_if_active_jit(active_ptr, member, numel)
+        mask, place = position < limit, member * numel + position
+        bits = tl.load(value_ptr + place, mask=mask, other=0)
         magnitude = bits & 0x7FFFFFFF
-        largest = tl.max(
-            magnitude, axis=1
-        )  # patterns order as magnitudes do, infinity and NaN last
+        # Patterns order as magnitudes do, infinity and NaN last.
+        largest = tl.max(magnitude, axis=1)
         finite = largest < 0x7F800000
         scale = tl.where(finite, largest, 0x7FC00000).to(tl.float32, bitcast=True)
-        tl.store(scales_ptr + block, scale, mask=block * BLOCK < numel)
+        tl.store(scales_ptr + member * blocks + block, scale, mask=block * BLOCK < limit)
 
         usable = (finite & (largest > 0))[:, None] & (magnitude >= 0)
         magnitude = tl.where(usable, magnitude, 0)
@@ -170,7 +228,8 @@ if triton is not None:
         low = tl.load(levels_ptr + code)
         high = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
         if STOCHASTIC:
-            threshold = uniform_jit(position + offset, key_low, key_high)
+            low_half, high_half = member_key_jit(keys_ptr, member, key_low, key_high)
+            threshold = uniform_jit(position + offset, low_half, high_half)
         else:
             threshold = tl.zeros_like(ratio) + 0.5
         code = tl.where(threshold * (high - low) < ratio - low, code + 1, code)
@@ -178,70 +237,105 @@ if triton is not None:
             code = tl.where((bits < 0) & (code > 0), code + 128, code)
         else:  # see the top of the file; the ratio of a tiny value may have become zero
             code = tl.where((magnitude > 0) & (code == 0), 1, code)
-        tl.store(codes_ptr + position, code.to(tl.uint8), mask=mask)
+        tl.store(codes_ptr + place, code.to(tl.uint8), mask=mask)
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]
         codes_ptr, scales_ptr, levels_ptr, out_ptr, numel,
         BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        blocks = tl.cdiv(numel, BLOCK)
+        programs = tl.cdiv(blocks, BLOCKS)
+        member = (tl.program_id(0) // programs).to(tl.int64)
+        block = (tl.program_id(0) % programs).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
         position = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        mask = position < numel
-        code = tl.load(codes_ptr + position, mask=mask, other=0).to(tl.int32)
-        scale = tl.load(scales_ptr + block, mask=block * BLOCK < numel, other=0.0)
-        tl.store(out_ptr + position, tl.load(levels_ptr + code) * scale[:, None], mask=mask)
+        mask, place = position < numel, member * numel + position
+        code = tl.load(codes_ptr + place, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(scales_ptr + member * blocks + block, mask=block * BLOCK < numel, other=0.0)
+        tl.store(out_ptr + place, tl.load(levels_ptr + code) * scale[:, None], mask=mask)
 
     @on_its_device
-    def encode_state_triton(
-        value: Tensor, signed: bool, key: int | None, offset: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Triton launcher; see :func:`encode_state`."""
-        numel, (low, high) = value.numel(), key_halves(key or 0)
-        top, per_octave = _CODE[signed]
-        codes = torch.empty(numel, dtype=torch.uint8, device=value.device)
-        scales = torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=value.device)
-        if numel == 0:
-            return codes, scales
-        _encode_kernel[(triton.cdiv(len(scales), _BLOCKS_PER_PROGRAM),)](
-            value.view(torch.int32),
+    def _launch_encode(
+        values: Tensor,
+        signed: bool,
+        keys: Tensor | None,
+        key: Key | None,
+        offset: int,
+        codes: Tensor,
+        scales: Tensor,
+        active: Tensor | None,
+    ) -> None:
+        """Of members x numel."""
+        if values.numel() == 0:
+            return
+        (members, numel), (top, per_octave) = values.shape, _CODE[signed]
+        programs = triton.cdiv(triton.cdiv(numel, BLOCK), _BLOCKS_PER_PROGRAM)
+        _encode_kernel[(members * programs,)](
+            values.view(torch.int32),
             codes,
             scales,
-            levels(signed, value.device),
+            levels(signed, values.device),
+            keys,
+            active,
             numel,
             offset,
-            low,
-            high,
+            *key_halves(key or 0),
             per_octave,
             TOP=top,
             SIGNED=signed,
-            STOCHASTIC=key is not None,
+            STOCHASTIC=keys is not None or key is not None,
             BLOCKS=_BLOCKS_PER_PROGRAM,
             BLOCK=BLOCK,
         )
+
+    def encode_state_triton(
+        value: Tensor, signed: bool, key: Key | None, offset: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Triton launcher; see :func:`encode_state`."""
+        codes, scales = _empty(value)
+        _launch_encode(value.view(1, -1), signed, None, key, offset, codes, scales, None)
         return codes, scales
 
-    @on_its_device
+    def encode_states_triton(
+        values: Tensor,
+        signed: bool,
+        keys: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        active: Tensor | None = None,
+    ) -> None:
+        """Triton launcher; see :func:`encode_states`."""
+        _launch_encode(values, signed, keys, None, 0, codes, scales, active)
+
     def decode_state_triton(
         codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
     ) -> Tensor:
         """Triton launcher; see :func:`decode_state`."""
-        out = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-        if codes.numel() > 0:
-            _decode_kernel[(triton.cdiv(len(scales), _BLOCKS_PER_PROGRAM),)](
+        return decode_states_triton(codes[None], scales[None], signed, shape)
+
+    @on_its_device
+    def decode_states_triton(
+        codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
+    ) -> Tensor:
+        """Triton launcher; see :func:`decode_states`."""
+        members, numel = codes.shape
+        out = torch.empty(shape, dtype=torch.float32, device=codes.device)
+        if out.numel() > 0:
+            programs = triton.cdiv(scales.shape[1], _BLOCKS_PER_PROGRAM)
+            _decode_kernel[(members * programs,)](
                 codes,
                 scales,
                 levels(signed, codes.device),
                 out,
-                codes.numel(),
+                numel,
                 BLOCKS=_BLOCKS_PER_PROGRAM,
                 BLOCK=BLOCK,
             )
-        return out.view(shape)
+        return out
 
 
 def encode_state(
-    value: Tensor, signed: bool, key: int | None, offset: int = 0
+    value: Tensor, signed: bool, key: Key | None, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a state; levels and error bounds at the top of the file.
 
@@ -249,7 +343,7 @@ def encode_state(
         value: fp32, contiguous, any shape; a shard that starts at a multiple of 256 gets the codes
             that it has in the whole tensor.
         signed: whether values may be negative. If not, their sign is not looked at.
-        key: 64-bit seed of stochastic rounding; None rounds to the nearest level (a tie to the lower).
+        key: 64-bit seed of stochastic rounding, or its halves; None rounds to the nearest level (a tie to the lower).
         offset: global index of the first element, so that shards of one tensor share one stream.
 
     Returns:
@@ -268,6 +362,51 @@ def encode_state(
     return encode_state_reference(value, signed, key, offset)
 
 
+def encode_states(
+    values: Tensor,
+    signed: bool,
+    keys: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    active: Tensor | None = None,
+) -> None:
+    """:func:`encode_state` of a stack, in one launch and in place; no block holds elements of two members.
+
+    Args:
+        values: B x numel, fp32, contiguous. signed: as there.
+        keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
+        codes: B x numel, uint8, scales: B x ceil(numel / 256), fp32, contiguous; overwritten.
+        active: (B,) fp32; a member whose value is 0 is not written. None writes all.
+
+    Raises:
+        ValueError: for other dtypes, shapes or tensors that are not contiguous.
+    """
+    if values.dtype != torch.float32 or not values.is_contiguous():
+        raise ValueError(f"values must be fp32 and contiguous, got {values.dtype}")
+    _check_codes(codes, scales, values.shape)
+    check_keys(keys, len(values), active)
+    encode = (
+        encode_states_triton if values.is_cuda and triton is not None else encode_states_reference
+    )
+    encode(values, signed, keys, codes, scales, active)
+
+
+def decode_states(
+    codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size | tuple[int, ...]
+) -> Tensor:
+    """The fp32 stack, of the given shape B x ..., that :func:`encode_states` made codes and scales of.
+
+    Raises:
+        ValueError: for other dtypes, sizes or tensors that are not contiguous.
+    """
+    shape = torch.Size(shape)
+    _check_codes(codes, scales, (shape[0], shape[1:].numel()))
+    decode = (
+        decode_states_triton if codes.is_cuda and triton is not None else decode_states_reference
+    )
+    return decode(codes, scales, signed, shape)
+
+
 def decode_state(
     codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size | tuple[int, ...]
 ) -> Tensor:
@@ -277,15 +416,22 @@ def decode_state(
         ValueError: for other dtypes, sizes or tensors that are not contiguous.
     """
     shape = torch.Size(shape)
-    if codes.dtype != torch.uint8 or scales.dtype != torch.float32:
-        raise ValueError(f"decodes uint8 with fp32 scales, got {codes.dtype} and {scales.dtype}")
-    if codes.shape != (shape.numel(),) or scales.shape != (-(-codes.numel() // BLOCK),):
-        raise ValueError(
-            f"shape {tuple(shape)} takes ({shape.numel()},) codes and one scale for each {BLOCK} of "
-            f"them, got {tuple(codes.shape)} and {tuple(scales.shape)}"
-        )
-    if not (codes.is_contiguous() and scales.is_contiguous()):
-        raise ValueError("codes and scales must be contiguous")
+    _check_codes(codes, scales, (shape.numel(),))
     if codes.is_cuda and triton is not None:
         return decode_state_triton(codes, scales, signed, shape)
     return decode_state_reference(codes, scales, signed, shape)
+
+
+def _check_codes(codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> None:
+    *members, numel = shape
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float32:
+        raise ValueError(
+            f"codes must be uint8 and scales fp32, got {codes.dtype} and {scales.dtype}"
+        )
+    if codes.shape != (*members, numel) or scales.shape != (*members, -(-numel // BLOCK)):
+        raise ValueError(
+            f"{tuple(shape)} takes as many codes and one scale for each {BLOCK} of a row, got "
+            f"{tuple(codes.shape)} and {tuple(scales.shape)}"
+        )
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        raise ValueError("codes and scales must be contiguous")

@@ -17,12 +17,10 @@ Shapes: B matrices alike, gradient B x rows x (r + k), moments B x rows x r, evi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import scratch_like
+from hmt_deepspeed.kernels.chunks import scratch_like, stack_pieces
 from hmt_deepspeed.kernels.launching import on_its_device
 
 try:
@@ -32,7 +30,7 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
-    "cache_sized",
+    "CACHED",
     "check_stacks",
     "drop_",
     "moment_direction_",
@@ -45,24 +43,7 @@ __all__ = [
 
 TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
 _BLOCK, _BLOCK_COLUMNS = 1024, 128
-_CACHED = 1 << 18  # elements of a gradient that the torch twin works on at once
-
-
-def cache_sized(factor: Sequence[float], rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Members and rows of a stack, in pieces that a core's cache holds; members whose factor is 0 are left out."""
-    together = max(1, _CACHED // max(rows * width, 1))
-    step = max(1, _CACHED // width) if together == 1 else max(rows, 1)
-    first = 0
-    while first < len(factor):
-        if factor[first] == 0:
-            first += 1
-            continue
-        last = first + 1
-        while last < min(first + together, len(factor)) and factor[last] != 0:
-            last += 1
-        for begin in range(0, rows, step):
-            yield slice(first, last), slice(begin, begin + step)
-        first = last
+CACHED = 1 << 18  # elements of a gradient that the torch twin works on at once
 
 
 def scale_residual_(residual: Tensor, direction: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -102,7 +83,7 @@ def moment_update_reference_(
     """Torch twin of the kernel; see :func:`moment_update_`."""
     (_, rows, rank), width = exp_avg.shape, gradient.shape[2]
     squares = gradient.new_zeros(gradient.shape[:2])
-    for members, part in cache_sized(factor.tolist(), rows, width):
+    for members, part in stack_pieces(factor, rows, width, CACHED):
         piece = gradient[members, part].mul_(factor[members, None, None])
         inside, outside = piece[..., :rank], piece[..., rank:]
         mean, square = exp_avg[members, part], exp_avg_sq[members, part]

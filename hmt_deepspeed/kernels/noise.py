@@ -35,6 +35,7 @@ __all__ = [
     "Stream",
     "base_key",
     "base_keys",
+    "check_keys",
     "counters",
     "host_step_key",
     "key_halves",
@@ -159,12 +160,10 @@ def counters(count: int, offset: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device).add_(first)
 
 
-def noise_bits(index: Tensor, key: Key) -> Tensor:
-    """32 uniform bits (an int32) for each int32 counter in ``index``."""
-    return _hashed(index, *key_halves(key))
-
-
-def _hashed(index: Tensor, low: Tensor | int, high: Tensor | int) -> Tensor:
+def noise_bits(index: Tensor, key: Key | Tensor) -> Tensor:
+    """32 uniform bits (an int32) for each int32 counter in ``index``; with keys of a stack (B x 2, int32) for
+    each matrix and counter: B x count."""
+    low, high = (key[:, :1], key[:, 1:]) if isinstance(key, Tensor) else key_halves(key)
     h = index ^ low
     shifted = torch.empty_like(h)  # in place: half the time of new tensors on a CPU
     h ^= _shift_right(h, 16, shifted)
@@ -176,9 +175,22 @@ def _hashed(index: Tensor, low: Tensor | int, high: Tensor | int) -> Tensor:
     return h
 
 
-def uniform(index: Tensor, key: Key) -> Tensor:
-    """A multiple of 2^-24 in [0, 1), fp32, for each int32 counter in ``index``."""
+def uniform(index: Tensor, key: Key | Tensor) -> Tensor:
+    """A multiple of 2^-24 in [0, 1), fp32, where :func:`noise_bits` has 32 bits."""
     return _shift_right(noise_bits(index, key), 8).float().mul_(2.0**-24)
+
+
+def check_keys(keys: Tensor, members: int, active: Tensor | None = None) -> None:
+    """Refuse what are not keys of a stack, and a vector that is not of which members are active."""
+    if keys.dtype != torch.int32 or keys.shape != (members, 2) or not keys.is_contiguous():
+        raise ValueError(
+            f"keys must be {members} x 2 int32 and contiguous, got {tuple(keys.shape)} {keys.dtype} with strides "
+            f"{keys.stride()}"
+        )
+    if active is not None and (active.dtype != torch.float32 or active.shape != (members,)):
+        raise ValueError(
+            f"active must be ({members},) fp32, got {tuple(active.shape)} {active.dtype}"
+        )
 
 
 @functools.cache
@@ -202,10 +214,9 @@ def normals_reference(keys: Tensor, rows: int, columns: int) -> Tensor:
     members = max(1, _PAIRS // max(pairs, 1))
     flats = out.view(len(keys), count).split(members)
     for part, flat in zip(keys.split(members), flats, strict=True):
-        low, high = part[:, :1], part[:, 1:]
         for begin in range(0, pairs, _PAIRS):
             index = counters(min(_PAIRS, pairs - begin), begin, keys.device)
-            halves = _hashed(index, low, high).view(torch.int16).flatten()
+            halves = noise_bits(index, part).view(torch.int16).flatten()
             drawn = table.index_select(0, halves.int().bitwise_and_(0xFFFF)).view(len(part), -1)
             target = flat[:, 2 * begin : 2 * begin + drawn.shape[1]]
             target.copy_(drawn[:, : target.shape[1]])
@@ -227,6 +238,21 @@ if triton is not None:
     def uniform_jit(index, key_low, key_high):  # type: ignore[no-untyped-def]
         """Twin of :func:`uniform`."""
         return (noise_bits_jit(index, key_low, key_high) >> 8).to(tl.float32) * (1.0 / (1 << 24))
+
+    @triton.jit
+    def member_key_jit(keys_ptr, member, key_low, key_high):  # type: ignore[no-untyped-def]
+        """Halves of a member's key; those given where there are no keys of a stack."""
+        low, high = key_low, key_high
+        if keys_ptr is not None:
+            low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+        return low, high
+
+    @triton.jit
+    def numel_if_active_jit(active_ptr, member, numel):  # type: ignore[no-untyped-def]
+        """``numel``, or 0 of a member that is not active; without a vector all are."""
+        if active_ptr is not None:
+            numel = tl.where(tl.load(active_ptr + member) != 0, numel, 0)
+        return numel
 
     @triton.jit
     def _normals_kernel(  # type: ignore[no-untyped-def]
@@ -267,9 +293,6 @@ def normals(keys: Tensor, rows: int, columns: int) -> Tensor:
     Raises:
         ValueError: for other keys.
     """
-    if keys.dtype != torch.int32 or keys.dim() != 2 or keys.shape[1] != 2:
-        raise ValueError(f"keys must be B x 2 int32, got {tuple(keys.shape)} {keys.dtype}")
-    if not keys.is_contiguous():
-        raise ValueError("keys must be contiguous")
+    check_keys(keys, len(keys))
     draw = normals_triton if keys.is_cuda and triton is not None else normals_reference
     return draw(keys, rows, columns)

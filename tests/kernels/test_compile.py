@@ -33,10 +33,13 @@ WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
 TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
 CASES = [
     (noise._normals_kernel, "*i32 *fp32 *fp32 i32", {"BLOCK_PAIRS": noise._BLOCK_PAIRS}),
-    (
-        stochastic_rounding._stochastic_round_kernel,
-        f"*i32 *i16 i64 {KEYED}",
-        {"BLOCK": stochastic_rounding._BLOCK},
+    *(
+        (
+            stochastic_rounding._stochastic_round_kernel,
+            f"*i32 *i16 {stack} i64 {KEYED}",
+            {"BLOCK": stochastic_rounding._BLOCK},
+        )
+        for stack in ("none none", "*i32 *fp32")
     ),
     *(
         (
@@ -84,10 +87,19 @@ CASES = [
     *(
         (
             int8_state._encode_kernel,
-            f"*i32 *u8 *fp32 *fp32 i64 {KEYED} fp32",
-            {"TOP": int8_state._CODE[signed][0], "SIGNED": signed, "STOCHASTIC": signed, **STATE},
+            f"*i32 *u8 *fp32 *fp32 {stack} i64 {KEYED} fp32",
+            {
+                "TOP": int8_state._CODE[signed][0],
+                "SIGNED": signed,
+                "STOCHASTIC": stochastic,
+                **STATE,
+            },
         )
-        for signed in (True, False)
+        for stack, signed, stochastic in (
+            ("*i32 *fp32", True, True),
+            ("*i32 *fp32", False, True),
+            ("none none", True, False),
+        )
     ),
     (int8_state._decode_kernel, "*u8 *fp32 *fp32 *fp32 i64", STATE),
     *(

@@ -10,10 +10,15 @@ from hmt_deepspeed.kernels import int8_state
 from hmt_deepspeed.kernels.int8_state import (
     decode_state,
     decode_state_reference,
+    decode_states,
+    decode_states_reference,
     encode_state,
     encode_state_reference,
+    encode_states,
+    encode_states_reference,
     levels,
 )
+from hmt_deepspeed.kernels.noise import step_keys
 
 OCTAVES = {True: 16, False: 24}
 RATIO = {True: 2 ** (16 / 126), False: 2 ** (24 / 254)}  # of neighbouring levels
@@ -144,9 +149,66 @@ def test_internal_chunks_and_offsets(monkeypatch):
     assert not torch.equal(whole, encode_state(value, True, 3, offset + 1)[0])
     assert not torch.equal(whole, encode_state(value, True, 4, offset)[0])
     decoded = decode_state(whole, scales, True, value.shape)
-    monkeypatch.setattr(int8_state, "CHUNK_ELEMENTS", 512)
+    monkeypatch.setattr(int8_state, "_CHUNK", 512)
     assert torch.equal(encode_state(value, True, 3, offset)[0], whole)
     assert torch.equal(decode_state(whole, scales, True, value.shape), decoded)
+
+
+def empty_codes(members, numel, device="cpu"):
+    codes = torch.zeros(members, numel, dtype=torch.uint8, device=device)
+    return codes, torch.zeros(members, -(-numel // 256), device=device)
+
+
+@pytest.mark.parametrize(("members", "numel"), [(1, 5), (4, 300), (3, 512), (2, 4097)])
+def test_a_stack_is_coded_as_its_members(members, numel, monkeypatch):
+    values, keys = torch.randn(members, numel), step_keys(torch.arange(members), 3, 1)
+    pairs = zip(values, keys.tolist(), strict=True)
+    expected = [
+        torch.stack(x)
+        for x in zip(*(encode_state(v, True, tuple(k)) for v, k in pairs), strict=True)
+    ]
+    for chunk in (1 << 20, 512):
+        monkeypatch.setattr(int8_state, "_CHUNK", chunk)
+        out = empty_codes(members, numel)
+        encode_states(values, True, keys, *out)
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+        decoded = decode_states(*out, True, (members, numel, 1))
+        alone = [decode_state(*pair, True, (numel, 1)) for pair in zip(*out, strict=True)]
+        assert torch.equal(decoded, torch.stack(alone))
+
+
+def test_members_that_are_not_active_are_not_written():
+    codes, scales = empty_codes(3, 300)
+    active = torch.tensor([1.0, 0.0, -2.0])
+    keys = step_keys(torch.arange(3), 3, 1)
+    encode_states(torch.full((3, 300), nan), False, keys, codes, scales, active)
+    assert scales.isnan().all(dim=1).tolist() == [True, False, True]
+    assert not codes[1].any()
+    assert not scales[1].any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": torch.ones(2, 300).double()},
+        {"values": torch.ones(300, 2).t()},
+        {"codes": torch.zeros(2, 299).byte()},
+        {"scales": torch.zeros(2, 1)},
+        {"keys": torch.ones(1, 2).int()},
+        {"active": torch.ones(3)},
+    ],
+)
+def test_a_stack_refuses(change):
+    codes, scales = empty_codes(2, 300)
+    arguments = {"values": torch.ones(2, 300), "codes": codes, "scales": scales}
+    arguments |= {"keys": torch.ones(2, 2).int(), "active": torch.ones(2), "signed": True}
+    encode_states(**arguments)
+    with pytest.raises(ValueError):
+        encode_states(**(arguments | change))
+    if "codes" in change or "scales" in change:
+        arguments |= change
+        with pytest.raises(ValueError):
+            decode_states(arguments["codes"], arguments["scales"], True, (2, 300))
 
 
 def running_mean(squares, start, beta, keys):
@@ -232,6 +294,25 @@ def check_kernel(device="cpu"):
                 decoded = decode_state_reference(codes, scales, signed, value.shape)
                 out = int8_state.decode_state_triton(*out, signed, value.shape)
                 assert torch.equal(out.cpu().nan_to_num(7.0), decoded.nan_to_num(7.0))
+
+    check_stacks(device)
+
+
+def check_stacks(device):
+    for members, numel in ((1, 3), (3, 300), (2, 5000), (2, 4096)):
+        values, keys = torch.randn(members, numel), step_keys(torch.arange(members), 5, 1)
+        active = torch.ones(members)
+        active[1:2] = 0
+        for taken in (None, active):
+            expected, out = empty_codes(members, numel), empty_codes(members, numel, device)
+            encode_states_reference(values, True, keys, *expected, taken)
+            taken = None if taken is None else taken.to(device)
+            inputs = values.to(device), True, keys.to(device)
+            int8_state.encode_states_triton(*inputs, *out, taken)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(out, expected, strict=True))
+            decoded = int8_state.decode_states_triton(*out, True, values.shape)
+            shape = values.shape
+            assert torch.equal(decoded.cpu(), decode_states_reference(*expected, True, shape))
 
 
 def check_rough_logarithm(signed, device):

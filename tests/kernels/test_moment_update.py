@@ -141,7 +141,7 @@ def test_members_that_take_no_step():
 def test_pieces_of_a_stack_do_not_matter(shape, monkeypatch):
     tensors, scales = inputs(shape, 0.999)
     whole = applied(moment_update_, tensors, 0.9, 0.999, 1e-8, **scales)
-    monkeypatch.setattr(moment_update, "_CACHED", 200)
+    monkeypatch.setattr(moment_update, "CACHED", 200)
     parts = applied(moment_update_, tensors, 0.9, 0.999, 1e-8, **scales)
     assert all(torch.equal(first, second) for first, second in zip(whole, parts, strict=True))
 

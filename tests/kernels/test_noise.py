@@ -121,7 +121,7 @@ def test_a_stack_is_its_matrices(shape, monkeypatch):
 def test_elements_are_halves_of_hashes():
     table, index = normal_quantiles(CPU), torch.arange(3, dtype=torch.int32)
     halves = host_step_key(bases(1)[0].item(), 9, Stream.PROBES)
-    bits = [value & 0xFFFFFFFF for value in noise._hashed(index, *halves).tolist()]
+    bits = [value & 0xFFFFFFFF for value in noise.noise_bits(index, halves).tolist()]
     expected = [table[part] for value in bits for part in (value & 0xFFFF, value >> 16)]
     assert torch.equal(normals(keys(1, 9), 5, 1).flatten(), torch.stack(expected[:5]))
 

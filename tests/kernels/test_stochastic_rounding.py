@@ -8,7 +8,13 @@ from math import inf, nan
 import pytest
 import torch
 
-from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_round_reference
+from hmt_deepspeed.kernels import stochastic_rounding as module
+from hmt_deepspeed.kernels.noise import step_keys
+from hmt_deepspeed.kernels.stochastic_rounding import (
+    stochastic_round,
+    stochastic_round_reference,
+    stochastic_rounds,
+)
 
 
 def rounded(value, key=1, offset=0):
@@ -65,8 +71,6 @@ def test_sharding_does_not_matter(cut):
 
 
 def test_internal_chunks_do_not_matter(monkeypatch):
-    import hmt_deepspeed.kernels.stochastic_rounding as module
-
     value = torch.randn(1000)
     whole = rounded(value)
     monkeypatch.setattr(module, "_CHUNK", 64)
@@ -79,6 +83,45 @@ def test_offsets_beyond_32_bits():
     halves = (rounded(value[:2500], offset=(1 << 31) - 2500), rounded(value[2500:], offset=1 << 31))
     assert torch.equal(beyond, torch.cat(halves))
     assert 0.45 < (rounded(value, offset=(1 << 33) + 7) > 1).float().mean() < 0.55
+
+
+@pytest.mark.parametrize(("members", "numel"), [(1, 5), (4, 300), (3, 4097)])
+def test_a_stack_rounds_as_its_members(members, numel, monkeypatch):
+    values, keys = torch.randn(members, numel), step_keys(torch.arange(members), 3, 0)
+    expected = [rounded(v, tuple(k), 7) for v, k in zip(values, keys.tolist(), strict=True)]
+    for chunk in (1 << 20, 100):
+        monkeypatch.setattr(module, "_CHUNK", chunk)
+        out = torch.zeros(members, numel, dtype=torch.bfloat16)
+        stochastic_rounds(values, out, keys, offset=7)
+        assert torch.equal(out, torch.stack(expected))
+
+
+def test_members_that_are_not_active_are_not_written():
+    values, keys = torch.full((3, 50), nan), step_keys(torch.arange(3), 3, 0)
+    out = torch.ones(3, 50, dtype=torch.bfloat16)
+    stochastic_rounds(values, out, keys, torch.tensor([1.0, 0.0, -2.0]))
+    assert out.isnan().all(dim=1).tolist() == [True, False, True]
+    assert (out[1] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": torch.ones(8)},
+        {"values": torch.ones(4, 2)},
+        {"out": torch.ones(4, 2).bfloat16().t()},
+        {"keys": torch.ones(2, 2)},
+        {"keys": torch.ones(1, 2).int()},
+        {"active": torch.ones(3)},
+        {"active": torch.ones(2).bool()},
+    ],
+)
+def test_a_stack_refuses(change):
+    arguments = {"values": torch.ones(2, 4), "out": torch.ones(2, 4).bfloat16()}
+    arguments |= {"keys": torch.ones(2, 2).int(), "active": torch.ones(2)}
+    stochastic_rounds(**arguments)
+    with pytest.raises(ValueError):
+        stochastic_rounds(**(arguments | change))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +153,18 @@ for numel in (0, 1, 7, 4095, 4096, 4097, 10_001):
         reference(value, first, key, offset)
         kernel(value, second, key, offset)
         assert torch.equal(first.view(torch.int16), second.view(torch.int16)), (numel, key, offset)
+from hmt_deepspeed.kernels.noise import step_keys
+from hmt_deepspeed.kernels.stochastic_rounding import (
+    stochastic_rounds_reference, stochastic_rounds_triton)
+for members, numel in ((1, 3), (4, 5000), (2, 4096)):
+    values, active = torch.randn(members, numel), torch.ones(members)
+    active[1:2] = 0
+    for taken in (None, active):
+        first, second = (torch.zeros(members, numel, dtype=torch.bfloat16) for _ in range(2))
+        arguments = values, step_keys(torch.arange(members), 5, 1), taken, (1 << 31) - 9
+        stochastic_rounds_reference(values, first, *arguments[1:])
+        stochastic_rounds_triton(values, second, *arguments[1:])
+        assert torch.equal(first, second), (members, numel)
 print("equal")
 """
 
