@@ -4,6 +4,7 @@ examples:
   python launch/bench.py foundations                the suite, a process a case
   python launch/bench.py foundations --case galore  one case
   python launch/bench.py all                        every suite
+  python launch/bench.py gpu --case 1b --contender HMT --memory 80 --micro_batch 4
   python launch/bench.py table                      the Markdown files' tables
   python launch/bench.py table --write              the same, into the files
   python launch/bench.py papers --write             into launch/results/planner
@@ -21,6 +22,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a checkout that is not installed
@@ -28,7 +30,7 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 
 from benchmarks.results import RESULTS, machine, machine_slug, markdown  # noqa: E402
 from benchmarks.setting import DTYPES, choose_setting  # noqa: E402
-from benchmarks.suites import SUITES, run_case, why_skipped  # noqa: E402
+from benchmarks.suites import SUITES, options, run_case, why_skipped  # noqa: E402
 
 ALL = "all"
 PAPERS = RESULTS / "planner"
@@ -59,6 +61,8 @@ def parse_arguments() -> argparse.Namespace:
         add("--toy", action="store_true", help="tiny sizes, to try the code out")
         text = f"where the machines' folders are (default: {results})"
         add("--output", type=Path, metavar="FOLDER", help=text)
+        for option, declared in options(name).items() if name != ALL else ():
+            add(f"--{option}", **declared)
     table = commands.add_parser("table", help="the generated tables of the Markdown files")
     table.add_argument("--write", action="store_true", help="write them into their files")
     text = "print what the suites wrote to this folder instead"
@@ -95,18 +99,24 @@ def run_suite(args: argparse.Namespace) -> int:
         return _failed(failed)
     cases = args.case or list(SUITES[args.command].CASES)
     folder = (args.output or RESULTS) / machine_slug(machine())
+    setting = choose_setting(args.dtype, args.rounds, args.toy, _own(args))
+    reason = why_skipped(args.command, setting)
+    if reason is not None:
+        print(f"skipped {args.command} {', '.join(cases)}: {reason}")
+        return 0
     if len(cases) == 1:
-        setting = choose_setting(args.dtype, args.rounds, args.toy)
-        reason = why_skipped(args.command, setting)
-        if reason is not None:
-            print(f"skipped {args.command} {cases[0]}: {reason}")
-            return 0
         path = run_case(args.command, cases[0], setting, folder)
         report = json.loads(path.read_text(encoding="utf-8"))
         print(markdown({**report, "cases": {cases[0]: report["cases"][cases[0]]}}))
         print(f"\n{path}")
         return 0
     return _failed([case for case in cases if _run_alone(args.command, case, args)])
+
+
+def _own(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the suite alone that were given."""
+    given = {name: getattr(args, name, None) for name in options(args.command)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _failed(cases: list[str]) -> int:
@@ -122,6 +132,9 @@ def _run_alone(suite: str, case: str, args: argparse.Namespace) -> int:
     command += ["--rounds", str(args.rounds)] if args.rounds else []
     command += ["--toy"] if args.toy else []
     command += ["--output", str(args.output)] if args.output else []
+    for name, value in _own(args).items() if args.command == suite else ():
+        for part in value if isinstance(value, list) else [value]:
+            command += [f"--{name}", str(part)]
     print(f"=== {suite} {case}", flush=True)
     return subprocess.run(command, check=False).returncode
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from forked_bench import BENCH, environment, run_forked
 
+from benchmarks import gpu, gpu_bytes
+
 CASE_FIELDS = {
     "command",
     "measured_at",
@@ -231,7 +233,7 @@ def test_suites_that_need_a_gpu_are_skipped_with_a_reason(
 ) -> None:
     done = run_bench(suite, "--case", name, "--output", str(tmp_path))
     assert done.returncode == 0
-    assert f"skipped {suite} {name}: no CUDA device" in done.stdout
+    assert f"skipped {suite} {name}: no CUDA device here; " in done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -272,15 +274,59 @@ def test_other_kernels_beside_eager(
     assert targets == {"<="}  # one fewer than eager's
 
 
+def gpu_samples(folder: Path, *options: str) -> dict[str, Any]:
+    """What the suite for a GPU has written after one more toy run."""
+    arguments = ("gpu", "--toy", "--dtype", "bf16", "--case", "1b", "--output", str(folder))
+    done = run_bench(*arguments, *options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = folder.glob("*/gpu.json")
+    assert path.with_suffix(".svg").is_file()
+    return json.loads(path.read_text(encoding="utf-8"))["cases"]["1b"]["samples"]
+
+
 @pytest.mark.slow
 def test_every_contender_of_the_gpu_suite_runs(tmp_path: Path) -> None:
-    arguments = ("gpu", "--toy", "--dtype", "bf16", "--case", "1b", "--output", str(tmp_path))
-    done = run_bench(*arguments)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (path,) = tmp_path.glob("*/gpu.json")
-    found = json.loads(path.read_text(encoding="utf-8"))["cases"]["1b"]["samples"]
+    found = gpu_samples(tmp_path)
     assert not {name: run for name, run in found.items() if "seconds" not in run}
-    assert path.with_suffix(".svg").is_file()
+
+
+def test_a_contender_is_added_to_what_was_measured_and_refreshes_are_timed_apart(
+    tmp_path: Path,
+) -> None:
+    assert list(gpu_samples(tmp_path, "--contender", "HMT, no masters", "--rounds", "4")) == [
+        "HMT, no masters, at most 24 GiB"
+    ]
+    adamw = ("--contender", "DeepSpeed AdamW, ZeRO-2", "--memory", "8", "--micro_batch", "2")
+    found = gpu_samples(tmp_path, *adamw, "--rounds", "2")
+    hmt, stock = found.values()
+    assert list(found)[1] == "DeepSpeed AdamW, ZeRO-2, at most 8 GiB, micro-batch 2"
+    assert (hmt["micro_batch"], stock["micro_batch"]) == (1, 2)
+    # after the first round of bases one matrix refreshes in every second step
+    kinds = [sample["refreshing"] for sample in hmt["samples"]]
+    assert sorted(kinds[:4]) == [0, 0, 1, 1]
+    assert [sample["refreshing"] for sample in stock["samples"]] == [0, 0]
+    assert stock["refresh_seconds"] == 0 <= hmt["refresh_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        (
+            "DeepSpeed AdamW, ZeRO-2",
+            107,
+        ),  # 16 bytes an element, the heads' and embedding's included
+        ("ZeRO-Offload", 13),
+        ("HMT", 43),
+        ("HMT, no masters", 17),
+        ("HMT, INT8 weights, bf16 moments", 11),
+    ],
+)
+def test_what_a_contender_takes_at_least(name: str, gib: int) -> None:
+    elements = gpu_bytes.elements_of(gpu._model("7b", False))
+    needs = gpu_bytes.least_bytes(gpu.CONTENDERS[name], elements, 2, gpu.RANK)
+    assert round(needs.device / 1e9) == pytest.approx(gib, abs=1)
+    assert gpu_bytes.why_not(needs, needs.device, needs.host) is None
+    assert "of GPU memory, there are" in gpu_bytes.why_not(needs, needs.device - 1, needs.host)
 
 
 @pytest.mark.slow

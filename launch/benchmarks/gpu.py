@@ -1,7 +1,9 @@
 """Billion-parameter shapes on one GPU: HMT in its modes beside DeepSpeed's AdamW, ZeRO-Offload and GaLore.
 
-Every contender is alone in a process, with at most 24 GiB of the GPU, bf16, sequences of 2048 tokens and the
-micro-batch, doubled from 1, that gives most tokens/s before memory runs out.
+Every contender is alone in a process, with at most --memory of the GPU, bf16, sequences of 2048 tokens and the
+micro-batch, doubled from 1, that gives most tokens/s before memory runs out. A result is written as soon as it is
+there, beside those of earlier runs. Ordinary and refreshing steps are timed apart, after the first round of bases and
+without compiling; tokens/s are of a step that refreshes as many matrices as one of the default interval does.
 """
 
 from __future__ import annotations
@@ -9,23 +11,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from benchmarks.gpu_bytes import elements_of, least_bytes, why_not
 from benchmarks.results import CaseResult, Measurement
-from benchmarks.setting import INTERVAL, TOY, Setting
+from benchmarks.setting import DTYPES, TOY, Setting
 from hmt_deepspeed.planner.hardware import MACHINES
 from hmt_deepspeed.report.metrics import flops_utilization, model_flops_per_token
 from hmt_deepspeed.train.models import PRESETS
 
 SUITE = "gpu"
 NEEDS_GPU = True
+KEEPS_SAMPLES = True  # a case adds to what earlier runs of it found
 USES_ENGINE: set[str] = set()  # each contender starts its own
-GPU_MEMORY = 24 * 2**30
-SEQUENCE, RANK, VOCABULARY, STEPS, LARGEST_MICRO_BATCH = 2048, 128, 32000, 10, 16
+GPU_MEMORY = 24.0  # GiB
+SEQUENCE, RANK, VOCABULARY, LARGEST_MICRO_BATCH = 2048, 128, 32000, 16
+STEPS = 14  # half of them refresh one matrix: each of a layer's seven once
+LONG = 128 * 1024  # tokens
 
 
 def _zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -44,23 +53,63 @@ def _hmt(optimizer: dict[str, Any], stage: int = 2, **more: Any) -> dict[str, An
 
 
 _CPU = {"device": "cpu", "pin_memory": True}
+_NO_MASTERS = {"rank": RANK, "master_weights": "none"}
 _RECOMPUTE = {"attention_output": "recompute", "mlp_intermediate": "recompute"}
+_SWAP = {"residual": "swap_host", "attention_output": "swap_host", "mlp_intermediate": "swap_host"}
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DeepSpeed AdamW, ZeRO-2": {"zero_optimization": _zero(2)},
     "DeepSpeed AdamW, ZeRO-3": {"zero_optimization": _zero(3)},
     "ZeRO-Offload": {"zero_optimization": _zero(2, offload_optimizer=_CPU)},
     "galore_torch": None,
     "HMT": _hmt({"rank": RANK}),
-    "HMT, no masters": _hmt({"rank": RANK, "master_weights": "none"}),
-    "HMT, no masters, recompute": _hmt(
-        {"rank": RANK, "master_weights": "none"}, activations={"policy": _RECOMPUTE}
-    ),
+    "HMT, no masters": _hmt(_NO_MASTERS),
+    "HMT, no masters, recompute": _hmt(_NO_MASTERS, activations={"policy": _RECOMPUTE}),
     "HMT, INT8 weights, bf16 moments": _hmt(
         {"rank": RANK, "weight_dtype": "int8", "state_dtype": "bf16"}
     ),
-    "HMT, two-sided": _hmt({"rank": RANK, "projection": "two_sided", "master_weights": "none"}),
+    "HMT, two-sided": _hmt({**_NO_MASTERS, "projection": "two_sided"}),
     "HMT, APOLLO-Mini": _hmt({"method": "apollo_mini", "master_weights": "none"}),
     "HMT, AdamW on the host": _hmt({"method": "adamw"}, stage=3, offload_optimizer=_CPU),
+    "HMT, swapped activations": _hmt(_NO_MASTERS, activations={"policy": _SWAP}),
+    "HMT, planned activations": _hmt(_NO_MASTERS, activations={"policy": "plan"}),
+    "HMT, FPDT, 128K tokens": _hmt(
+        _NO_MASTERS,
+        stage=3,
+        fpdt={"chunk_size": 16384},
+        activations={"policy": {**_RECOMPUTE, "residual": "swap_host"}},
+    ),
+}
+_SEQUENCES = {"HMT, FPDT, 128K tokens": LONG}  # tokens, where they are not SEQUENCE
+
+
+def _positive(kind: Any, text: str) -> Any:
+    value = kind(text)
+    if value <= 0:
+        raise ValueError(text)
+    return value
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "contender": {
+        "action": "append",
+        "choices": list(CONTENDERS),
+        "metavar": "NAME",
+        "help": f"{'; '.join(CONTENDERS)}. Default: all; repeat for several",
+    },
+    "micro_batch": {
+        "type": partial(_positive, int),
+        "metavar": "N",
+        "help": "this one alone; default: 1, 2, 4, ... while tokens/s grow",
+    },
+    "memory": {
+        "type": partial(_positive, float),
+        "metavar": "GIB",
+        "help": f"of the GPU that a contender may take; default: {GPU_MEMORY:g}",
+    },
+    "trace": {
+        "metavar": "FOLDER",
+        "help": "where traces of two steps go (chrome://tracing); default: none",
+    },
 }
 
 
@@ -97,96 +146,153 @@ def run_alone(spec: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, str(script), json.dumps(spec)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"error": (done.stderr or done.stdout)[-2000:]}
+        return {"failed": (done.stderr or done.stdout)[-2000:]}
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def best_micro_batch(spec: dict[str, Any], largest: int) -> dict[str, Any]:
-    """The run with most tokens/s among micro-batches 1, 2, 4, ...; a single one may run out of memory."""
+def best_micro_batch(spec: dict[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """The fastest run so far, after each micro-batch, until one is slower or fails.
+
+    A single micro-batch may run out of memory: that is the result then.
+    """
     best: dict[str, Any] = {}
-    micro_batch = 1
-    while micro_batch <= largest:
+    for micro_batch in sizes:
         found = run_alone({**spec, "micro_batch": micro_batch})
+        found |= {"micro_batch": micro_batch, "sequence": spec["sequence"]}
         if "seconds" not in found:
-            return best or found
-        refresh = (
-            (found["first_seconds"] - found["seconds"]) / INTERVAL
-            if spec["kind"] == "galore"
-            else 0
+            if not best:
+                yield found
+            return
+        found["tokens_per_second"] = (
+            micro_batch * spec["sequence"] / (found["seconds"] + found["refresh_seconds"])
         )
-        tokens = micro_batch * spec["sequence"] / (found["seconds"] + max(refresh, 0.0))
-        if best and tokens <= best["tokens_per_second"]:
-            return best
-        best = {**found, "micro_batch": micro_batch, "tokens_per_second": tokens}
-        micro_batch *= 2
-    return best
+        if best and found["tokens_per_second"] <= best["tokens_per_second"]:
+            return
+        best = found
+        yield best
 
 
-def compare(size: str, setting: Setting) -> CaseResult:
-    model = _model(size, setting.toy)
+def compare(size: str, setting: Setting, earlier: Mapping[str, Any]) -> Iterator[CaseResult]:
+    """All results so far, again after each that is new.
+
+    Args:
+        earlier: samples of the case's last runs, by contender.
+    """
+    own = setting.own
+    memory = int(own.get("memory", GPU_MEMORY) * 2**30)
     spec = {
         "device": setting.device,
         "dtype": setting.dtype,
-        "gpu_memory": GPU_MEMORY,
-        "sequence": TOY.sequence if setting.toy else SEQUENCE,
+        "gpu_memory": memory,
         "steps": setting.rounds_or(STEPS),
         "rank": TOY.hidden // 4 if setting.toy else RANK,
-        "model": model,
+        "model": _model(size, setting.toy),
     }
-    result = CaseResult({**spec, "contenders": CONTENDERS})
     name = torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
-    peak = peak_flops(name)
-    for contender, config in CONTENDERS.items():
-        kind = "galore" if config is None else "engine"
-        own = json.loads(json.dumps(config).replace(f'"rank": {RANK}', f'"rank": {spec["rank"]}'))
-        found = best_micro_batch(
-            {**spec, "kind": kind, "json": own}, 1 if setting.toy else LARGEST_MICRO_BATCH
+    samples = dict(earlier)
+    settings = {**spec, "contenders": CONTENDERS}
+    for contender in own.get("contender", CONTENDERS):
+        sequence = _SEQUENCES.get(contender, SEQUENCE)
+        spec |= {"contender": contender, "sequence": TOY.sequence if setting.toy else sequence}
+        spec["json"] = json.loads(
+            json.dumps(CONTENDERS[contender]).replace(f'"rank": {RANK}', f'"rank": {spec["rank"]}')
         )
-        result.samples[contender] = found
-        label = f"{size}: {contender}"
-        if "seconds" not in found:
-            why = "out of memory" if "out_of_memory" in found else "failed"
-            result.measurements.append(Measurement(f"{label}: {why}", 0.0, "tokens/s"))
-            continue
-        rate = found["tokens_per_second"]
-        result.measurements += _measurements(label, found, rate, peak, model, spec["sequence"])
-    return result
+        spec["trace"] = _trace_file(own.get("trace"), size, contender)
+        reason = None if setting.toy else _why_not(spec)
+        key = f"{contender}, at most {memory / 2**30:g} GiB"
+        sizes = [2**i for i in range(LARGEST_MICRO_BATCH.bit_length())]
+        if "micro_batch" in own:
+            sizes = [own["micro_batch"]]
+            key += f", micro-batch {sizes[0]}"
+        runs = best_micro_batch(spec, sizes[:1] if setting.toy or sequence == LONG else sizes)
+        for found in [{"skipped": reason}] if reason else runs:
+            found |= {"measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            samples[key] = {**found, "model": spec["model"], "gpu": name}
+            print(f"{size}, {key}: {_said(samples[key])}", flush=True)
+            yield CaseResult(settings, _all_measurements(size, samples), samples)
 
 
-def _measurements(
-    label: str,
-    found: dict[str, Any],
-    rate: float,
-    peak: float | None,
-    model: dict[str, int],
-    sequence: int,
-) -> list[Measurement]:
-    label = f"{label}, micro-batch {found['micro_batch']}"
-    lines = [Measurement(label, rate, "tokens/s")]
-    if found["device_bytes"] is not None:
-        lines.append(Measurement(f"{label}: peak GPU memory", found["device_bytes"], "bytes"))
-    lines.append(Measurement(f"{label}: peak host memory", found["host_bytes"], "bytes"))
-    if peak is not None:
-        per_token = model_flops_per_token(
-            _num_multiplied(model), model["num_hidden_layers"], model["hidden_size"], sequence
-        )
-        hardware = found["flops"] / (found["micro_batch"] * sequence)
-        mfu, hfu = (flops_utilization(flops, 1 / rate, peak) for flops in (per_token, hardware))
-        note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
-        lines.append(Measurement(f"{label}: MFU", mfu, "share", note=note))
-        note = "FLOPs run in one step, counted by torch.utils.flop_counter; Triton kernels are not seen"
-        lines.append(Measurement(f"{label}: HFU", hfu, "share", note=note))
+def _trace_file(folder: str | None, size: str, contender: str) -> str | None:
+    if folder is None:
+        return None
+    plain = "".join(c if c.isalnum() else "-" for c in contender.lower())
+    return str(Path(folder) / f"{size}-{plain}.json.gz")
+
+
+def _why_not(spec: Mapping[str, Any]) -> str | None:
+    dtype = DTYPES[spec["dtype"]]
+    needs = least_bytes(spec["json"], elements_of(spec["model"]), dtype.itemsize, spec["rank"])
+    total = spec["gpu_memory"]
+    if spec["device"] == "cuda":
+        total = min(total, torch.cuda.get_device_properties(0).total_memory)
+    return why_not(needs, total, psutil.virtual_memory().total)
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    """One line of what is new."""
+    if "skipped" in found:
+        return f"skipped: {found['skipped']}"
+    if "seconds" not in found:
+        return f"micro-batch {found['micro_batch']}: {_ending(found)}\n{found.get('failed', '')}".strip()
+    where = "" if found["device_bytes"] is None else f", {found['device_bytes'] / 2**30:.1f} GiB"
+    return f"micro-batch {found['micro_batch']}: {found['tokens_per_second']:.0f} tokens/s{where}"
+
+
+def _ending(found: Mapping[str, Any]) -> str:
+    return "out of memory" if "out_of_memory" in found else "failed"
+
+
+def _all_measurements(size: str, samples: Mapping[str, Any]) -> list[Measurement]:
+    lines: list[Measurement] = []
+    for key, found in samples.items():
+        label = f"{size}: {key}"
+        if "skipped" in found:
+            lines.append(Measurement(f"{label}: skipped", 0.0, "tokens/s", note=found["skipped"]))
+        elif "seconds" not in found:
+            lines.append(Measurement(f"{label}: {_ending(found)}", 0.0, "tokens/s"))
+        else:
+            lines += _measurements(label, found)
     return lines
 
 
-def _num_multiplied(model: dict[str, int]) -> int:
-    """Elements of the weights that tokens are multiplied with: all but the embedding's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _measurements(label: str, found: Mapping[str, Any]) -> list[Measurement]:
+    micro_batch, rate = found["micro_batch"], found["tokens_per_second"]
+    if ", micro-batch" not in label:
+        label = f"{label}, micro-batch {micro_batch}"
+    lines = [Measurement(label, rate, "tokens/s")]
+    lines.append(Measurement(f"{label}: ordinary step", found["seconds"], "s"))
+    note = "mean over an interval of 200 steps; each matrix refreshes once in it"
+    extra = Measurement(f"{label}: refreshes", found["refresh_seconds"], "s a step", note=note)
+    lines += [extra] if found["refresh_seconds"] else []
+    for text, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
+        if found[key] is not None:
+            lines.append(Measurement(f"{label}: peak {text} memory", found[key], "bytes"))
+    for text, key, unit in (
+        ("launches of a step", "launches", "launches"),
+        ("share of a step in which the GPU computes", "busy_share", "share"),
+        ("predicted by the plan", "planned_seconds", "s"),
+    ):
+        if found.get(key) is not None:
+            lines.append(Measurement(f"{label}: {text}", found[key], unit))
+    return lines + _utilization(label, found)
 
-    with torch.device("meta"):
-        made = LlamaForCausalLM(LlamaConfig(**model))
-    embedding = made.get_input_embeddings().weight.numel()
-    return sum(p.numel() for p in made.parameters()) - embedding
+
+def _utilization(label: str, found: Mapping[str, Any]) -> list[Measurement]:
+    peak = peak_flops(found["gpu"])
+    if peak is None:
+        return []
+    model, sequence, rate = found["model"], found["sequence"], found["tokens_per_second"]
+    elements = elements_of(model)
+    multiplied = elements.linears + elements.others - model["vocab_size"] * model["hidden_size"]
+    per_token = model_flops_per_token(
+        multiplied, model["num_hidden_layers"], model["hidden_size"], sequence
+    )
+    hardware = found["flops"] / (found["micro_batch"] * sequence)
+    mfu, hfu = (flops_utilization(flops, 1 / rate, peak) for flops in (per_token, hardware))
+    note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
+    lines = [Measurement(f"{label}: MFU", mfu, "share", note=note)]
+    note = "FLOPs run in one step, counted by torch.utils.flop_counter; Triton kernels are not seen"
+    return [*lines, Measurement(f"{label}: HFU", hfu, "share", note=note)]
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -141,6 +141,13 @@ def add_case(folder: Path, suite: str, name: str, record: Mapping[str, Any]) -> 
     return path
 
 
+def samples_of(folder: Path, suite: str, name: str) -> dict[str, Any]:
+    """Samples of a case's last run; none where it has not run."""
+    path = folder / f"{suite}.json"
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+    return dict(cases[name]["samples"]) if name in cases else {}
+
+
 # -- Markdown ---------------------------------------------------------------------------------------
 
 

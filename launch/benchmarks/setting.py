@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -22,13 +22,15 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Setting:
-    """device: "cuda" or "cpu". dtype: a key of DTYPES. rounds: overrides a case's own. toy: tiny sizes."""
+    """device: "cuda" or "cpu". dtype: a key of DTYPES. rounds: overrides a case's own. toy: tiny sizes. own: options
+    of the suite alone, those that were given."""
 
     device: str
     dtype: str
     dtype_reason: str
     rounds: int | None = None
     toy: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -41,16 +43,18 @@ class Setting:
         return asdict(self)
 
 
-def choose_setting(dtype: str | None, rounds: int | None, toy: bool) -> Setting:
+def choose_setting(
+    dtype: str | None, rounds: int | None, toy: bool, own: Mapping[str, Any]
+) -> Setting:
     """bf16 where the machine computes in it, unless `dtype` says otherwise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fast = bf16_is_fast(device)
     if dtype is not None:
-        return Setting(device, dtype, "given by --dtype", rounds, toy)
+        return Setting(device, dtype, "given by --dtype", rounds, toy, own)
     if fast:
-        return Setting(device, "bf16", "the device computes in bf16", rounds, toy)
+        return Setting(device, "bf16", "the device computes in bf16", rounds, toy, own)
     reason = "this processor has no bf16 arithmetic: torch would emulate it"
-    return Setting(device, "fp32", reason, rounds, toy)
+    return Setting(device, "fp32", reason, rounds, toy, own)
 
 
 def free_port() -> int:
