@@ -23,15 +23,18 @@ def row_chunks(rows: int, n: int, elements: int | None = None) -> Iterator[slice
 
 
 def stack_pieces(
-    active: Tensor | Sequence[float], rows: int, width: int, elements: int
+    active: Tensor | Sequence[float], rows: int, width: int, elements: int, whole: int = 1
 ) -> Iterator[tuple[slice, slice]]:
-    """Members and rows of a stack of rows x width matrices, in pieces of at most ``elements`` or of one row.
+    """Members and rows of a stack of rows x width matrices, in pieces of at most ``elements`` or of ``whole`` rows,
+    a multiple of which each piece starts at.
 
     Members whose value in ``active`` is 0 are left out.
     """
     taken = active.tolist() if isinstance(active, Tensor) else active
     together = max(1, elements // max(rows * width, 1))
-    step = max(1, elements // max(width, 1)) if together == 1 else max(rows, 1)
+    step = max(rows, 1)
+    if together == 1:
+        step = max(1, elements // max(width * whole, 1)) * whole
     first = 0
     while first < len(taken):
         if taken[first] == 0:
@@ -41,7 +44,7 @@ def stack_pieces(
         while last < min(first + together, len(taken)) and taken[last] != 0:
             last += 1
         for begin in range(0, rows, step):
-            yield slice(first, last), slice(begin, begin + step)
+            yield slice(first, last), slice(begin, min(begin + step, rows))
         first = last
 
 

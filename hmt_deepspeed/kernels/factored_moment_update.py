@@ -7,7 +7,7 @@ Adafactor's product (1804.04235, section 3) with the columns' part given, since 
     U   = (m / e1) / (sqrt(R_i) c_j + eps)
 
 Shapes: B matrices alike, gradient ``[A | S]`` B x rows x (r + k), ``exp_avg`` B x rows x r, ``row_means``
-B x rows, ``column_roots`` B x r.
+B x rows, ``column_roots`` B x r. ``exp_avg`` may be stored in 16 or 8 bits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import scratch_like, stack_pieces
 from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.moment_update import (
+from hmt_deepspeed.kernels.moment_rows import (
     CACHED,
-    check_stacks,
+    check_moments,
     drop_,
     scale_residual_,
-    stack_sizes,
+    sizes_of,
 )
+from hmt_deepspeed.kernels.stored_state import StoredState, stored
 
 try:
     import triton
@@ -41,7 +42,7 @@ __all__ = [
 
 def factored_moment_update_reference_(
     gradient: Tensor,
-    exp_avg: Tensor,
+    exp_avg: Tensor | StoredState,
     row_means: Tensor,
     column_roots: Tensor,
     first_evidence: Tensor,
@@ -53,13 +54,15 @@ def factored_moment_update_reference_(
     residual_scale: Tensor,
 ) -> Tensor:
     """Torch twin of the kernel; see :func:`factored_moment_update_`."""
-    (_, rows, rank), width = exp_avg.shape, gradient.shape[2]
+    exp_avg = stored(exp_avg)
+    (_, rows, width), rank = gradient.shape, column_roots.shape[1]
     squares = gradient.new_zeros(gradient.shape[:2])
-    for members, part in stack_pieces(factor, rows, width, CACHED):
+    for members, part in stack_pieces(factor, rows, width, CACHED, exp_avg.whole_rows(rank)):
         piece = gradient[members, part].mul_(factor[members, None, None])
         inside, outside = piece[..., :rank], piece[..., rank:]
-        mean, row_mean = exp_avg[members, part], row_means[members, part]
+        mean, row_mean = exp_avg.read(members, part, rank), row_means[members, part]
         mean.lerp_(inside, 1 - beta1)
+        exp_avg.write(members, part, mean)
         seen = torch.linalg.vector_norm(inside, dim=-1)
         row_mean.mul_(beta2).add_(seen.square().div_(rank), alpha=1 - beta2)
         direction = scratch_like(mean, mean.dtype)
@@ -75,14 +78,22 @@ def factored_moment_update_reference_(
 
 
 if triton is not None:
-    from hmt_deepspeed.kernels.moment_update import scale_residual_jit, tile
+    from hmt_deepspeed.kernels.int8_moment_update import int8_moments_triton_
+    from hmt_deepspeed.kernels.moment_rows import (
+        adam_direction_jit,
+        adam_mean_jit,
+        scale_residual_jit,
+        tile,
+    )
+    from hmt_deepspeed.kernels.stored_state import load_state_jit, store_state_jit
 
     @triton.jit
     def _factored_moment_update_kernel(  # type: ignore[no-untyped-def]
-        gradient_ptr, exp_avg_ptr, row_means_ptr, column_roots_ptr, first_evidence_ptr,
+        gradient_ptr, exp_avg_ptr, first_keys_ptr, row_means_ptr, column_roots_ptr, first_evidence_ptr,
         factor_ptr, residual_scale_ptr, squares_ptr,
         rows, rank, width, share1, beta1, share2, beta2, eps,
         BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr,
+        FIRST_BF16: tl.constexpr,
     ):  # fmt: skip
         row_blocks = tl.cdiv(rows, BLOCK_ROWS)
         member = (tl.program_id(0) // row_blocks).to(tl.int64)
@@ -116,14 +127,14 @@ if triton is not None:
             source = gradient_ptr + row[:, None] * width + column
             known, position = inside & moves[:, None], row[:, None] * rank + column
             gradient = factor[:, None] * tl.load(source, mask=known, other=0.0)
-            mean = tl.load(exp_avg_ptr + position, mask=known, other=0.0)
-            # torch.lerp's two forms: each is exact at its own end
-            gap = gradient - mean
-            mean = tl.where(share1 < 0.5, mean + share1 * gap, gradient - beta1 * gap)
-            tl.store(exp_avg_ptr + position, mean, mask=known)
+            mean = load_state_jit(exp_avg_ptr + position, known, FIRST_BF16)
+            mean = adam_mean_jit(gradient, mean, share1, beta1)
+            index = position - member * rows * rank
+            store_state_jit(
+                exp_avg_ptr + position, mean, known, first_keys_ptr, member, index, FIRST_BF16
+            )
             root = tl.load(column_roots_ptr + member * rank + column, mask=column < rank, other=0.0)
-            direction = tl.div_rn(mean, row_root * root + eps)
-            direction = tl.div_rn(direction, tl.zeros_like(direction) + first_evidence)
+            direction = adam_direction_jit(mean, row_root * root, first_evidence, eps)
             direction = tl.where(known, direction, 0.0)
             tl.store(source, direction, mask=inside)
             moved += direction * direction
@@ -138,7 +149,7 @@ if triton is not None:
     @on_its_device
     def factored_moment_update_triton_(
         gradient: Tensor,
-        exp_avg: Tensor,
+        exp_avg: Tensor | StoredState,
         row_means: Tensor,
         column_roots: Tensor,
         first_evidence: Tensor,
@@ -150,16 +161,24 @@ if triton is not None:
         residual_scale: Tensor,
     ) -> Tensor:
         """Triton launcher; see :func:`factored_moment_update_`."""
-        (members, rows, rank), width = exp_avg.shape, gradient.shape[2]
+        exp_avg = stored(exp_avg)
+        (members, rows, width), rank = gradient.shape, column_roots.shape[1]
         residual = width > rank
         made = torch.empty if residual else torch.zeros
         squares = made(members, rows, dtype=torch.float32, device=gradient.device)
         if gradient.numel() == 0:
             return squares
+        constants = 1 - beta1, beta1, 1 - beta2, beta2, eps
+        if exp_avg.scales is not None:
+            second = row_means, column_roots
+            scales = factor, residual_scale, squares
+            int8_moments_triton_(gradient, exp_avg, second, first_evidence, *scales, constants)
+            return squares
         block_rows, block_columns = tile(rows, width)
         _factored_moment_update_kernel[(members * triton.cdiv(rows, block_rows),)](
             gradient,
-            exp_avg,
+            exp_avg.patterns,
+            exp_avg.keys,
             row_means,
             column_roots,
             first_evidence,
@@ -169,21 +188,18 @@ if triton is not None:
             rows,
             rank,
             width,
-            1 - beta1,
-            beta1,
-            1 - beta2,
-            beta2,
-            eps,
+            *constants,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
             RESIDUAL=residual,
+            FIRST_BF16=exp_avg.data.dtype == torch.bfloat16,
         )
         return squares
 
 
 def factored_moment_update_(
     gradient: Tensor,
-    exp_avg: Tensor,
+    exp_avg: Tensor | StoredState,
     row_means: Tensor,
     column_roots: Tensor,
     first_evidence: Tensor,
@@ -200,7 +216,7 @@ def factored_moment_update_(
 
     Args:
         gradient: B x rows x (r + k), ``[A | S]``; becomes ``[U | c phi S]``.
-        exp_avg: B x rows x r, row_means: B x rows, uncorrected running means; updated.
+        exp_avg: B x rows x r, or as it is stored, row_means: B x rows; uncorrected running means; updated.
         column_roots: B x r: root of a column's bias-corrected mean over the mean of all rows'.
         first_evidence: (B,), weight of evidence in ``exp_avg`` after this step.
         beta1, beta2, eps: Adam's.
@@ -212,8 +228,9 @@ def factored_moment_update_(
     Raises:
         ValueError: for other dtypes or shapes, or tensors that are not contiguous.
     """
-    members, rows, rank = stack_sizes(gradient, exp_avg)
-    check_stacks(
+    exp_avg = stored(exp_avg)
+    members, rows, rank = sizes_of(gradient, column_roots)
+    check_moments(
         gradient=(gradient, gradient.shape),
         exp_avg=(exp_avg, (members, rows, rank)),
         row_means=(row_means, (members, rows)),

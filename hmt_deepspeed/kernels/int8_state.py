@@ -51,6 +51,8 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = [
     "BLOCK",
+    "CODE_RANGE",
+    "check_codes",
     "decode_state",
     "decode_state_reference",
     "decode_state_triton",
@@ -70,14 +72,14 @@ BLOCK = 256
 _BLOCKS_PER_PROGRAM = 16
 _CHUNK = 1 << 17  # elements that the torch twins work on at once: whole blocks
 # signed -> (code of the scale, levels per octave)
-_CODE = {True: (127, 126 / 16), False: (255, 254 / 24)}
+CODE_RANGE = {True: (127, 126 / 16), False: (255, 254 / 24)}
 
 
 @functools.cache
 def levels(signed: bool, device: torch.device) -> Tensor:
     """The fraction of the scale that each code stands for: (256,), fp32. A table, so that every
     device encodes and decodes alike whatever its exp2."""
-    top, per_octave = _CODE[signed]
+    top, per_octave = CODE_RANGE[signed]
     code = torch.arange(1, top + 1, dtype=torch.float64)
     table = torch.cat((torch.zeros(1, dtype=torch.float64), torch.exp2((code - top) / per_octave)))
     return (torch.cat((table, -table)) if signed else table).float().to(device)
@@ -101,12 +103,13 @@ def encode_states_reference(
     codes: Tensor,
     scales: Tensor,
     active: Tensor | None = None,
+    offset: int = 0,
 ) -> None:
-    """Torch twin of the kernel; see :func:`encode_states`."""
+    """Torch twin of the kernel; see :func:`encode_states`. ``offset``: index of each member's first element."""
     members, numel = values.shape
     for some, part in stack_pieces([1.0] * members if active is None else active, numel, 1, _CHUNK):
         written = codes[some, part], scales[some, _blocks(part)]
-        _encode(values[some, part], signed, keys[some], part.start, *written)
+        _encode(values[some, part], signed, keys[some], offset + part.start, *written)
 
 
 def _empty(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +143,7 @@ def _encode(
 
     code = _level_below(ratio, signed, table)
     low = table.index_select(0, code)
-    gap = table.index_select(0, (code + 1).clamp_(max=_CODE[signed][0])).sub_(low)
+    gap = table.index_select(0, (code + 1).clamp_(max=CODE_RANGE[signed][0])).sub_(low)
     if key is None:
         gap *= 0.5
     else:
@@ -160,7 +163,7 @@ def _level_below(ratio: Tensor, signed: bool, table: Tensor) -> Tensor:
     An estimate by the logarithm, off by one at most, then the exact place in the table: a third of the
     time of a binary search.
     """
-    top, per_octave = _CODE[signed]
+    top, per_octave = CODE_RANGE[signed]
     code = ratio.clamp_min(1e-30).log2_().mul_(per_octave).add_(top).clamp_(0, top).int()
     code += (table.index_select(0, (code + 1).clamp_(max=top)) <= ratio) & (code < top)
     return code.sub_((table.index_select(0, code) > ratio).int())
@@ -190,6 +193,40 @@ def decode_states_reference(
 if triton is not None:
     from hmt_deepspeed.kernels.noise import member_key_jit, numel_if_active_jit, uniform_jit
 
+    @triton.jit
+    def encode_blocks_jit(  # type: ignore[no-untyped-def]
+        bits, threshold, levels_ptr, per_octave,
+        TOP: tl.constexpr, SIGNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Codes of the fp32 patterns of whole blocks, BLOCKS x BLOCK, and their scales; rounds up above the
+        threshold, in shares of the gap between two levels."""
+        magnitude = bits & 0x7FFFFFFF
+        # Patterns order as magnitudes do, infinity and NaN last.
+        largest = tl.max(magnitude, axis=1)
+        finite = largest < 0x7F800000
+        scale = tl.where(finite, largest, 0x7FC00000).to(tl.float32, bitcast=True)
+
+        usable = (finite & (largest > 0))[:, None] & (magnitude >= 0)
+        magnitude = tl.where(usable, magnitude, 0)
+        divisor = tl.where(usable, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), 1.0)
+        ratio = tl.div_rn(magnitude.to(tl.float32, bitcast=True), divisor)
+
+        # An estimate by the logarithm, off by one at most, then the exact place in the table.
+        estimate = tl.log2(tl.maximum(ratio, 1e-30)) * per_octave + TOP
+        code = tl.minimum(tl.maximum(estimate, 0.0), TOP * 1.0).to(tl.int32)
+        above = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
+        code = tl.where((above <= ratio) & (code < TOP), code + 1, code)
+        code = tl.where(tl.load(levels_ptr + code) > ratio, code - 1, code)
+
+        low = tl.load(levels_ptr + code)
+        high = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
+        code = tl.where(threshold * (high - low) < ratio - low, code + 1, code)
+        if SIGNED:
+            code = tl.where((bits < 0) & (code > 0), code + 128, code)
+        else:  # see the top of the file; the ratio of a tiny value may have become zero
+            code = tl.where((magnitude > 0) & (code == 0), 1, code)
+        return code.to(tl.uint8), scale
+
     # Not specialised: a new key every step must not compile a new kernel.
     @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
     def _encode_kernel(  # type: ignore[no-untyped-def]
@@ -206,38 +243,16 @@ if triton is not None:
         limit = numel_if_active_jit(active_ptr, member, numel)
         mask, place = position < limit, member * numel + position
         bits = tl.load(value_ptr + place, mask=mask, other=0)
-        magnitude = bits & 0x7FFFFFFF
-        # Patterns order as magnitudes do, infinity and NaN last.
-        largest = tl.max(magnitude, axis=1)
-        finite = largest < 0x7F800000
-        scale = tl.where(finite, largest, 0x7FC00000).to(tl.float32, bitcast=True)
-        tl.store(scales_ptr + member * blocks + block, scale, mask=block * BLOCK < limit)
-
-        usable = (finite & (largest > 0))[:, None] & (magnitude >= 0)
-        magnitude = tl.where(usable, magnitude, 0)
-        divisor = tl.where(usable, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), 1.0)
-        ratio = tl.div_rn(magnitude.to(tl.float32, bitcast=True), divisor)
-
-        # An estimate by the logarithm, off by one at most, then the exact place in the table.
-        estimate = tl.log2(tl.maximum(ratio, 1e-30)) * per_octave + TOP
-        code = tl.minimum(tl.maximum(estimate, 0.0), TOP * 1.0).to(tl.int32)
-        above = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
-        code = tl.where((above <= ratio) & (code < TOP), code + 1, code)
-        code = tl.where(tl.load(levels_ptr + code) > ratio, code - 1, code)
-
-        low = tl.load(levels_ptr + code)
-        high = tl.load(levels_ptr + tl.minimum(code + 1, TOP))
         if STOCHASTIC:
-            low_half, high_half = member_key_jit(keys_ptr, member, key_low, key_high)
-            threshold = uniform_jit(position + offset, low_half, high_half)
+            low, high = member_key_jit(keys_ptr, member, key_low, key_high)
+            threshold = uniform_jit(position + offset, low, high)
         else:
-            threshold = tl.zeros_like(ratio) + 0.5
-        code = tl.where(threshold * (high - low) < ratio - low, code + 1, code)
-        if SIGNED:
-            code = tl.where((bits < 0) & (code > 0), code + 128, code)
-        else:  # see the top of the file; the ratio of a tiny value may have become zero
-            code = tl.where((magnitude > 0) & (code == 0), 1, code)
-        tl.store(codes_ptr + place, code.to(tl.uint8), mask=mask)
+            threshold = tl.full((BLOCKS, BLOCK), 0.5, dtype=tl.float32)
+        code, scale = encode_blocks_jit(
+            bits, threshold, levels_ptr, per_octave, TOP, SIGNED, BLOCKS, BLOCK
+        )
+        tl.store(scales_ptr + member * blocks + block, scale, mask=block * BLOCK < limit)
+        tl.store(codes_ptr + place, code, mask=mask)
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]
@@ -268,7 +283,7 @@ if triton is not None:
         """Of members x numel."""
         if values.numel() == 0:
             return
-        (members, numel), (top, per_octave) = values.shape, _CODE[signed]
+        (members, numel), (top, per_octave) = values.shape, CODE_RANGE[signed]
         programs = triton.cdiv(triton.cdiv(numel, BLOCK), _BLOCKS_PER_PROGRAM)
         _encode_kernel[(members * programs,)](
             values.view(torch.int32),
@@ -383,7 +398,7 @@ def encode_states(
     """
     if values.dtype != torch.float32 or not values.is_contiguous():
         raise ValueError(f"values must be fp32 and contiguous, got {values.dtype}")
-    _check_codes(codes, scales, values.shape)
+    check_codes(codes, scales, values.shape)
     check_keys(keys, len(values), active)
     encode = (
         encode_states_triton if values.is_cuda and triton is not None else encode_states_reference
@@ -400,7 +415,7 @@ def decode_states(
         ValueError: for other dtypes, sizes or tensors that are not contiguous.
     """
     shape = torch.Size(shape)
-    _check_codes(codes, scales, (shape[0], shape[1:].numel()))
+    check_codes(codes, scales, (shape[0], shape[1:].numel()))
     decode = (
         decode_states_triton if codes.is_cuda and triton is not None else decode_states_reference
     )
@@ -416,13 +431,13 @@ def decode_state(
         ValueError: for other dtypes, sizes or tensors that are not contiguous.
     """
     shape = torch.Size(shape)
-    _check_codes(codes, scales, (shape.numel(),))
+    check_codes(codes, scales, (shape.numel(),))
     if codes.is_cuda and triton is not None:
         return decode_state_triton(codes, scales, signed, shape)
     return decode_state_reference(codes, scales, signed, shape)
 
 
-def _check_codes(codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> None:
+def check_codes(codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> None:
     *members, numel = shape
     if codes.dtype != torch.uint8 or scales.dtype != torch.float32:
         raise ValueError(

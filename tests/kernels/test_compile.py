@@ -14,6 +14,7 @@ from hmt_deepspeed.kernels import (
     fp8_activation,
     int8_activation,
     int8_low_rank_update,
+    int8_moment_update,
     int8_state,
     int8_weight,
     low_rank_projection,
@@ -26,7 +27,39 @@ from hmt_deepspeed.kernels import (
 
 # Types of the arguments in their order; sizes in int32, counters and strides in int64.
 KEYED, STRIDES = "i64 i32 i32", "i64 i64 i64 i64"
-MOMENTS = f"{'*fp32 ' * 8} i32 i32 i32 {'fp32 ' * 5}"
+SIZES, ADAM = "i32 i32 i32", "fp32 fp32 fp32 fp32 fp32"
+
+
+def moment_cases():
+    """Both rules and storages, with a residual and without."""
+    both = (
+        (moment_update._moment_update_kernel, ("FIRST_BF16", "SECOND_BF16"), 5),
+        (factored_moment_update._factored_moment_update_kernel, ("FIRST_BF16",), 6),
+    )
+    for kernel, stored, others in both:
+        for bf16, residual in ((False, True), (False, False), (True, True)):
+            states = " ".join(["*i16" if bf16 else "*fp32"] * len(stored))
+            keys = " ".join(["*i32" if bf16 else "none"] * len(stored))
+            types = f"*fp32 {states} {keys} {'*fp32 ' * others} {SIZES} {ADAM}"
+            constants = dict.fromkeys(stored, bf16) | {"RESIDUAL": residual}
+            yield kernel, types, constants | {"BLOCK_ROWS": 8, "BLOCK_COLUMNS": 128}
+
+
+def int8_moment_cases():
+    rows = {"BLOCK_ROWS": 8, "BLOCK_COLUMNS": 128}
+    block = {"BLOCKS": int8_moment_update._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
+    for signed, name in ((True, "FIRST"), (False, "SECOND")):
+        block[f"{name}_TOP"], block[f"{name}_PER_OCTAVE"] = int8_state.CODE_RANGE[signed]
+    codes = "*u8 *fp32 *fp32 *i32"
+    for row_means in ("none", "*fp32"):
+        types = f"*fp32 *fp32 {row_means} *fp32 *fp32 {SIZES} fp32 fp32"
+        yield int8_moment_update._row_squares_kernel, types, rows
+        types = f"*fp32 {codes} {codes} {row_means} *fp32 *fp32 *fp32 {SIZES} {ADAM}"
+        yield int8_moment_update._int8_moments_kernel, types, block
+    types = f"{'*fp32 ' * 6} {SIZES}"
+    yield int8_moment_update._row_residual_kernel, types, rows
+
+
 STACK = "i32 i32 i32 i32 i32 i64 i64 i64 i32"  # members, sizes, strides, offset
 STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
@@ -76,20 +109,14 @@ CASES = [
         )
         for gradient, projection in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     ),
-    *(
-        (kernel, MOMENTS, {"RESIDUAL": residual, "BLOCK_ROWS": 8, "BLOCK_COLUMNS": 128})
-        for kernel in (
-            moment_update._moment_update_kernel,
-            factored_moment_update._factored_moment_update_kernel,
-        )
-        for residual in (True, False)
-    ),
+    *moment_cases(),
+    *int8_moment_cases(),
     *(
         (
             int8_state._encode_kernel,
             f"*i32 *u8 *fp32 *fp32 {stack} i64 {KEYED} fp32",
             {
-                "TOP": int8_state._CODE[signed][0],
+                "TOP": int8_state.CODE_RANGE[signed][0],
                 "SIGNED": signed,
                 "STOCHASTIC": stochastic,
                 **STATE,
@@ -191,17 +218,11 @@ def test_compiles_for_hopper(kernel, types, constants):
 def test_a_row_is_read_by_all_warps_before_one_writes_it():
     """Where no exchange between warps makes them wait: a row's mean before it is replaced, its probe columns
     before they are scaled."""
-    for kernel, barriers in (
-        (moment_update._moment_update_kernel, 1),
-        (factored_moment_update._factored_moment_update_kernel, 2),
-    ):
+    cases = [case for case in moment_cases() if case[2]["RESIDUAL"]]
+    for (kernel, types, constants), barriers in zip(cases, (1, 1, 2, 2), strict=True):
         for columns in (32, 128, 1024):
-            constants = {
-                "RESIDUAL": True,
-                "BLOCK_ROWS": 1024 // columns,
-                "BLOCK_COLUMNS": columns,
-            }
-            ptx = compiled(kernel, MOMENTS, constants, specialised=False).asm["ptx"]
+            constants |= {"BLOCK_ROWS": 1024 // columns, "BLOCK_COLUMNS": columns}
+            ptx = compiled(kernel, types, constants, specialised=False).asm["ptx"]
             lines = [line for line in ptx.splitlines() if ".global" in line or "bar.sync" in line]
             kinds = "".join("b" if "bar.sync" in x else "l" if "ld." in x else "s" for x in lines)
             assert kinds.replace("l", "").replace("ss", "s").count("bs") >= barriers, kinds

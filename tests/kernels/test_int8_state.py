@@ -318,12 +318,12 @@ def check_stacks(device):
 def check_rough_logarithm(signed, device):
     """A GPU's log2 is approximate. The kernel's result does not depend on it: here it is off by up to
     0.4 levels."""
-    top, per_octave = int8_state._CODE[signed]
+    top, per_octave = int8_state.CODE_RANGE[signed]
     value = wide_values(signed, blocks=20)
     expected = encode_state_reference(value, signed, 9)
     for slant in (1 - 0.4 / top, 1 + 0.4 / top):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(int8_state._CODE, signed, (top, per_octave * slant))
+            patch.setitem(int8_state.CODE_RANGE, signed, (top, per_octave * slant))
             codes, _ = int8_state.encode_state_triton(value.to(device), signed, 9)
         assert torch.equal(codes.cpu(), expected[0]), (signed, slant)
 
