@@ -258,6 +258,9 @@ def test_fused_update_beside_eager(tmp_path: Path) -> None:
         ("moment_update", None, 2.0**-20),
         ("factored_moment_update", None, 2.0**-20),
         ("int8_state", None, 0.1),
+        ("int8_update", None, 2.0**-6),
+        ("activation_codecs", None, 0.1),
+        ("dequant_matmul", None, 2.0**-20),
     ],
 )
 def test_other_kernels_beside_eager(

@@ -7,7 +7,6 @@ to save memory, the same operations on whole matrices. On a CPU (``--toy``) the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,15 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import kernels_8bit
+from benchmarks.kernel_problem import (
+    KEY,
+    WEIGHT_DECAY,
+    Problem,
+    Tensors,
+    contenders,
+    difference,
+)
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, LEARNING_RATE, Setting
 from benchmarks.timing import Samples, column, interleave, median_of, now, paired_spread, timed_cold
@@ -37,42 +45,17 @@ TOY_SHAPES = ((48, 80, 8),)
 ROUNDS, TOY_ROUNDS, WARMUP = 50, 3, 3
 FLUSH_BYTES = 2**30  # beyond any L2, and a fill long enough for a fused call to be queued behind it
 COPY_SHARE_TARGET = 0.70
-WEIGHT_DECAY, KEY = 0.1, 7
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-FUSED, COPY = "fused", "copy_"
-NAMES = (FUSED, "eager", "eager, whole", "eager, bf16 result")  # of contenders, in this order
-BYTES_NOTE = "bytes: the weight read and written, both factors read, a 16-bit copy written"
+COPY = "copy_"
+BYTES_NOTE = (
+    "bytes: of an update the weight read and written, both factors read, a 16-bit copy written; of a codec value, "
+    "codes and scales"
+)
 LAUNCHES_NOTE = (
     "kernels, copies and fills in torch.profiler's trace (on a CPU operators); target: fewer than the "
     "eager contender with fewest"
 )
 ERROR_NOTE = "against float64, as a share of the largest entry; the eager ones' are in the JSON"
-
-Tensors = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One op on given tensors.
-
-    contenders: take ``inputs``, of which they may update some. error: of what a contender returned and
-    of the inputs it left, against float64, given the inputs it found. num_bytes: what the op has to move,
-    where its bandwidth is held against that of copying the first input.
-    """
-
-    label: str
-    inputs: Tensors
-    contenders: dict[str, Callable[..., Any]]
-    error: Callable[[Any, Tensors, Tensors], float]
-    num_bytes: int | None = None
-
-
-def _contenders(*ops: Callable[..., Any], **arguments: Any) -> dict[str, Callable[..., Any]]:
-    return {name: partial(op, **arguments) for name, op in zip(NAMES, ops, strict=False)}
-
-
-def _difference(result: Tensor, exact: Tensor) -> float:
-    return ((result.double() - exact).abs().max() / exact.abs().max()).item()
 
 
 # -- the ops ----------------------------------------------------------------------------------------
@@ -94,7 +77,7 @@ def _updates(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Problem
         yield Problem(
             f"{rows}x{n}, r = {rank}, {kind}{', bf16 copy' if copies else ''}, decay {decay}",
             (weight, update, projection),
-            _contenders(_fused_update_, _twin_update_, _whole_update_, **values),
+            contenders(_fused_update_, _twin_update_, _whole_update_, **values),
             partial(_update_error, decay),
             sum(tensor.nbytes for tensor in moved),
         )
@@ -162,7 +145,7 @@ def _whole_update_(
 def _update_error(decay: float, _: None, after: Tensors, before: Tensors) -> float:
     weight, update, projection = (tensor.double() for tensor in before)
     exact = (1 - LEARNING_RATE * decay) * weight - LEARNING_RATE * (update @ projection.t())
-    return _difference(after[0], exact)
+    return difference(after[0], exact)
 
 
 def _projections(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Problem]:
@@ -174,8 +157,8 @@ def _projections(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Pro
     yield Problem(
         f"{rows}x{n}, r = {rank}, {setting.dtype} gradient",
         (gradient, projection),
-        _contenders(low_rank_projection.project, *eager),
-        lambda result, _, before: _difference(result, before[0].double() @ before[1].double()),
+        contenders(low_rank_projection.project, *eager),
+        lambda result, _, before: difference(result, before[0].double() @ before[1].double()),
     )
 
 
@@ -193,7 +176,7 @@ def _moment_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterator[
     square, evidence = mean.square() + 0.1, torch.full((1, rank), 0.5, device=setting.device)
     fused, twin = moment_update.moment_update_, moment_update.moment_update_reference_
     inputs = (gradient, mean, square, evidence)
-    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **adam), _moment_error)
+    yield Problem(f"{rows}x{rank}", inputs, contenders(fused, twin, **adam), _moment_error)
 
 
 def _moment_error(_: Tensor, after: Tensors, before: Tensors) -> float:
@@ -214,7 +197,7 @@ def _update_errors(
     norms = [part.norm(dim=2, keepdim=True) for part in (direction, inside, outside)]
     residual = 0.9 * norms[0] / torch.maximum(norms[1], norms[2]) * outside
     exact = (torch.cat((direction, residual), dim=2), mean, second)
-    return max(map(_difference, after[:3], exact))
+    return max(map(difference, after[:3], exact))
 
 
 def _factored_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
@@ -223,7 +206,7 @@ def _factored_updates(rows: int, _: int, rank: int, setting: Setting) -> Iterato
     fused = factored_moment_update.factored_moment_update_
     twin = factored_moment_update.factored_moment_update_reference_
     inputs = (gradient, mean, row_means, roots)
-    yield Problem(f"{rows}x{rank}", inputs, _contenders(fused, twin, **adam), _factored_error)
+    yield Problem(f"{rows}x{rank}", inputs, contenders(fused, twin, **adam), _factored_error)
 
 
 def _factored_error(_: Tensor, after: Tensors, before: Tensors) -> float:
@@ -242,13 +225,13 @@ def _int8_states(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Pro
         yield Problem(
             f"encode {rows}x{rank}, {name} moment",
             (value,),
-            _contenders(encode, encode_twin, signed=signed, key=KEY),
+            contenders(encode, encode_twin, signed=signed, key=KEY),
             partial(_encode_error, signed),
         )
         yield Problem(
             f"decode {rows}x{rank}, {name} moment",
             encode(value, signed, KEY),
-            _contenders(decode, decode_twin, signed=signed, shape=value.shape),
+            contenders(decode, decode_twin, signed=signed, shape=value.shape),
             partial(_decode_error, signed),
         )
 
@@ -259,11 +242,11 @@ def _decoded(signed: bool, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode_error(signed: bool, encoded: Tensors, _: Tensors, before: Tensors) -> float:
-    return _difference(_decoded(signed, *encoded), before[0].double().flatten())
+    return difference(_decoded(signed, *encoded), before[0].double().flatten())
 
 
 def _decode_error(signed: bool, value: Tensor, _: Tensors, before: Tensors) -> float:
-    return _difference(value.flatten(), _decoded(signed, *before))
+    return difference(value.flatten(), _decoded(signed, *before))
 
 
 # -- what is measured of each -----------------------------------------------------------------------
@@ -302,7 +285,7 @@ def _measure(problem: Problem, setting: Setting, flush: Tensor | None, result: C
     lines, (fused, *eager) = result.measurements, problem.contenders
     if problem.num_bytes is not None:
         ratio = _ratio(samples[COPY], samples[fused], problem.num_bytes / (2 * source.nbytes))
-        text = f"{label}: bandwidth, fused / copy_ of the weight"
+        text = f"{label}: bandwidth, fused / copy_ of the first input"
         goal: dict[str, Any] = {"relation": ">=", "target": COPY_SHARE_TARGET}
         lines.append(Measurement(text, unit="share", note=BYTES_NOTE, **goal, **ratio))
     for name in eager:
@@ -317,7 +300,8 @@ def _measure(problem: Problem, setting: Setting, flush: Tensor | None, result: C
 
 def _case(
     problems: Callable[[int, int, int, Setting], Iterator[Problem]], setting: Setting
-) -> CaseResult:
+) -> Iterator[CaseResult]:
+    """What there is so far, after each problem."""
     torch.manual_seed(0)
     shapes = TOY_SHAPES if setting.toy else SHAPES
     flush = torch.empty(FLUSH_BYTES // 4, device="cuda") if setting.device == "cuda" else None
@@ -325,13 +309,16 @@ def _case(
     for shape in shapes:
         for problem in problems(*shape, setting):
             _measure(problem, setting, flush, result)
-    return result
+            yield result
 
 
-CASES: dict[str, Callable[[Setting], CaseResult]] = {
+CASES: dict[str, Callable[[Setting], Iterator[CaseResult]]] = {
     "low_rank_update": partial(_case, _updates),
     "low_rank_projection": partial(_case, _projections),
     "moment_update": partial(_case, _moment_updates),
     "factored_moment_update": partial(_case, _factored_updates),
     "int8_state": partial(_case, _int8_states),
+    "int8_update": partial(_case, kernels_8bit.weight_updates),
+    "activation_codecs": partial(_case, kernels_8bit.activation_codecs),
+    "dequant_matmul": partial(_case, kernels_8bit.products),
 }
