@@ -39,7 +39,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.chunks import row_chunks, stack_pieces
+from hmt_deepspeed.kernels.chunks import stack_pieces
 from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.noise import Key, check_keys, counters, key_halves, uniform
 
@@ -54,14 +54,10 @@ __all__ = [
     "CODE_RANGE",
     "check_codes",
     "decode_state",
-    "decode_state_reference",
-    "decode_state_triton",
     "decode_states",
     "decode_states_reference",
     "decode_states_triton",
     "encode_state",
-    "encode_state_reference",
-    "encode_state_triton",
     "encode_states",
     "encode_states_reference",
     "encode_states_triton",
@@ -85,38 +81,21 @@ def levels(signed: bool, device: torch.device) -> Tensor:
     return (torch.cat((table, -table)) if signed else table).float().to(device)
 
 
-def encode_state_reference(
-    value: Tensor, signed: bool, key: Key | None, offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Torch twin of the kernel; see :func:`encode_state`."""
-    flat, (codes, scales) = value.view(1, -1), _empty(value)
-    for part in row_chunks(value.numel(), 1, _CHUNK):
-        written = codes[None, part], scales[None, _blocks(part)]
-        _encode(flat[:, part], signed, key, offset + part.start, *written)
-    return codes, scales
-
-
 def encode_states_reference(
     values: Tensor,
     signed: bool,
-    keys: Tensor,
+    key: Tensor | Key | None,
     codes: Tensor,
     scales: Tensor,
     active: Tensor | None = None,
     offset: int = 0,
 ) -> None:
-    """Torch twin of the kernel; see :func:`encode_states`. ``offset``: index of each member's first element."""
+    """Torch twin of the kernel; see :func:`encode_states`."""
     members, numel = values.shape
     for some, part in stack_pieces([1.0] * members if active is None else active, numel, 1, _CHUNK):
         written = codes[some, part], scales[some, _blocks(part)]
-        _encode(values[some, part], signed, keys[some], offset + part.start, *written)
-
-
-def _empty(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for codes and scales."""
-    numel, device = value.numel(), value.device
-    codes = torch.empty(numel, dtype=torch.uint8, device=device)
-    return codes, torch.empty(-(-numel // BLOCK), dtype=torch.float32, device=device)
+        own = key[some] if isinstance(key, Tensor) else key
+        _encode(values[some, part], signed, own, offset + part.start, *written)
 
 
 def _blocks(part: slice) -> slice:
@@ -167,13 +146,6 @@ def _level_below(ratio: Tensor, signed: bool, table: Tensor) -> Tensor:
     code = ratio.clamp_min(1e-30).log2_().mul_(per_octave).add_(top).clamp_(0, top).int()
     code += (table.index_select(0, (code + 1).clamp_(max=top)) <= ratio) & (code < top)
     return code.sub_((table.index_select(0, code) > ratio).int())
-
-
-def decode_state_reference(
-    codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
-) -> Tensor:
-    """Torch twin of the kernel; see :func:`decode_state`."""
-    return decode_states_reference(codes[None], scales[None], signed, shape)
 
 
 def decode_states_reference(
@@ -270,21 +242,21 @@ if triton is not None:
         tl.store(out_ptr + place, tl.load(levels_ptr + code) * scale[:, None], mask=mask)
 
     @on_its_device
-    def _launch_encode(
+    def encode_states_triton(
         values: Tensor,
         signed: bool,
-        keys: Tensor | None,
-        key: Key | None,
-        offset: int,
+        key: Tensor | Key | None,
         codes: Tensor,
         scales: Tensor,
-        active: Tensor | None,
+        active: Tensor | None = None,
+        offset: int = 0,
     ) -> None:
-        """Of members x numel."""
+        """Triton launcher; see :func:`encode_states`."""
         if values.numel() == 0:
             return
         (members, numel), (top, per_octave) = values.shape, CODE_RANGE[signed]
         programs = triton.cdiv(triton.cdiv(numel, BLOCK), _BLOCKS_PER_PROGRAM)
+        keys, halves = (key, (0, 0)) if isinstance(key, Tensor) else (None, key_halves(key or 0))
         _encode_kernel[(members * programs,)](
             values.view(torch.int32),
             codes,
@@ -294,39 +266,14 @@ if triton is not None:
             active,
             numel,
             offset,
-            *key_halves(key or 0),
+            *halves,
             per_octave,
             TOP=top,
             SIGNED=signed,
-            STOCHASTIC=keys is not None or key is not None,
+            STOCHASTIC=key is not None,
             BLOCKS=_BLOCKS_PER_PROGRAM,
             BLOCK=BLOCK,
         )
-
-    def encode_state_triton(
-        value: Tensor, signed: bool, key: Key | None, offset: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Triton launcher; see :func:`encode_state`."""
-        codes, scales = _empty(value)
-        _launch_encode(value.view(1, -1), signed, None, key, offset, codes, scales, None)
-        return codes, scales
-
-    def encode_states_triton(
-        values: Tensor,
-        signed: bool,
-        keys: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        active: Tensor | None = None,
-    ) -> None:
-        """Triton launcher; see :func:`encode_states`."""
-        _launch_encode(values, signed, keys, None, 0, codes, scales, active)
-
-    def decode_state_triton(
-        codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size
-    ) -> Tensor:
-        """Triton launcher; see :func:`decode_state`."""
-        return decode_states_triton(codes[None], scales[None], signed, shape)
 
     @on_its_device
     def decode_states_triton(
@@ -349,49 +296,27 @@ if triton is not None:
         return out
 
 
-def encode_state(
-    value: Tensor, signed: bool, key: Key | None, offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a state; levels and error bounds at the top of the file.
-
-    Args:
-        value: fp32, contiguous, any shape; a shard that starts at a multiple of 256 gets the codes
-            that it has in the whole tensor.
-        signed: whether values may be negative. If not, their sign is not looked at.
-        key: 64-bit seed of stochastic rounding, or its halves; None rounds to the nearest level (a tie to the lower).
-        offset: global index of the first element, so that shards of one tensor share one stream.
-
-    Returns:
-        codes: (numel,), uint8.
-        scales: (ceil(numel / 256),), fp32.
-
-    Raises:
-        ValueError: for another dtype or a tensor that is not contiguous.
-    """
-    if value.dtype != torch.float32:
-        raise ValueError(f"encodes fp32, got {value.dtype}")
-    if not value.is_contiguous():
-        raise ValueError("value must be contiguous")
-    if value.is_cuda and triton is not None:
-        return encode_state_triton(value, signed, key, offset)
-    return encode_state_reference(value, signed, key, offset)
-
-
 def encode_states(
     values: Tensor,
     signed: bool,
-    keys: Tensor,
+    key: Tensor | Key | None,
     codes: Tensor,
     scales: Tensor,
     active: Tensor | None = None,
+    offset: int = 0,
 ) -> None:
-    """:func:`encode_state` of a stack, in one launch and in place; no block holds elements of two members.
+    """Write codes and scales of a stack's states, in one launch; levels and error bounds at the top of the file.
 
     Args:
-        values: B x numel, fp32, contiguous. signed: as there.
-        keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
-        codes: B x numel, uint8, scales: B x ceil(numel / 256), fp32, contiguous; overwritten.
+        values: B x numel, fp32, contiguous; a shard that starts at a multiple of 256 gets the codes that it has in
+            the whole tensor.
+        signed: whether values may be negative. If not, their sign is not looked at.
+        key: of stochastic rounding: B x 2 int32, of :func:`hmt_deepspeed.kernels.noise.step_keys`; or one key, a
+            64-bit seed or its halves. None rounds to the nearest level (a tie to the lower).
+        codes: B x numel, uint8, scales: B x ceil(numel / 256), fp32, contiguous; overwritten. No block holds
+            elements of two members.
         active: (B,) fp32; a member whose value is 0 is not written. None writes all.
+        offset: index of each member's first element, so that shards of one tensor share one stream.
 
     Raises:
         ValueError: for other dtypes, shapes or tensors that are not contiguous.
@@ -399,11 +324,12 @@ def encode_states(
     if values.dtype != torch.float32 or not values.is_contiguous():
         raise ValueError(f"values must be fp32 and contiguous, got {values.dtype}")
     check_codes(codes, scales, values.shape)
-    check_keys(keys, len(values), active)
+    if isinstance(key, Tensor):
+        check_keys(key, len(values), active)
     encode = (
         encode_states_triton if values.is_cuda and triton is not None else encode_states_reference
     )
-    encode(values, signed, keys, codes, scales, active)
+    encode(values, signed, key, codes, scales, active, offset)
 
 
 def decode_states(
@@ -422,19 +348,23 @@ def decode_states(
     return decode(codes, scales, signed, shape)
 
 
+def encode_state(
+    value: Tensor, signed: bool, key: Key | None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes, (numel,), and scales of one tensor of any shape; see :func:`encode_states`."""
+    numel, device = value.numel(), value.device
+    codes = torch.empty(1, numel, dtype=torch.uint8, device=device)
+    scales = torch.empty(1, -(-numel // BLOCK), dtype=torch.float32, device=device)
+    flat = value.view(1, -1) if value.is_contiguous() else value
+    encode_states(flat, signed, key, codes, scales, offset=offset)
+    return codes[0], scales[0]
+
+
 def decode_state(
     codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size | tuple[int, ...]
 ) -> Tensor:
-    """The fp32 tensor of the given shape that :func:`encode_state` made codes and scales of.
-
-    Raises:
-        ValueError: for other dtypes, sizes or tensors that are not contiguous.
-    """
-    shape = torch.Size(shape)
-    check_codes(codes, scales, (shape.numel(),))
-    if codes.is_cuda and triton is not None:
-        return decode_state_triton(codes, scales, signed, shape)
-    return decode_state_reference(codes, scales, signed, shape)
+    """The fp32 tensor of the given shape that :func:`encode_state` made codes and scales of."""
+    return decode_states(codes[None], scales[None], signed, (1, *shape))[0]
 
 
 def check_codes(codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> None:

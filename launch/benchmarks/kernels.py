@@ -218,27 +218,35 @@ def _factored_error(_: Tensor, after: Tensors, before: Tensors) -> float:
 
 
 def _int8_states(rows: int, _: int, rank: int, setting: Setting) -> Iterator[Problem]:
-    encode, encode_twin = int8_state.encode_state, int8_state.encode_state_reference
-    decode, decode_twin = int8_state.decode_state, int8_state.decode_state_reference
+    encode, encode_twin = int8_state.encode_states, int8_state.encode_states_reference
+    decode, decode_twin = int8_state.decode_states, int8_state.decode_states_reference
     for signed, name in ((True, "first"), (False, "second")):
-        value = torch.randn(rows, rank, device=setting.device).pow(1 if signed else 2)
+        value = torch.randn(1, rows * rank, device=setting.device).pow(1 if signed else 2)
+        encoded = tuple(part[None] for part in int8_state.encode_state(value, signed, KEY))
         yield Problem(
             f"encode {rows}x{rank}, {name} moment",
-            (value,),
-            contenders(encode, encode_twin, signed=signed, key=KEY),
+            (value, *encoded),
+            contenders(partial(_encoded, encode), partial(_encoded, encode_twin), signed=signed),
             partial(_encode_error, signed),
         )
         yield Problem(
             f"decode {rows}x{rank}, {name} moment",
-            encode(value, signed, KEY),
+            encoded,
             contenders(decode, decode_twin, signed=signed, shape=value.shape),
             partial(_decode_error, signed),
         )
 
 
+def _encoded(
+    encode: Callable[..., None], value: Tensor, codes: Tensor, scales: Tensor, *, signed: bool
+) -> Tensors:
+    encode(value, signed, KEY, codes, scales)
+    return codes, scales
+
+
 def _decoded(signed: bool, codes: Tensor, scales: Tensor) -> Tensor:
-    scale = scales.double().repeat_interleave(int8_state.BLOCK)[: codes.numel()]
-    return int8_state.levels(signed, codes.device).double()[codes.int()] * scale
+    scale = scales.double().view(-1).repeat_interleave(int8_state.BLOCK)[: codes.numel()]
+    return int8_state.levels(signed, codes.device).double()[codes.int().view(-1)] * scale
 
 
 def _encode_error(signed: bool, encoded: Tensors, _: Tensors, before: Tensors) -> float:

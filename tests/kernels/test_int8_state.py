@@ -9,11 +9,9 @@ from interpreted import run_interpreted
 from hmt_deepspeed.kernels import int8_state
 from hmt_deepspeed.kernels.int8_state import (
     decode_state,
-    decode_state_reference,
     decode_states,
     decode_states_reference,
     encode_state,
-    encode_state_reference,
     encode_states,
     encode_states_reference,
     levels,
@@ -194,14 +192,14 @@ def test_members_that_are_not_active_are_not_written():
         {"values": torch.ones(300, 2).t()},
         {"codes": torch.zeros(2, 299).byte()},
         {"scales": torch.zeros(2, 1)},
-        {"keys": torch.ones(1, 2).int()},
+        {"key": torch.ones(1, 2).int()},
         {"active": torch.ones(3)},
     ],
 )
 def test_a_stack_refuses(change):
     codes, scales = empty_codes(2, 300)
     arguments = {"values": torch.ones(2, 300), "codes": codes, "scales": scales}
-    arguments |= {"keys": torch.ones(2, 2).int(), "active": torch.ones(2), "signed": True}
+    arguments |= {"key": torch.ones(2, 2).int(), "active": torch.ones(2), "signed": True}
     encode_states(**arguments)
     with pytest.raises(ValueError):
         encode_states(**(arguments | change))
@@ -287,12 +285,17 @@ def check_kernel(device="cpu"):
         for value in (*cases, special, edges):
             value = value if signed else value.abs()
             for key, offset in ((None, 0), (1, 1), ((1 << 63) - 5, (1 << 33) + 3)):
-                codes, scales = encode_state_reference(value, signed, key, offset)
-                out = int8_state.encode_state_triton(value.to(device), signed, key, offset)
+                codes, scales = encode_state(value, signed, key, offset)
+                out = empty_codes(1, value.numel(), device)
+                flat = value.to(device).view(1, -1)
+                int8_state.encode_states_triton(flat, signed, key, *out, None, offset)
+                out = out[0][0], out[1][0]
                 assert torch.equal(out[0].cpu(), codes), (signed, value.shape, key)
                 assert torch.equal(out[1].cpu().view(torch.int32), scales.view(torch.int32))
-                decoded = decode_state_reference(codes, scales, signed, value.shape)
-                out = int8_state.decode_state_triton(*out, signed, value.shape)
+                decoded = decode_state(codes, scales, signed, value.shape)
+                out = int8_state.decode_states_triton(
+                    out[0][None], out[1][None], signed, value.shape
+                )
                 assert torch.equal(out.cpu().nan_to_num(7.0), decoded.nan_to_num(7.0))
 
     check_stacks(device)
@@ -320,12 +323,12 @@ def check_rough_logarithm(signed, device):
     0.4 levels."""
     top, per_octave = int8_state.CODE_RANGE[signed]
     value = wide_values(signed, blocks=20)
-    expected = encode_state_reference(value, signed, 9)
+    expected, out = encode_state(value, signed, 9), empty_codes(1, value.numel(), device)
     for slant in (1 - 0.4 / top, 1 + 0.4 / top):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(int8_state.CODE_RANGE, signed, (top, per_octave * slant))
-            codes, _ = int8_state.encode_state_triton(value.to(device), signed, 9)
-        assert torch.equal(codes.cpu(), expected[0]), (signed, slant)
+            int8_state.encode_states_triton(value.to(device).view(1, -1), signed, 9, *out)
+        assert torch.equal(out[0][0].cpu(), expected[0]), (signed, slant)
 
 
 def test_kernel():
