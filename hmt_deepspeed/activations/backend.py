@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from hmt_deepspeed import ownership
 from hmt_deepspeed.activations.caching import active_mode
 from hmt_deepspeed.activations.checkpoint import (
+    Call,
+    Options,
     SavedInputs,
     activations_among,
-    run_checkpointed,
     with_positional_activations,
 )
 from hmt_deepspeed.activations.codecs import Codec, Keep, SavedTensor
@@ -28,6 +29,7 @@ from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, Site
 from hmt_deepspeed.activations.replay import ReplayMode
+from hmt_deepspeed.activations.tape import Tapes
 from hmt_deepspeed.attribution import Attribution
 from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed
@@ -91,7 +93,7 @@ class ActivationBackend:
         self._around = around
         self._seed, self._error_interval = seed, error_interval
         self._transfers, self._engine = tuple(transfers), engine
-        self._ledger, self._inputs = Ledger(), SavedInputs()
+        self._ledger, self._inputs, self._tapes = Ledger(), SavedInputs(), Tapes()
         self._last: Callable[[], Recording | None] = _NOTHING
         self._installed: ExitStack | None = None
         self.calls = self.steps = self._head_calls = 0
@@ -124,7 +126,7 @@ class ActivationBackend:
             kwargs: of ``fn``, and ``determinism_check`` and ``early_stop`` of torch's checkpoint.
 
         Raises:
-            ValueError: ``context_fn``, which is ours, or ``debug``, which needs it.
+            ValueError: ``context_fn`` or ``debug``, for which it has no place.
         """
         owner = _owner(fn)
         sites = None if owner is None else self._layers.get(owner)
@@ -132,12 +134,16 @@ class ActivationBackend:
         for name in ("context_fn", "debug"):
             if options.pop(name, None):
                 raise ValueError(
-                    f"{name} was given to a checkpoint of hmt.activations, which uses torch's context_fn "
-                    f"itself: do not give {name}, or remove the section"
+                    f"{name} was given to a checkpoint of hmt.activations, which has modes of its own: do not "
+                    f"give {name}, or remove the section"
                 )
-        options["preserve_rng_state"] = preserve_rng_state
+        given = Options(
+            preserve_rng_state,
+            early_stop=options.get("early_stop", True),
+            checks=options.get("determinism_check", "default") == "default",
+        )
         redraws = preserve_rng_state if redraws is None else redraws
-        return self._run(sites, fn, args, kwargs, options, redraws)
+        return self._run(sites, fn, args, kwargs, given, redraws)
 
     def _run(
         self,
@@ -145,7 +151,7 @@ class ActivationBackend:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        options: dict[str, Any],
+        options: Options = Options(),  # noqa: B008  immutable
         redraws: bool = True,
     ) -> Any:
         if not torch.is_grad_enabled() or active_mode() is not None or is_transformed():
@@ -157,13 +163,18 @@ class ActivationBackend:
         self.calls = call = self.calls + 1
         key = functools.partial(_key, self._seed, call)
         holds_products = self._policy.holds_products() if sites is None else sites.holds_products
-        record = RecordMode(recording, base, self._ledger, key, self._measures, holds_products)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        tape = None if sites is None else self._tapes.find(sites, tensors)
+        record = RecordMode(
+            recording, base, self._ledger, key, self._measures, holds_products, tape, tensors
+        )
         replay = ReplayMode(recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 
         def run(fn: Callable[..., Any], *args: Any) -> Any:
-            modes = (record, replay)
-            return run_checkpointed(fn, args, {**kwargs, **options}, modes, holders)
+            checkpointed = Call(fn, args, kwargs, record, replay, holders, options)
+            record.on_leaving = checkpointed.remember_random_states
+            return checkpointed.run(args)
 
         return run(fn, *args) if self._around is None else self._around(run, fn, *args)
 

@@ -19,10 +19,8 @@ from hmt_deepspeed.activations.recording import Site
 
 __all__ = ["Installation"]
 
-# Runs the forward of a module of known sites: sites, forward, args, kwargs, options of the checkpoint.
-_Run = Callable[
-    [LayerSites, Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]], Any
-]
+# Runs the forward of a module of known sites: sites, forward, args, kwargs.
+_Run = Callable[[LayerSites, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _OURS = "_hmt_checkpoint"  # marks a checkpoint function as a backend's
 _FORWARD_BEFORE, _GENERATE_BEFORE = "_hmt_forward_before", "_hmt_generate_before"
 
@@ -134,7 +132,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if owned is None or not self.training:
         return before(*args, **kwargs)
     run, sites = owned
-    return run(sites, before, args, kwargs, {})
+    return run(sites, before, args, kwargs)
 
 
 def _set_gradient_checkpointing(

@@ -136,6 +136,10 @@ class Ledger:
         with self._lock:
             counter[layer, label] += amount
 
+    def add(self, counter: Counter[_Key], amounts: Mapping[_Key, int]) -> None:
+        with self._lock:
+            counter.update(amounts)
+
     def count_seconds(self, label: str, seconds: float) -> None:
         with self._lock:
             self.rerun_seconds[label] += seconds

@@ -62,6 +62,7 @@ _FRESH = (
     aten.full_like,
     aten.new_full,
 )
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class Traits(NamedTuple):
@@ -77,6 +78,8 @@ class Traits(NamedTuple):
         draws: may consume random numbers. dropout: position of its ``dropout_p``; -1 if it has none.
         fills: overwrites its argument with random numbers.
         masks: the dropout operation, whose mask depends on nothing.
+        is_untaped: another call of the same shape, or the same one repeated, may differ in more than values: it
+            writes, returns fresh memory, or values decide the shape or what the host does next.
     """
 
     heavy: bool = False
@@ -90,6 +93,7 @@ class Traits(NamedTuple):
     dropout: int = -1
     fills: bool = False
     masks: bool = False
+    is_untaped: bool = True
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments that a call writes to."""
@@ -118,6 +122,7 @@ def traits_of(func: Any) -> Traits:
     known = packet in flop_registry or name in _FORMULAS
     dropout = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), -1)
     seeded = torch.Tag.nondeterministic_seeded in func.tags
+    is_dynamic = not _DYNAMIC.isdisjoint(func.tags)
     return Traits(
         heavy=(known or custom_attention) and not writes and "backward" not in name,
         attention=attention,
@@ -130,6 +135,7 @@ def traits_of(func: Any) -> Traits:
         dropout=dropout,
         fills=seeded and writes == [0] and name.endswith("_"),
         masks=packet is aten.native_dropout,
+        is_untaped=bool(writes) or packet in _FRESH or is_dynamic,
     )
 
 

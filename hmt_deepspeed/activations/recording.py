@@ -119,6 +119,18 @@ class Operation:
     def name(self) -> str:
         return f"{self.site.layer}: {self.label}"
 
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of what is held."""
+        return sum(part.nbytes for part in self.held or ())
+
+    def decode(self, part: int) -> Tensor:
+        """An output that is held."""
+        assert self.held is not None
+        self.read = True
+        value: Tensor = self.held[part].decode()
+        return value
+
     def prefetch(self) -> None:
         for part in self.held or ():
             part.prefetch()

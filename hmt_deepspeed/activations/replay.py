@@ -20,12 +20,17 @@ __all__ = ["ReplayMode"]
 
 
 class ReplayMode(CachingMode):
-    """Recompute in backward; as often as backward is run."""
+    """Recompute in backward; as often as backward is run.
+
+    Attributes:
+        decoded: what was handed out, by the identity of what was held, where somebody wants to know; else None.
+    """
 
     def __init__(self, recording: Recording, base: Site | None, ledger: Ledger) -> None:
         super().__init__(recording, base, ledger)
         self._serving: AbstractContextManager[None] | None = None
         self._next: dict[str, int] = {}
+        self.decoded: dict[int, Tensor] | None = None
 
     def __enter__(self) -> Any:
         self._next = dict.fromkeys(("operations", "products", "substitutes"), 0)
@@ -98,6 +103,8 @@ class ReplayMode(CachingMode):
                 value = part.decode()
                 if isinstance(value, Tensor):
                     value = value.detach()  # else it would get this graph's history
+                    if self.decoded is not None:
+                        self.decoded[id(part)] = value
             if isinstance(part, Blank | Constant):
                 pass
             elif index > 0 or isinstance(operation.codec, Keep):

@@ -1,0 +1,509 @@
+"""A checkpointed function as a list of its operations, recorded once for a shape.
+
+Later forwards compare themselves with it, operation by operation, and take from it what is saved and how. Backward
+then runs those operations only that lead from what is saved to what autograd reads, in place of the whole function.
+
+What a tape cannot hold is not recorded: operations that write into their arguments, draw random numbers, read values
+on the host or return memory to be filled unseen. Such functions are computed again as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hmt_deepspeed.activations.codecs import Codec
+from hmt_deepspeed.activations.dependence import tensors_among
+from hmt_deepspeed.activations.ops import Traits, flops
+from hmt_deepspeed.activations.recording import Operation, Part, Recording, Site, storage_of
+
+__all__ = [
+    "Given",
+    "Heavy",
+    "Made",
+    "Several",
+    "Step",
+    "Tape",
+    "TapeBuilder",
+    "Tapes",
+    "geometry_of",
+]
+
+_Key = tuple[str, str]  # layer, label
+_GEOMETRIES = 16  # of one function that are remembered
+
+
+class Made(int):
+    """In place of a tensor among an operation's arguments: the number of an output of an earlier one."""
+
+
+class Given(int):
+    """The same for a tensor that the function has not made: its number among those."""
+
+
+class Several(list[Any]):
+    """In place of a list or tuple with tensors in it."""
+
+
+class Heavy(NamedTuple):
+    """What becomes of a heavy operation's outputs.
+
+    Attributes:
+        site, label, blanks: see :class:`Operation`.
+        codec: of its first output; None: it is run again, if it is needed.
+        is_held: its outputs are saved: there is a codec, and somebody needs them. is_blank: nobody does.
+        is_product: it is the product of a projected linear.
+        dims: along which tokens follow each other in the first output.
+        bit: see :class:`Operation`. number: of operations with a bit so far, for the key of the rounding.
+        flops: of a run.
+    """
+
+    site: Site
+    label: str
+    blanks: tuple[Part, ...]
+    codec: Codec | None
+    is_held: bool
+    is_blank: bool
+    is_product: bool
+    dims: tuple[int, ...]
+    bit: int
+    number: int
+    flops: int
+
+
+@dataclass(eq=False)
+class Step:
+    """One operation.
+
+    Attributes:
+        args, kwargs: with :class:`Made`, :class:`Given` and :class:`Several` in place of tensors.
+        single: it returns a tensor and not several values.
+        first: number of its first output.
+        origins: per output the set of heavy operations that its bytes depend on.
+        heavy: of one that is worth holding.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    single: bool
+    first: int
+    origins: tuple[int, ...]
+    heavy: Heavy | None
+
+
+def geometry_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What decides how an operation treats a tensor, but for its values."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+# -- forward ----------------------------------------------------------------------------------------
+
+
+class TapeBuilder:
+    """Records the operations of one call.
+
+    Args:
+        args: the tensors among the function's arguments.
+        keep: is given the tape, or None where there can be none.
+
+    Attributes:
+        is_usable: nothing has come up yet that a tape cannot hold.
+    """
+
+    def __init__(self, args: Sequence[Tensor], keep: Callable[[Tape | None], None]) -> None:
+        self.is_usable, self._keep = True, keep
+        self.steps: list[Step] = []
+        self.packs: list[tuple[int, Made | Given]] = []
+        self._operations: list[Operation | None] = []  # of the heavy steps
+        self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}  # by id
+        self._num_made = 0
+        self._given, self._num_args = list(args), len(args)
+        self._views: set[Made] = set()
+        self._numbers = {id(tensor): Given(n) for n, tensor in enumerate(self._given)}
+        self._storages: set[int] = set()  # of what was made
+
+    def give_up(self) -> None:
+        """There is something that a tape cannot hold."""
+        self.is_usable = False
+        self.steps.clear()
+        self._given.clear()
+
+    def add(
+        self,
+        func: Any,
+        traits: Traits,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        origin: Callable[[Sequence[Tensor]], int],
+        heavy: tuple[Operation, bool, tuple[int, ...], int] | None = None,
+    ) -> None:
+        """An operation has been run.
+
+        Args:
+            origin: the set of heavy operations that tensors depend on.
+            heavy: of a heavy one its record, whether it is a projected linear's product, its dimensions of
+                tokens and the number of operations so far.
+        """
+        if not self.is_usable:
+            return
+        if traits.is_untaped or traits.drew(args, kwargs):
+            self.give_up()
+            return
+        taken = tuple(self._taken(arg) for arg in args)
+        named = {name: self._taken(value) for name, value in kwargs.items()}
+        outputs = out if isinstance(out, (list, tuple)) else (out,)
+        first, origins = self._num_made, []
+        givens = {storage_of(tensor): n for n, tensor in enumerate(self._given)}
+        for output in outputs:
+            if isinstance(output, Tensor):
+                made = Made(self._num_made)
+                self._made[id(output)] = weakref.ref(output), made
+                self._numbers.pop(id(output), None)
+                viewed = givens.get(storage_of(output))
+                if viewed is None:
+                    self._storages.add(storage_of(output))
+                elif viewed >= self._num_args and not _comes_and_goes(self._given[viewed]):
+                    self._views.add(made)
+            origins.append(origin((output,)) if isinstance(output, Tensor) else 0)
+            self._num_made += 1
+        if not self.is_usable:
+            return
+        described, operation = None, None
+        if heavy is not None:
+            operation, is_product, dims, number = heavy
+            described = Heavy(
+                operation.site,
+                operation.label,
+                operation.blanks,
+                operation.codec,
+                False,
+                False,
+                is_product,
+                dims,
+                operation.bit,
+                number,
+                flops(func, args, kwargs, out),
+            )
+        single = not isinstance(out, (list, tuple))
+        self.steps.append(Step(func, taken, named, single, first, tuple(origins), described))
+        self._operations.append(operation)
+
+    def save(self, tensor: Tensor) -> bool:
+        """Autograd saves a tensor; whether it may do so as it is, see :attr:`Tape.kept`."""
+        if not self.is_usable:
+            return False
+        source = self._number(tensor)
+        self.packs.append((len(self.steps), source))
+        return isinstance(source, Made) and source in self._views
+
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._number(value)
+        if isinstance(value, (list, tuple)) and tensors_among(value):
+            return Several(self._taken(item) for item in value)
+        return value
+
+    def _number(self, tensor: Tensor) -> Made | Given:
+        ref, number = self._made.get(id(tensor), (None, None))
+        if ref is not None and ref() is tensor and number is not None:
+            return number
+        if id(tensor) in self._numbers:
+            return self._numbers[id(tensor)]
+        if storage_of(tensor) in self._storages:  # another object for what an operation made
+            self.give_up()
+            return Given(0)
+        given = self._numbers[id(tensor)] = Given(len(self._given))
+        self._given.append(tensor)
+        return given
+
+    def build(self) -> tuple[Tape | None, list[Tensor | None]]:
+        """The tape, once the call has ended and it is known what is needed, and the tensors that the function has
+        not made; None where there can be no tape."""
+        if not self.is_usable:
+            self._keep(None)
+            return None, []
+        charges: Counter[_Key] = Counter()
+        for step, operation in zip(self.steps, self._operations, strict=True):
+            if operation is not None and step.heavy is not None:
+                is_blank = operation.is_blank
+                is_held = operation.held is not None and not is_blank
+                step.heavy = step.heavy._replace(is_held=is_held, is_blank=is_blank)
+                charges[operation.site.layer, operation.label] += operation.nbytes
+        can_replay = not any(map(_comes_and_goes, self._given))
+        geometry = [geometry_of(tensor) for tensor in self._given]
+        tape = Tape(
+            self.steps, self.packs, self._num_made, geometry, can_replay, charges, self._views
+        )
+        self._keep(tape)
+        return tape, list(self._given)
+
+
+def _comes_and_goes(tensor: Tensor) -> bool:
+    """Whether it is a weight of ZeRO-3, which the function's hooks gather."""
+    return hasattr(tensor, "ds_id")
+
+
+# -- backward ---------------------------------------------------------------------------------------
+
+
+class _Replayed(NamedTuple):
+    """What backward does of a step: decode an output, or run it.
+
+    Attributes:
+        part: number of the output to decode; -1: run the operation.
+        held: number of the heavy operation among those of its kind.
+        frees: outputs, its own or earlier ones, that nobody reads any more.
+        saved: its outputs that autograd saved, each with a number of what was saved.
+    """
+
+    step: Step
+    part: int
+    held: int
+    frees: tuple[int, ...]
+    saved: tuple[tuple[int, int], ...]
+
+
+class Tape:
+    """The operations of a function, for tensors of one geometry.
+
+    Attributes:
+        steps: in call order. packs: of each tensor that autograd saves, the number of steps before it and the
+            tensor.
+        num_made: outputs of all steps.
+        given: geometry of the tensors that the function has not made, its arguments first.
+        kept: numbers of those packs that autograd may save as they are: they are views of what the function has not
+            made and what is there anyhow.
+        can_replay: backward may run it; else the function is computed again as it is.
+        is_checked: backward has once found it equal to that.
+        misses: calls in a row that did otherwise.
+        charges: device bytes of what is held, by layer and label.
+        hits: heavy operations by layer and label. rerun, rerun_flops: those that backward runs. unread: those that are
+            held and that it does not read.
+    """
+
+    def __init__(
+        self,
+        steps: list[Step],
+        packs: list[tuple[int, Made | Given]],
+        num_made: int,
+        given: list[tuple[Any, ...]],
+        can_replay: bool,
+        charges: Mapping[_Key, int],
+        views: set[Made],
+    ) -> None:
+        self.charges = dict(charges)
+        self.kept = {
+            i for i, (_, source) in enumerate(packs) if isinstance(source, Made) and source in views
+        }
+        self.steps, self.packs, self.num_made = steps, packs, num_made
+        self.given, self.can_replay = given, can_replay
+        self.is_checked, self.misses = False, 0
+        heavy = [step.heavy for step in steps if step.heavy is not None]
+        self.hits: Counter[_Key] = Counter((h.site.layer, h.label) for h in heavy)
+        others = [(i, source) for i, (_, source) in enumerate(packs) if i not in self.kept]
+        self._replayed = _needed(steps, others)
+        self._saved_given = [(i, source) for i, source in others if isinstance(source, Given)]
+        run = [r.step.heavy for r in self._replayed if r.part < 0 and r.step.heavy is not None]
+        self.rerun: Counter[_Key] = Counter((h.site.layer, h.label) for h in run)
+        self.rerun_flops: Counter[_Key] = Counter()
+        for h in run:
+            self.rerun_flops[h.site.layer, h.label] += h.flops
+        read = {r.step.first for r in self._replayed}
+        self.unread: Counter[_Key] = Counter(
+            (step.heavy.site.layer, step.heavy.label)
+            for step in steps
+            if step.heavy is not None and step.heavy.is_held and step.first not in read
+        )
+
+    @torch.no_grad()
+    def replay(
+        self,
+        recording: Recording,
+        given: Sequence[Tensor | None],
+        save: Callable[[int, Tensor], object],
+        decode: Callable[[Operation, int], Tensor] = Operation.decode,
+    ) -> None:
+        """Compute what autograd saved in forward.
+
+        Args:
+            recording: of the call.
+            given: the tensors that the function has not made.
+            save: is given each with its number.
+            decode: an output of an operation, by its number.
+        """
+        made: list[Tensor | None] = [None] * self.num_made
+
+        for index, source in self._saved_given:
+            tensor = given[source]
+            assert tensor is not None
+            save(index, tensor.detach())
+        with torch._C._DisableAutocast():
+            for step, part, held, frees, saved in self._replayed:
+                if part >= 0:
+                    assert step.heavy is not None
+                    kept = recording.products if step.heavy.is_product else recording.operations
+                    made[step.first + part] = decode(kept[held], part)
+                else:
+                    args = _values(step.args, made, given)
+                    if step.kwargs:
+                        named = _values(step.kwargs.values(), made, given)
+                        out = step.func(*args, **dict(zip(step.kwargs, named, strict=True)))
+                    else:
+                        out = step.func(*args)
+                    if step.single:
+                        made[step.first] = out
+                    else:
+                        made[step.first : step.first + len(out)] = out
+                for number, index in saved:
+                    tensor = made[number]
+                    assert tensor is not None
+                    save(index, tensor)
+                for number in frees:
+                    made[number] = None
+
+    def agrees(
+        self,
+        recording: Recording,
+        given: Sequence[Tensor | None],
+        decoded: Mapping[int, Tensor],
+        expected: Mapping[int, Tensor],
+    ) -> bool:
+        """Whether it gives what the function gave when it was computed again. Waits for the device.
+
+        Args:
+            decoded: what the function was handed out, by the identity of what was held.
+            expected: what autograd saves, by number.
+        """
+        equal: list[bool] = []
+
+        def decode(operation: Operation, part: int) -> Tensor:
+            assert operation.held is not None
+            found = decoded.get(id(operation.held[part]))
+            return operation.decode(part) if found is None else found
+
+        def compare(number: int, tensor: Tensor) -> None:
+            equal.append(_equal(tensor, expected[number]))
+
+        self.replay(recording, given, compare, decode)
+        return all(equal)
+
+
+def _values(
+    args: Iterable[Any], made: Sequence[Tensor | None], given: Sequence[Tensor | None]
+) -> list[Any]:
+    """A step's arguments."""
+    found = []
+    for arg in args:
+        kind = arg.__class__
+        if kind is Made:
+            found.append(made[arg])
+        elif kind is Given:
+            found.append(given[arg])
+        elif kind is Several:
+            found.append(_values(arg, made, given))
+        else:
+            found.append(arg)
+    return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """In every bit, and in geometry; a NaN is equal to any."""
+    if geometry_of(a) != geometry_of(b):
+        return False
+    if isinstance(a, FakeTensor) or torch.equal(a, b):
+        return True
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) -> list[_Replayed]:
+    """What leads to the saved tensors, given with their numbers, in call order."""
+    saved: dict[int, list[int]] = {}
+    for index, source in packs:
+        if isinstance(source, Made):
+            saved.setdefault(int(source), []).append(index)
+    wanted = set(saved)
+    found: list[tuple[Step, int, int]] = []
+    counts = Counter(step.heavy.is_product for step in steps if step.heavy is not None)
+    last: set[int] = set()  # outputs that a later step reads
+    frees: list[list[int]] = []
+    for step in reversed(steps):
+        held = -1
+        if step.heavy is not None:
+            counts[step.heavy.is_product] -= 1
+            held = counts[step.heavy.is_product]
+        outputs = range(step.first, step.first + len(step.origins))
+        read = [number for number in outputs if number in wanted]
+        if not read:
+            continue
+        if step.heavy is not None and step.heavy.is_held:
+            for number in reversed(read):
+                found.append((step, number - step.first, held))
+                frees.append([] if number in last else [number])
+            continue
+        inputs = {int(made) for made in _made_among((*step.args, *step.kwargs.values()))}
+        ended = [number for number in (*inputs, *outputs) if number not in last]
+        frees.append([*dict.fromkeys(ended)])
+        last |= inputs
+        wanted |= inputs
+        found.append((step, -1, held))
+    result = []
+    for (step, part, held), ended in zip(reversed(found), reversed(frees), strict=True):
+        outputs = (
+            range(step.first + part, step.first + part + 1)
+            if part >= 0
+            else range(step.first, step.first + len(step.origins))
+        )
+        kept = tuple((number, index) for number in outputs for index in saved.get(number, ()))
+        result.append(_Replayed(step, part, held, tuple(ended), kept))
+    return result
+
+
+def _made_among(values: Iterable[Any]) -> list[Made]:
+    found: list[Made] = []
+    for value in values:
+        if isinstance(value, Made):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _made_among(value)
+    return found
+
+
+# -- all tapes of a backend -------------------------------------------------------------------------
+
+
+class Tapes:
+    """Tapes by function and geometry of its arguments.
+
+    A geometry is recorded when it comes for the second time, and anew when two calls in a row did otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[object, OrderedDict[Hashable, Tape | bool]] = {}
+
+    def find(self, owner: object, args: Sequence[Tensor]) -> Tape | TapeBuilder | None:
+        """The tape of a call, what records one, or None."""
+        tapes = self._found.setdefault(owner, OrderedDict())
+        geometry = tuple((*geometry_of(arg), arg.requires_grad) for arg in args)
+        found = tapes.get(geometry)
+        if found is None:
+            tapes[geometry] = True  # it may be recorded
+            if len(tapes) > _GEOMETRIES:
+                tapes.popitem(last=False)
+            return None
+        tapes.move_to_end(geometry)
+        if isinstance(found, Tape) and found.misses < 2:
+            return found
+
+        def keep(tape: Tape | None) -> None:
+            tapes[geometry] = False if tape is None else tape
+
+        return TapeBuilder(args, keep) if found else None
