@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.int8_state import BLOCK, CODE_RANGE, levels
+from hmt_deepspeed.kernels.launching import on_its_device
 from hmt_deepspeed.kernels.stored_state import StoredState
 
 try:
@@ -150,6 +151,7 @@ if triton is not None:
             seen, tl.sum(moved, axis=1), probed, factor, scale, rank, width, BLOCK_COLUMNS,
         )  # fmt: skip
 
+    @on_its_device
     def int8_moments_triton_(
         gradient: Tensor,
         exp_avg: StoredState,
