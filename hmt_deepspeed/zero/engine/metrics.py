@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from hmt_deepspeed.memory.counters import Counters
+from hmt_deepspeed.memory.numbers import ArrivingNumbers, Measured, measured_together
 from hmt_deepspeed.planner.advise.compare import Busy
 from hmt_deepspeed.planner.solve.cost import Resource
 from hmt_deepspeed.report.metrics import (
@@ -29,7 +32,7 @@ __all__ = ["StepMetrics", "busy_resources"]
 
 
 class StepMetrics:
-    """Measures an engine's steps, and tells DeepSpeed's monitors after each.
+    """Measures an engine's steps, and tells DeepSpeed's monitors of each once the device has come so far.
 
     Stock engines are measured too, but tell the monitors nothing that stock would not.
 
@@ -47,6 +50,7 @@ class StepMetrics:
         self._average_bytes: float | None = None
         self._moved_before: dict[str, float] = {}
         self._moved: dict[str, float] = {}
+        self._reports: deque[_Report] = deque()
         module: nn.Module = engine.module
         self._hooks = [
             module.register_forward_pre_hook(self._begin_forward),
@@ -54,9 +58,10 @@ class StepMetrics:
         ]
 
     def close(self) -> None:
-        """Stop watching the module. Idempotent."""
+        """Stop watching the module, and tell the monitors what they have not been told. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        self._tell_monitors(wait=True)
 
     def _begin_forward(self, module: nn.Module, _: Any) -> None:
         if module.training:
@@ -84,8 +89,20 @@ class StepMetrics:
         ours = engine.hmt_enabled or engine.hmt_activations is not None
         if ours and engine.monitor.enabled and engine.global_rank == 0:
             every_matrix = engine.global_steps == 1 or engine.global_steps % MATRIX_INTERVAL == 0
-            events = monitor_events(self.read(every_matrix), engine.global_samples)
-            engine.monitor.write_events(events)
+            measured = self._measure()
+            arriving = ArrivingNumbers(measured.values)
+            report = _Report(
+                engine.monitor, engine.global_samples, every_matrix, measured, arriving
+            )
+            self._reports.append(report)
+            self._tell_monitors(wait=False)
+
+    def _tell_monitors(self, wait: bool) -> None:
+        """Write the steps whose numbers have arrived on the host, each under its own samples; ``wait``: all of them."""
+        while self._reports and (wait or self._reports[0].arriving.have_arrived()):
+            report = self._reports.popleft()
+            record = _chosen(report.measured.record(report.arriving.read()), report.every_matrix)
+            report.monitor.write_events(monitor_events(record, report.samples))
 
     def computed_flops(self, micro_batch: int, seq_length: int) -> float | None:
         """FLOPs of the last step on this rank, see :func:`hmt_deepspeed.zero.engine.computed_flops.computed_flops`.
@@ -106,12 +123,16 @@ class StepMetrics:
         Args:
             every_matrix: with the values of every single matrix and layer.
         """
+        return _chosen(self._measure().read(), every_matrix)
+
+    def _measure(self) -> Measured:
+        """All metrics; the device's are not waited for."""
         engine = self._engine()
         assert engine is not None
         memory, norm = device_memory(self._accelerator), engine.get_global_grad_norm()
-        found: dict[str, Any] = {
+        own: dict[str, Any] = {
             "lr": float(engine.get_lr()[0]),
-            "grad_norm": None if norm is None else float(norm),
+            "grad_norm": None if norm is None or isinstance(norm, Tensor) else float(norm),
             "skipped_steps": int(engine.skipped_steps),
             "device": memory.device,
             "device_bytes": memory.allocated,
@@ -124,15 +145,34 @@ class StepMetrics:
             **self._moved,
         }
         if engine.fp16_enabled():
-            found["loss_scale"] = engine._get_optimizer_loss_scale()
+            own["loss_scale"] = engine._get_optimizer_loss_scale()
+        norms = norm.detach().view(1) if isinstance(norm, Tensor) else torch.zeros(0)
+        found = [Measured(own, norms, lambda read: {"grad_norm": read[0]} if len(read) else {})]
         parts = (engine.optimizer, engine.hmt_activations, engine.hmt_planner, engine.hmt_snapshots)
         for part in parts:
-            numbers = getattr(part, "metrics", None)
-            found |= dict(numbers()) if callable(numbers) else {}
-        if every_matrix:
-            return found
-        many = ("_per_matrix", "_per_layer")
-        return {name: value for name, value in found.items() if not name.endswith(many)}
+            if callable(measure := getattr(part, "measure", None)):
+                found.append(measure())
+            elif callable(numbers := getattr(part, "metrics", None)):
+                found.append(Measured(dict(numbers()), torch.zeros(0), lambda _: {}))
+        return measured_together(found)
+
+
+class _Report(NamedTuple):
+    """What a monitor is told of a step, once the device's numbers are on the host."""
+
+    monitor: Any
+    samples: int
+    every_matrix: bool
+    measured: Measured
+    arriving: ArrivingNumbers
+
+
+def _chosen(record: dict[str, Any], every_matrix: bool) -> dict[str, Any]:
+    """Without the values of every single matrix and layer, unless they are wanted."""
+    if every_matrix:
+        return record
+    many = ("_per_matrix", "_per_layer")
+    return {name: value for name, value in record.items() if not name.endswith(many)}
 
 
 def _moved_bytes(engine: Engine) -> dict[str, float]:

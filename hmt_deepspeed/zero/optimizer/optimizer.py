@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
+from hmt_deepspeed.memory.numbers import Measured
 from hmt_deepspeed.optim.backward.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.settings.assign import linear_weights
@@ -322,9 +323,13 @@ class HMTZeroOptimizer(OptimizerInterface):
         if self.parameter_offload is not None:
             self.parameter_offload.empty_partition_cache()
 
-    def metrics(self) -> dict[str, Any]:
+    def measure(self) -> Measured:
         """Numbers for monitors and the run's summary; see :mod:`hmt_deepspeed.zero.optimizer.statistics`."""
-        return statistics.metrics(self.zero, self.reducer.peak_bytes, self.communication_bytes)
+        return statistics.measure(self.zero, self.reducer.peak_bytes, self.communication_bytes)
+
+    def metrics(self) -> dict[str, Any]:
+        """What :meth:`measure` gives, with the device's numbers, for which it waits."""
+        return self.measure().read()
 
     def describe(self) -> str:
         """The start table: per group of parameters rule, rank, bytes, masters, shard."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hmt_deepspeed.memory.numbers import Measured
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.cache import basis_metrics
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -13,7 +15,7 @@ from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import gather_bytes, reduce_bytes
 from hmt_deepspeed.zero.state import ZeroState
 
-__all__ = ["metrics", "state_bytes", "stock_communication_bytes"]
+__all__ = ["measure", "state_bytes", "stock_communication_bytes"]
 
 
 def state_bytes(param_state: ParamState) -> int:
@@ -61,12 +63,10 @@ def stock_communication_bytes(zero: ZeroState, low_rank_only: bool = False) -> i
     return sent + (gather_bytes(numel * weight_size, world) if settings.stage < 3 else 0)
 
 
-def metrics(
-    zero: ZeroState, gradient_buffer_bytes: int, communication_bytes: int
-) -> dict[str, Any]:
+def measure(zero: ZeroState, gradient_buffer_bytes: int, communication_bytes: int) -> Measured:
     """Bytes on this rank, communication of the last step, rank and captured energy per matrix.
 
-    ``captured_energy_per_matrix`` is smoothed over recent steps; reading it waits for the device.
+    ``captured_energy_per_matrix`` is smoothed over recent steps, and the device has it.
     Matrices without a basis from a gradient, and those without probes, which see nothing outside theirs, are left out of it.
 
     Args:
@@ -75,15 +75,25 @@ def metrics(
         communication_bytes: that this rank has sent in the last step.
     """
     low_rank = zero.low_rank
-    energies: dict[str, float] = {}
-    matrices = [
-        (p.name, p.matrix)
+    seen = {
+        p.name: p.matrix.smoothed_energy()
         for p in low_rank
         if isinstance(p.matrix, ProjectedMatrix) and p.matrix.measures_energy
-    ]
-    if matrices:
-        stacked = torch.stack([matrix.smoothed_energy() for _, matrix in matrices])
-        energies = dict(zip([name for name, _ in matrices], stacked.tolist(), strict=True))
+    }
+
+    def finish(values: Sequence[float]) -> dict[str, Any]:
+        return {
+            "mean_captured_energy": sum(values) / len(values) if values else None,
+            "captured_energy_per_matrix": dict(zip(seen, values, strict=True)),
+        }
+
+    known = _known(zero, gradient_buffer_bytes, communication_bytes)
+    return Measured(known, torch.stack(list(seen.values())) if seen else torch.zeros(0), finish)
+
+
+def _known(zero: ZeroState, gradient_buffer_bytes: int, communication_bytes: int) -> dict[str, Any]:
+    """What the host knows."""
+    low_rank = zero.low_rank
     ranks = {p.name: p.matrix.rank for p in low_rank if p.matrix is not None}
     return {
         "optimizer_state_bytes": sum(map(state_bytes, zero.param_states)),
@@ -98,9 +108,9 @@ def metrics(
         "communication_bytes_per_step": communication_bytes,
         "stock_zero_communication_bytes_per_step": stock_communication_bytes(zero),
         "mean_rank": sum(ranks.values()) / len(ranks) if ranks else None,
-        "mean_captured_energy": sum(energies.values()) / len(energies) if energies else None,
+        "mean_captured_energy": None,
         "rank_per_matrix": ranks,
-        "captured_energy_per_matrix": energies,
+        "captured_energy_per_matrix": {},
         "refreshed_matrices": sum(p.gradient.refreshing for p in low_rank),
         **basis_metrics(zero.bases, low_rank),
     }

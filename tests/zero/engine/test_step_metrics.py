@@ -11,6 +11,8 @@ import pytest
 from harness import Ranks
 from training import ds_config, make_engine, stock_config, train, train_step
 
+from hmt_deepspeed.memory.numbers import ArrivingNumbers
+
 STEPS = 11  # of which the first and the tenth tell of every matrix
 NAMES = {
     "lr",
@@ -35,8 +37,22 @@ NAMES = {
 }
 
 
-def monitored(folder: str, stock: bool) -> dict[str, Any]:
-    """A script of somebody's own: no training loop of ours, DeepSpeed's monitors on."""
+def monitored(folder: str, stock: bool, behind: int = 0) -> dict[str, Any]:
+    """A script of somebody's own: no training loop of ours, DeepSpeed's monitors on.
+
+    Args:
+        behind: reports that a device's numbers come late.
+    """
+    reports: list[Any] = []
+    arrived = ArrivingNumbers.have_arrived
+
+    def late(arriving: Any) -> bool:
+        if all(arriving is not known for known in reports):
+            reports.append(arriving)
+        place = next(i for i, known in enumerate(reports) if known is arriving)
+        return engine.global_steps > place + behind and arrived(arriving)
+
+    ArrivingNumbers.have_arrived = late  # type: ignore[method-assign]
     monitors: dict[str, Any] = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}
     }
@@ -63,6 +79,7 @@ def monitored(folder: str, stock: bool) -> dict[str, Any]:
         "held_out": held_out,
     }
     module = engine.module
+    found["told"] = len(events(Path(folder), "HMT/lr")) if not stock else None
     engine.destroy()
     return found | {"hooks_left": len(module._forward_hooks) - hooks}
 
@@ -121,6 +138,18 @@ def test_the_monitors_get_every_number_every_step(ours: tuple[dict[str, Any], Pa
     assert "rank_per_matrix" not in found["brief"]
     if find_spec("tensorboard") is not None:
         assert any(path.is_file() for path in (folder / "board").rglob("events*"))
+
+
+def test_a_device_that_is_behind_is_told_of_later_under_its_own_samples(
+    ours: tuple[dict[str, Any], Path], ranks: Ranks, tmp_path: Path
+) -> None:
+    """And what has not come when the engine is destroyed is told then."""
+    found = ranks.run(monitored, 1, str(tmp_path), False, behind=2)[0]
+    assert (ours[0]["told"], found["told"]) == (STEPS, STEPS - 2)
+    names = ("lr", "grad_norm", "mean_captured_energy", "mean_rank", "communication_bytes_per_step")
+    for name in [*names, "captured_energy_per_matrix/model.layers.0.mlp.up_proj.weight"]:
+        assert events(tmp_path, f"HMT/{name}") == events(ours[1], f"HMT/{name}")
+    assert found["after"]["grad_norm"] == ours[0]["after"]["grad_norm"]
 
 
 def test_the_module_is_left_as_it_was(ours: tuple[dict[str, Any], Path]) -> None:
