@@ -45,6 +45,10 @@ def flatten(tensor: Tensor) -> tuple[Layout, Tensor]:
             f"only dense plain tensors can be moved, not layout {tensor.layout}, dtype "
             f"{tensor.dtype} on {tensor.device}"
         )
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        shape = tuple(tensor.shape)
+        return Layout(tensor.dtype, shape, tensor.stride(), shape, flat.numel()), flat
     core = tensor.detach().resolve_conj().resolve_neg()
     expanded = [
         size > 1 and stride == 0 for size, stride in zip(core.shape, core.stride(), strict=True)

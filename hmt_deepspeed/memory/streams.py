@@ -78,14 +78,41 @@ class Streams(Protocol):
         """Destroys bytes that nobody may read any more (twin only)."""
 
 
-class _CudaEvent:
-    """``begin``: recorded before the copy that this event ends; None where it ends none."""
+class _EventPool:
+    """CUDA events that nobody has: what makes one costs more than what records it.
 
-    def __init__(self, stream: torch.cuda.Stream, begin: torch.cuda.Event | None = None) -> None:
-        self._begin = begin
-        # a waiting thread sleeps
-        self.event = torch.cuda.Event(blocking=True, enable_timing=begin is not None)
+    An event may be recorded again while its stream has not passed it: who waits on a stream waits for what was
+    recorded when the wait was submitted.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}
+
+    def take(self, timed: bool) -> torch.cuda.Event:
+        try:
+            return self._free[timed].pop()
+        except IndexError:
+            # a waiting thread sleeps
+            return torch.cuda.Event(blocking=True, enable_timing=timed)
+
+    def give(self, event: torch.cuda.Event, timed: bool) -> None:
+        self._free[timed].append(event)
+
+
+class _CudaEvent:
+    """``begin``: recorded before the copy that this event ends, of the pool too; None where it ends none."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, pool: _EventPool, begin: torch.cuda.Event | None = None
+    ) -> None:
+        self._pool, self._begin = pool, begin
+        self.event = pool.take(timed=begin is not None)
         self.event.record(stream)
+
+    def __del__(self) -> None:
+        self._pool.give(self.event, self._begin is not None)
+        if self._begin is not None:
+            self._pool.give(self._begin, True)
 
     def done(self) -> bool:
         return self.event.query()
@@ -103,12 +130,13 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side = {direction: torch.cuda.Stream(device) for direction in Direction}
+        self._events = _EventPool()
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def mark(self) -> Event:
-        return _CudaEvent(self.current())
+        return _CudaEvent(self.current(), self._events)
 
     def copy(
         self, direction: Direction, destination: Tensor, source: Tensor, after: Sequence[Any]
@@ -116,12 +144,12 @@ class CudaStreams:
         stream = self._side[direction]
         for event in after:
             stream.wait_event(event.event)
-        begin = torch.cuda.Event(enable_timing=True)
+        begin = self._events.take(timed=True)
         begin.record(stream)
         # A thread begins on device 0, and leaving a stream's context alone would open a context there.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
-        return _CudaEvent(stream, begin)
+        return _CudaEvent(stream, self._events, begin)
 
     def keep(self, tensor: Tensor, direction: Direction) -> None:
         tensor.record_stream(self._side[direction])

@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ class Stream:
         self.work = []
 
     def wait_event(self, event):
-        self.work.append(event.synchronize)
+        """For what is recorded now: the event may be recorded again."""
+        self.work.append(partial(event.stream.run, event.position))
 
     def synchronize(self):
         self.run(len(self.work))
@@ -220,6 +222,27 @@ def test_copies_are_timed_without_what_they_wait_for_and_nobody_waits_to_know(cu
     assert engine.counters.seconds_in == 0
     cuda.compute.synchronize()
     assert engine.counters.seconds_in == pytest.approx(1e-3)
+
+
+def test_events_are_made_once_and_taken_again(cuda, engine, monkeypatch):
+    made = []
+
+    class Counted(Event):
+        def __init__(self, **keyword):
+            super().__init__(**keyword)
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Counted)
+    numbers = []
+    for value in range(12):
+        handle = engine.put(torch.full((10,), float(value)), "x")
+        result = engine.get(handle)
+        engine.drop(handle)
+        cuda.compute.synchronize()
+        assert result.eq(value).all()
+        del handle
+        numbers.append(len(made))
+    assert numbers[-1] == numbers[2] <= 12
 
 
 def test_the_fetch_waits_until_its_memory_may_be_written(cuda, engine):

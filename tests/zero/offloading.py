@@ -50,11 +50,11 @@ def stock_offload(stage: int, **changes: Any) -> dict[str, Any]:
 
 
 def small_chunks() -> None:
-    """Every parameter in several pieces, through pools that hold four of them; in a file each is a page: of 12 bytes
-    an element, 3072 of 4096."""
+    """Every parameter in several chunks of two pieces, through pools that hold two chunks; in a file each piece is a
+    page: of 12 bytes an element, 3072 of 4096."""
     from hmt_deepspeed.zero.offload import worker as host_worker
 
-    host_worker.CHUNK, host_worker.NUM_STAGED = 256, 4
+    host_worker.PIECE, host_worker.NUM_PIECES, host_worker.NUM_STAGED = 256, 2, 2
 
 
 def flip_bit(path: Path) -> None:

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 PAGE = 4096  # bytes; page-locked memory is taken in whole ones
-CHUNK = 2**20  # elements that the host updates at once
-_STAGED = 16  # chunks of fp32 on their way, each way
+PIECE = 2**20  # elements that the host updates at once
+_STAGED = 16  # pieces of fp32 on their way, each way
 _STATE_BUFFERS, _STATES = 4, 3  # offload_optimizer's buffer_count; master and moments
 WEIGHT_BUFFERS = 5  # offload_param's buffer_count
 _STAGING, _SSD_STAGING = 2**26, 2**30  # of activations on their way to the host, and on to an SSD
@@ -99,11 +99,11 @@ def usual_memory(
         states, weights: where ``offload_optimizer`` and ``offload_param`` put them.
         host_memory: bytes that the rank may take.
     """
-    travelling = (2 * _STAGED + 1) * CHUNK * FP32  # both ways, and one chunk to work on
+    travelling = (2 * _STAGED + 1) * PIECE * FP32  # both ways, and one piece to work on
     buffer = largest_part(shape, ranks) * itemsize
     return EngineMemory(
         pools=travelling if states != "none" else 0,
-        state_buffers=_STATE_BUFFERS * _STATES * CHUNK * FP32 if states == "nvme" else 0,
+        state_buffers=_STATE_BUFFERS * _STATES * PIECE * FP32 if states == "nvme" else 0,
         weight_buffers=WEIGHT_BUFFERS * buffer if weights == "nvme" else 0,
         staging=min(_STAGING, host_memory // 4),
         ssd_staging=min(_SSD_STAGING, host_memory // 4),

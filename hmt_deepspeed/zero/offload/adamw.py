@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hmt_deepspeed.zero.offload.states import ChunkStates
 from hmt_deepspeed.zero.offload.weight import HostWeight, Step
-from hmt_deepspeed.zero.offload.worker import HostGradient, chunks
+from hmt_deepspeed.zero.offload.worker import HostGradient, chunks, pieces
 
 __all__ = ["HostAdamW"]
 
@@ -48,10 +47,12 @@ class HostAdamW:
         self.undo("got a second gradient in the last micro-batch")
         self.early = (factor, hyper)
         step = self._next_step(factor, hyper)
-        for begin, end in chunks(self.weight.num_elements):
-            chunk = self.weight.states.chunk(begin, end, early=True)
-            job = partial(self._step_chunk, step, begin, end, chunk)
-            self._jobs.append(self._worker.submit(self.weight.name, job, uses=chunk))
+        states = self.weight.states
+        for begin, end in (p for c in chunks(states.num_elements) for p in states.parts(*c)):
+            chunk = states.chunk(begin, end, early=True)
+            args = (step, begin, end, chunk)
+            job = self._worker.submit(self.weight.name, self._step_chunk, args, uses=chunk)
+            self._jobs.append(job)
 
     def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
         """Begin the step that was decided on, and what sends the weights; ends with ``weight.finish``.
@@ -92,11 +93,12 @@ class HostAdamW:
         taken, total, worker = int(self.count), self.gradient.values(), self._worker
 
         def step(states: Sequence[Tensor], begin: int, end: int) -> None:
-            part = total[begin:end]
-            if factor != 1.0:  # the sum itself is kept for a step that may have to be redone
-                part = torch.mul(part, factor, out=worker.scratch[: end - begin])
-            values, first, second = states
-            worker.adam.step_(values, part, first, second, taken, **hyper)
+            for first, last in pieces(begin, end):
+                part = total[first:last]
+                if factor != 1.0:  # the sum itself is kept for a step that may have to be redone
+                    part = torch.mul(part, factor, out=worker.scratch[: last - first])
+                values, average, square = (s[first - begin : last - begin] for s in states)
+                worker.adam.step_(values, part, average, square, taken, **hyper)
 
         return step
 

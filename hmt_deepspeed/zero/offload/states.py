@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,10 @@ class HostStates(ABC):
     def __init__(self, num_elements: int, columns: Sequence[str]) -> None:
         self.num_elements, self.columns = num_elements, tuple(columns)
 
+    @abstractmethod
+    def parts(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        """Element ranges that cover a chunk, in order, each for a job."""
+
     @property
     @abstractmethod
     def can_undo(self) -> bool:
@@ -62,10 +66,10 @@ class HostStates(ABC):
 
     @abstractmethod
     def chunk(self, begin: int, end: int, early: bool = False) -> ChunkStates:
-        """The states of one chunk, for the job submitted next.
+        """The states of one part of a chunk, for the job submitted next.
 
         Args:
-            begin, end: element range of the chunk, one of :func:`chunks`.
+            begin, end: element range, one of :meth:`parts`.
             early: the job's changes may be undone.
         """
 
@@ -115,6 +119,9 @@ class RamStates(HostStates):
         if undo:
             owner = f"the undo log of {name}"
             self._log = [worker.zeros(num_elements, owner) for _ in columns]
+
+    def parts(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        return ((begin, end),)
 
     @property
     def can_undo(self) -> bool:
@@ -171,9 +178,12 @@ class SsdStates(HostStates):
         super().__init__(num_elements, columns)
         self._worker = worker
         size = len(self.columns) * torch.float32.itemsize
-        self.chunks = list(host_worker.chunks(num_elements))
+        self.chunks = list(host_worker.pieces(0, num_elements))
         self.pieces = [Piece(name, size * (end - begin)) for begin, end in self.chunks]
         self._by_begin = {b: p for (b, _), p in zip(self.chunks, self.pieces, strict=True)}
+
+    def parts(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        return host_worker.pieces(begin, end)
 
     @property
     def can_undo(self) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
+from hmt_deepspeed.kernels.low_rank_factors import as_factors, low_rank_product
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.rules.apply import apply_whole_
@@ -31,7 +31,6 @@ __all__ = ["HostWeight"]
 Step = Callable[[Sequence[Tensor], int, int], None]
 # the same with what arrived between
 ArrivalStep = Callable[[Sequence[Tensor], Tensor, int, int], None]
-Fill = Callable[[Tensor], object]  # writes new weights into memory given to it
 
 
 class HostWeight(Weight):
@@ -135,10 +134,10 @@ class HostWeight(Weight):
         assert source is not None
         self.pending = True
         with self.shard() as shard:
+            arrival = self._expect(shard)
             for begin, end in chunks(self.num_elements):
-                place, values = self._place(shard[begin:end]), source[begin:end]
-                job = partial(self._send, place, values)
-                self._jobs.append(self.worker.submit(self.name, job))
+                args = (arrival, shard, source, begin, end)
+                self._jobs.append(self.worker.submit(self.name, self._send, args))
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """Begin ``W <- (1 - lr wd) W - lr update`` on the shard.
@@ -165,6 +164,7 @@ class HostWeight(Weight):
         """
         n = self.shards.n
         offset = self.shards.flat(self.rank)[0] - self.shards.rows(self.rank)[0] * n
+        update, projection = as_factors(update, projection)  # once, not for each chunk
 
         def product(begin: int, end: int) -> Tensor:
             first, last = (offset + begin) // n, -(-(offset + end) // n)
@@ -193,14 +193,17 @@ class HostWeight(Weight):
     ) -> None:
         self.pending = True
         with self.shard() as shard:
+            arrival = self._expect(shard)
             for begin, end in chunks(self.num_elements):
-                target = shard[begin:end]
-                piece = None if incoming is None else incoming(begin, end)
-                if not self.has_master and not self._offloaded:
-                    piece = target  # a dense one: what arrives are the weights themselves
-                place, chunk = self._place(target), self.states.chunk(begin, end)
-                job = partial(self._update, step, begin, end, chunk, target, place, key)
-                self._jobs.append(self.worker.submit(self.name, job, piece, chunk))
+                arriving = None if incoming is None else incoming(begin, end)
+                for first, last in self.states.parts(begin, end):
+                    piece = None if arriving is None else arriving[first - begin : last - begin]
+                    if not self.has_master and not self._offloaded:
+                        piece = shard[first:last]  # a dense one: the weights themselves
+                    chunk = self.states.chunk(first, last)
+                    args = (step, first, last, chunk, arrival, shard, key)
+                    job = self.worker.submit(self.name, self._update, args, piece, chunk)
+                    self._jobs.append(job)
 
     def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
         def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
@@ -210,12 +213,12 @@ class HostWeight(Weight):
 
         return step
 
-    def _place(self, target: Tensor) -> Tensor | Arrival:
-        """Destination of new weights: a copy to the device, or the shard itself where that is on the host too
-        (``offload_param``)."""
-        if self._offloaded:
-            return target
-        arrival = self.worker.engine.into(target, self.name)
+    def _expect(self, shard: Tensor) -> Arrival | None:
+        """Where new weights go: a copy to the device, in parts; None for the shard itself, where that is on the host
+        too (``offload_param``)."""
+        if self._offloaded or not self.num_elements:
+            return None
+        arrival = self.worker.engine.into(shard, self.name)
         self._arrivals.append(arrival)
         return arrival
 
@@ -225,31 +228,55 @@ class HostWeight(Weight):
         begin: int,
         end: int,
         chunk: ChunkStates,
-        target: Tensor,
-        place: Tensor | Arrival,
+        arrival: Arrival | None,
+        shard: Tensor,
         key: int,
         piece: Tensor,
     ) -> None:
         """Worker thread: one chunk."""
         with chunk as states:
             if not self.has_master:
-                states = [(target if self._offloaded else piece).float(), *states]
+                states = [(shard[begin:end] if arrival is None else piece).float(), *states]
             step(states, piece, begin, end)
-            self._deliver(place, partial(self._cast, states[0], key, begin))
+            values = states[0]
+            if self.has_master:
+                self._deliver(arrival, shard, begin, end, _copy, (values,))
+            else:
+                position = self.shards.flat(self.rank)[0] + begin
+                self._deliver(arrival, shard, begin, end, _round, (values, key, position))
 
-    def _send(self, place: Tensor | Arrival, values: Tensor, _: Tensor) -> None:
+    def _send(
+        self,
+        arrival: Arrival | None,
+        shard: Tensor,
+        source: Tensor,
+        begin: int,
+        end: int,
+        _: Tensor,
+    ) -> None:
         """Worker thread: one chunk of weights that are there already."""
-        self._deliver(place, lambda out: out.copy_(values))
+        self._deliver(arrival, shard, begin, end, _copy, (source[begin:end],))
 
-    def _deliver(self, place: Tensor | Arrival, fill: Fill) -> None:
-        if isinstance(place, Arrival):
-            self.worker.send(place, fill, self.param.dtype)
+    def _deliver(
+        self,
+        arrival: Arrival | None,
+        shard: Tensor,
+        begin: int,
+        end: int,
+        fill: Callable[..., object],
+        args: tuple[Any, ...],
+    ) -> None:
+        if arrival is None:
+            fill(*args, shard[begin:end])
         else:
-            fill(place)
+            self.worker.send(arrival, begin, end, self.param.dtype, fill, args)
 
-    def _cast(self, values: Tensor, key: int, begin: int, out: Tensor) -> None:
-        """fp32 values of a chunk in the model's dtype; without a master rounded stochastically."""
-        if self.has_master:
-            out.copy_(values)
-        else:
-            stochastic_round(values, out, key, self.shards.flat(self.rank)[0] + begin)
+
+def _copy(values: Tensor, out: Tensor) -> None:
+    """fp32 or the model's values into the model's dtype."""
+    out.copy_(values)
+
+
+def _round(values: Tensor, key: int, position: int, out: Tensor) -> None:
+    """fp32 values in the model's dtype, rounded stochastically: there is no master."""
+    stochastic_round(values, out, key, position)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +16,23 @@ from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 from hmt_deepspeed.zero.offload.ssd import Ssd
 from hmt_deepspeed.zero.settings import SsdSettings
 
-__all__ = ["CHUNK", "HostGradient", "HostWorker", "Rule", "chunks"]
+__all__ = [
+    "NUM_PIECES",
+    "NUM_STAGED",
+    "PIECE",
+    "HostGradient",
+    "HostWorker",
+    "chunk_elements",
+    "chunks",
+    "pieces",
+]
 
-# Elements a job works on: small enough that the worker lets others have the interpreter every few
-# milliseconds and that the pools stay small, large enough for the full speed of a copy.
-CHUNK = 1 << 20
-NUM_STAGED = 16  # chunks of fp32 on their way to the host at once, and as many on their way back
-
-Rule = Callable[[Tensor], None]  # what a job does with the piece that arrived for it
+# Elements that the kernel takes at once and that a file on an SSD holds: small enough that the worker lets others have
+# the interpreter every few milliseconds.
+PIECE = 1 << 20
+# Pieces of a chunk, which a job works on and which travels at once: a chunk costs Python as much as a piece would.
+NUM_PIECES = 4
+NUM_STAGED = 4  # chunks of fp32 on their way to the host at once, and as many on their way back
 
 
 class Cancelled(Protocol):
@@ -33,14 +41,28 @@ class Cancelled(Protocol):
     def cancel(self) -> None: ...
 
 
+def chunk_elements() -> int:
+    """Elements of a chunk."""
+    return NUM_PIECES * PIECE
+
+
 def pool_bytes() -> int:
     """Page-locked bytes for what travels, each way."""
-    return NUM_STAGED * CHUNK * torch.float32.itemsize
+    return NUM_STAGED * chunk_elements() * torch.float32.itemsize
 
 
-def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of at most :data:`CHUNK` elements that cover ``numel``, in order."""
-    return ((begin, min(begin + CHUNK, numel)) for begin in range(0, numel, CHUNK))
+def chunks(numel: int) -> list[tuple[int, int]]:
+    """Half-open ranges of at most a chunk that cover ``numel`` elements, in order."""
+    return list(_ranges(0, numel, chunk_elements()))
+
+
+def pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of at most :data:`PIECE` elements that cover those from ``begin`` to ``end``, in order."""
+    return _ranges(begin, end, PIECE)
+
+
+def _ranges(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + size, end)) for first in range(begin, end, size))
 
 
 class HostWorker:
@@ -56,7 +78,7 @@ class HostWorker:
         ssd: where the states live, if not in host memory.
 
     Attributes:
-        engine: copies between device and host. adam: the kernel. scratch: fp32 of one chunk, for the running job.
+        engine: copies between device and host. adam: the kernel. scratch: fp32 of one piece, for the running job.
         ssd: the states' files, None when there are none.
         nbytes: host bytes of states and gradients. addition_seconds: spent adding updates to masters.
 
@@ -67,14 +89,14 @@ class HostWorker:
     def __init__(self, device: torch.device, pinned: bool, ssd: SsdSettings | None = None) -> None:
         self.adam = CpuAdam()
         self.engine = TransferEngine(device, pool_bytes())
-        self.scratch = torch.empty(CHUNK)  # for a job's own use
+        self.scratch = torch.empty(PIECE)  # for a job's own use
         self._outbound = self.engine.new_pool(pool_bytes(), "pool of updated weights")
         self._pinned = pinned
         self._thread = background_threads(1, "hmt-optimizer")
         self._failure: RuntimeError | None = None
         self.nbytes = 0
         self.addition_seconds = 0.0
-        self.ssd = None if ssd is None else Ssd(ssd, self.engine, CHUNK, self._fail)
+        self.ssd = None if ssd is None else Ssd(ssd, self.engine, PIECE, self._fail)
 
     def describe(self) -> list[str]:
         """Lines for the start table: bytes by place."""
@@ -111,14 +133,15 @@ class HostWorker:
     def submit(
         self,
         owner: str,
-        rule: Rule,
+        rule: Callable[..., object],
+        args: tuple[Any, ...] = (),
         incoming: Tensor | None = None,
         uses: Cancelled | None = None,
     ) -> Future[None]:
-        """Queue ``rule(incoming)``; a device tensor is on the host by then, an absent one is empty.
+        """Queue ``rule(*args, incoming)``; a device tensor is on the host by then, an absent one is empty.
 
         Args:
-            owner: name of the parameter, for messages. incoming: flat, at most :data:`CHUNK` elements.
+            owner: name of the parameter, for messages. incoming: flat, at most a chunk.
             uses: what the rule uses, cancelled when it does not come to that.
 
         Raises:
@@ -133,7 +156,7 @@ class HostWorker:
             if uses is not None:
                 uses.cancel()
             raise
-        return self._thread.submit(self._run, owner, rule, transfer, uses)
+        return self._thread.submit(self._run, owner, rule, args, transfer, uses)
 
     def check(self) -> None:
         """Raises RuntimeError if a job has failed."""
@@ -159,21 +182,30 @@ class HostWorker:
             self.check()
             self.ssd.commit()
 
-    def send(self, arrival: Arrival, fill: Callable[[Tensor], object], dtype: torch.dtype) -> None:
-        """Let ``fill`` write the values of an expected device tensor, and start their way there. In a job.
+    def send(
+        self,
+        arrival: Arrival,
+        begin: int,
+        end: int,
+        dtype: torch.dtype,
+        fill: Callable[..., object],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Let ``fill(*args, out)`` write elements of an expected device tensor, and start their way there. In a job.
 
         Args:
-            arrival: the tensor that is expected on the device. fill: writes into flat host memory of its size.
-            dtype: of the values.
+            arrival: the tensor that is expected on the device. begin, end: its elements that ``out``, flat host
+                memory, is for. dtype: of them.
         """
-        nbytes = arrival.flat.numel()
+        part = slice(begin * dtype.itemsize, end * dtype.itemsize)
+        nbytes = part.stop - part.start
         buffer = self._outbound.take(nbytes, arrival.name, lent=True)
         try:
-            fill(buffer.memory[:nbytes].view(dtype))
+            fill(*args, buffer.memory[:nbytes].view(dtype))
         except BaseException:
             self._outbound.release(buffer)
             raise
-        self.engine.deliver(arrival, self._outbound, buffer)
+        self.engine.deliver(arrival, self._outbound, buffer, part)
 
     def close(self) -> None:
         """Waits for the jobs and frees the pools. Idempotent."""
@@ -183,14 +215,19 @@ class HostWorker:
         self.engine.close()
 
     def _run(
-        self, owner: str, rule: Rule, transfer: Transfer | None, uses: Cancelled | None
+        self,
+        owner: str,
+        rule: Callable[..., object],
+        args: tuple[Any, ...],
+        transfer: Transfer | None,
+        uses: Cancelled | None,
     ) -> None:
         try:
             if self._failure is None:
                 piece = torch.empty(0)
                 if transfer is not None:
                     piece = self.engine.host_bytes(transfer).view(transfer.layout.dtype)
-                rule(piece)
+                rule(*args, piece)
         except Exception as error:
             self._fail(owner, error)
         finally:
@@ -227,7 +264,7 @@ class HostGradient:
         self.filled = False
         self.complete: Callable[[], None] = lambda: None
         self._values = worker.zeros(num_elements, f"the gradient of {name}")
-        self._norms = torch.zeros(len(list(chunks(num_elements))))
+        self._norms = torch.zeros(len(list(pieces(0, num_elements))))
         self._jobs: list[Future[None]] = []
 
     def add(self, part: Tensor, last: bool) -> None:
@@ -237,17 +274,21 @@ class HostGradient:
             last: it is of the last micro-batch.
         """
         flat = part.reshape(-1)
-        for index, (begin, end) in enumerate(chunks(self.num_elements)):
-            rule = partial(self._sum, index, self.filled)
-            self._jobs.append(self.worker.submit(self.name, rule, flat[begin:end]))
+        for begin, end in chunks(self.num_elements):
+            job = self.worker.submit(
+                self.name, self._sum, (begin, self.filled), incoming=flat[begin:end]
+            )
+            self._jobs.append(job)
         self.filled = True
         if last:
             self.complete()
 
-    def _sum(self, index: int, filled: bool, piece: Tensor) -> None:
-        target = self._values[index * CHUNK :][: piece.numel()]
-        target = target.add_(piece) if filled else target.copy_(piece)
-        self._norms[index] = torch.linalg.vector_norm(target)
+    def _sum(self, begin: int, filled: bool, arrived: Tensor) -> None:
+        target = self._values[begin : begin + arrived.numel()]
+        target = target.add_(arrived) if filled else target.copy_(arrived)
+        first = begin // PIECE
+        for place, piece in enumerate(target.split(PIECE), first):
+            self._norms[place] = torch.linalg.vector_norm(piece)
 
     @property
     def nbytes(self) -> int:

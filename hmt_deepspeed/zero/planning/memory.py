@@ -48,9 +48,9 @@ def engine_memory(
     )
     pools = buffers = 0
     if host is not None:
-        pools = 2 * host_worker.pool_bytes() + host_worker.CHUNK * _FP32
+        pools = 2 * host_worker.pool_bytes() + host_worker.PIECE * _FP32
     if host is not None and host.ssd is not None:
-        buffers = host.ssd.num_buffers * ssd.NUM_STATES * host_worker.CHUNK * _FP32
+        buffers = host.ssd.num_buffers * ssd.NUM_STATES * host_worker.PIECE * _FP32
     weights, weight_buffers = engine.zero_offload_param(), 0
     if weights is not None and weights.device == OffloadDeviceEnum.nvme:
         itemsize = next(engine.module.parameters()).element_size()

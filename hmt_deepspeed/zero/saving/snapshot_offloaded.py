@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class OffloadedStates:
         for weight in self._in_ram:
             assert self._worker is not None
             copies = {c: self._copies[_name(weight, c)] for c in weight.states.columns}
-            self._jobs.append(self._worker.submit(weight.name, partial(_copy, weight, copies)))
+            self._jobs.append(self._worker.submit(weight.name, _copy, (weight, copies)))
             staged = {
                 column: Staged(_name(weight, column), values.dtype, values.shape, column == MASTER)
                 for column, values in copies.items()

@@ -106,7 +106,7 @@ def test_offload_does_not_change_the_numbers(ranks: Ranks, name: str) -> None:
     assert {kind for kind, *_ in on_host["kinds"]} == {"HostWeight"}
     assert {kind for kind, *_ in on_device["kinds"]} == {"Weight"}
     assert_same(on_host, on_device)
-    # Four pieces of 256 elements make a page, which one piece takes: all others had to wait for it.
+    # Two chunks of 512 elements make a page, which one chunk takes: all others had to wait for it.
     assert on_host["pools"] == [(4096, 4096)] * 2
 
 

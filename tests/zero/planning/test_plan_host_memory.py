@@ -150,7 +150,7 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.zero.offload import worker as host_worker
     from hmt_deepspeed.zero.planning import memory as plan_memory
 
-    host_worker.CHUNK, host_worker.NUM_STAGED = 1024, 4
+    host_worker.PIECE, host_worker.NUM_PIECES, host_worker.NUM_STAGED = 1024, 2, 2
     basis_cache._STAGING = STAGING
     cache_memory.SLAB_BYTES = plan_memory.SLAB_BYTES = SLAB
     found = {}

@@ -34,7 +34,11 @@ def on_ssd(
 ) -> Any:
     from hmt_deepspeed.zero.offload import worker as host_worker
 
-    host_worker.CHUNK, host_worker.NUM_STAGED = 4096, 4  # several pieces for the larger matrices
+    host_worker.PIECE, host_worker.NUM_PIECES, host_worker.NUM_STAGED = (
+        4096,
+        2,
+        2,
+    )  # several pieces for the larger matrices
     config = ds_config(2, options or {"method": "adamw"})
     device = {"device": "nvme", "nvme_path": f"{folder}/states", **section}
     config["zero_optimization"]["offload_optimizer"] = device
