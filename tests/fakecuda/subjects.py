@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -219,17 +218,22 @@ SUBJECTS: dict[str, Callable[[Case, Recorder], Iterator[Step]]] = {
 }
 
 
-class _Inline(Executor):
+class _Inline:
     """Another thread, whose work is not the training thread's: it is done at once and not counted."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
+    def submit(self, call: Callable[..., Any], *args: Any) -> int:
         with self._recorder.counting():
-            done.set_result(job(*args, **kwargs))
-        return done
+            call(*args)
+        return 0
+
+    def wait(self, number: int) -> None:
+        """It is done."""
+
+    def shutdown(self) -> None:
+        """All is."""
 
 
 @contextmanager
@@ -242,7 +246,7 @@ def fake_device(compiles: bool = False) -> Iterator[Recorder]:
     CpuAdam.step_ = lambda *args, **kwargs: None
     with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
         streams.CudaStreams.pin = lambda self, memory: recorder.pin(memory)
-        worker.background_threads = lambda *args: _Inline(recorder)
+        worker.OrderedThread = lambda name: _Inline(recorder)
         yield recorder
 
 

@@ -6,7 +6,6 @@ A step taken before it is undone where the decision turns out otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class HostAdamW:
     def __init__(self, weight: HostWeight, gradient: HostGradient, count: Tensor) -> None:
         self.weight, self.gradient, self.count = weight, gradient, count
         self.early: tuple[float, dict[str, Any]] | None = None
-        self._worker, self._jobs = weight.worker, list[Future[None]]()
+        self._worker, self._job = weight.worker, 0  # the last of an early step
 
     def step_early(self, factor: float, hyper: dict[str, Any]) -> None:
         """Begin a step before clipping and overflow are decided, on the master alone; the device's weights stay as they are.
@@ -51,8 +50,7 @@ class HostAdamW:
         for begin, end in (p for c in chunks(states.num_elements) for p in states.parts(*c)):
             chunk = states.chunk(begin, end, early=True)
             args = (step, begin, end, chunk)
-            job = self._worker.submit(self.weight.name, self._step_chunk, args, uses=chunk)
-            self._jobs.append(job)
+            self._job = self._worker.submit(self.weight.name, self._step_chunk, args, uses=chunk)
 
     def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
         """Begin the step that was decided on, and what sends the weights; ends with ``weight.finish``.
@@ -63,7 +61,6 @@ class HostAdamW:
         """
         if self.early == (factor, hyper):
             self.early = None
-            self._jobs.clear()
             self.weight.send_master()
             return
         self.undo("had its learning rate changed between backward and step")
@@ -84,8 +81,7 @@ class HostAdamW:
             )
         self.early = None
         self.count -= 1
-        self._worker.wait(self._jobs)
-        self._jobs.clear()
+        self._worker.wait(self._job)
         self.weight.states.undo()
 
     def _next_step(self, factor: float, hyper: dict[str, Any]) -> Step:

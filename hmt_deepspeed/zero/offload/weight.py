@@ -9,7 +9,6 @@ A chunk passes through these steps, one chunk after another, in :class:`HostWork
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +61,7 @@ class HostWeight(Weight):
         self.partitioned, self.device = hasattr(param, "ds_tensor"), param.device
         self.states, self.worker, self.name = states, worker, name
         self.pending = False
-        self._jobs: list[Future[None]] = []
+        self._job = 0  # the last one
         self._arrivals: list[Arrival] = []
         self.master = None
         if self.has_master and isinstance(states, RamStates):
@@ -137,7 +136,7 @@ class HostWeight(Weight):
             arrival = self._expect(shard)
             for begin, end in chunks(self.num_elements):
                 args = (arrival, shard, source, begin, end)
-                self._jobs.append(self.worker.submit(self.name, self._send, args))
+                self._job = self.worker.submit(self.name, self._send, args)
 
     def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
         """Begin ``W <- (1 - lr wd) W - lr update`` on the shard.
@@ -180,9 +179,8 @@ class HostWeight(Weight):
             RuntimeError: a job failed; the message names its parameter.
         """
         self.pending = False
-        jobs, self._jobs = self._jobs, []
         arrivals, self._arrivals = self._arrivals, []
-        self.worker.wait(jobs)
+        self.worker.wait(self._job)
         for arrival in arrivals:
             self.worker.engine.receive(arrival)
 
@@ -202,8 +200,7 @@ class HostWeight(Weight):
                         piece = shard[first:last]  # a dense one: the weights themselves
                     chunk = self.states.chunk(first, last)
                     args = (step, first, last, chunk, arrival, shard, key)
-                    job = self.worker.submit(self.name, self._update, args, piece, chunk)
-                    self._jobs.append(job)
+                    self._job = self.worker.submit(self.name, self._update, args, piece, chunk)
 
     def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
         def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:

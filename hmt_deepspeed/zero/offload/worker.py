@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.memory.threads import background_threads
+from hmt_deepspeed.memory.threads import OrderedThread
 from hmt_deepspeed.memory.transfer import Arrival, Transfer, TransferEngine
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
@@ -92,7 +91,7 @@ class HostWorker:
         self.scratch = torch.empty(PIECE)  # for a job's own use
         self._outbound = self.engine.new_pool(pool_bytes(), "pool of updated weights")
         self._pinned = pinned
-        self._thread = background_threads(1, "hmt-optimizer")
+        self._thread = OrderedThread("hmt-optimizer")
         self._failure: RuntimeError | None = None
         self.nbytes = 0
         self.addition_seconds = 0.0
@@ -137,12 +136,15 @@ class HostWorker:
         args: tuple[Any, ...] = (),
         incoming: Tensor | None = None,
         uses: Cancelled | None = None,
-    ) -> Future[None]:
+    ) -> int:
         """Queue ``rule(*args, incoming)``; a device tensor is on the host by then, an absent one is empty.
 
         Args:
             owner: name of the parameter, for messages. incoming: flat, at most a chunk.
             uses: what the rule uses, cancelled when it does not come to that.
+
+        Returns:
+            The job's number, for :meth:`wait`.
 
         Raises:
             RuntimeError: a job failed, this one's or an earlier one's; the message names its parameter.
@@ -163,16 +165,15 @@ class HostWorker:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, jobs: Iterable[Future[None]]) -> None:
-        """Returns when the jobs are done. Raises as :meth:`check` does."""
+    def wait(self, job: int) -> None:
+        """Returns when a job and those before it are done. Raises as :meth:`check` does."""
         with self.engine.counters.waiting():
-            for job in jobs:
-                job.result()
+            self._thread.wait(job)
         self.check()
 
     def drain(self) -> None:
         """Returns when everything submitted is done. Raises as :meth:`check` does."""
-        self.wait([self._thread.submit(lambda: None)])
+        self.wait(self._thread.submit(int))
 
     def commit(self) -> None:
         """Commit what jobs have written to an SSD. Raises as :meth:`check` does."""
@@ -228,7 +229,7 @@ class HostWorker:
                 if transfer is not None:
                     piece = self.engine.host_bytes(transfer).view(transfer.layout.dtype)
                 rule(*args, piece)
-        except Exception as error:
+        except BaseException as error:
             self._fail(owner, error)
         finally:
             if transfer is not None:  # after a failure too: someone may be waiting for its room
@@ -236,7 +237,7 @@ class HostWorker:
             if uses is not None:
                 uses.cancel()
 
-    def _fail(self, owner: str, error: Exception) -> None:
+    def _fail(self, owner: str, error: BaseException) -> None:
         """Any worker thread: from now on everything raises."""
         failure = RuntimeError(
             f"the optimizer's work on {owner} in host memory failed: {error}. Its states may be half "
@@ -265,7 +266,7 @@ class HostGradient:
         self.complete: Callable[[], None] = lambda: None
         self._values = worker.zeros(num_elements, f"the gradient of {name}")
         self._norms = torch.zeros(len(list(pieces(0, num_elements))))
-        self._jobs: list[Future[None]] = []
+        self._job = 0  # the last one
 
     def add(self, part: Tensor, last: bool) -> None:
         """Add a part of the shard's shape (on the device, nobody else's memory) to the sum.
@@ -275,10 +276,8 @@ class HostGradient:
         """
         flat = part.reshape(-1)
         for begin, end in chunks(self.num_elements):
-            job = self.worker.submit(
-                self.name, self._sum, (begin, self.filled), incoming=flat[begin:end]
-            )
-            self._jobs.append(job)
+            args = (begin, self.filled)
+            self._job = self.worker.submit(self.name, self._sum, args, incoming=flat[begin:end])
         self.filled = True
         if last:
             self.complete()
@@ -326,5 +325,4 @@ class HostGradient:
         self.filled = False
 
     def _arrive(self) -> None:
-        jobs, self._jobs = self._jobs, []
-        self.worker.wait(jobs)
+        self.worker.wait(self._job)

@@ -9,7 +9,6 @@ this step's commit on until they have a second name in the snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class OffloadedStates:
         # Weights without masters are the device's, where the updates of this step arrive.
         self.must_synchronize = not all(w.has_master for w in weights)
         self._copies: dict[str, Tensor] = {}
-        self._jobs: list[Future[None]] = []
+        self._job = 0  # the last copy
         self._held: dict[str, Held] = {}
 
     # -- training thread ------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class OffloadedStates:
         for weight in self._in_ram:
             assert self._worker is not None
             copies = {c: self._copies[_name(weight, c)] for c in weight.states.columns}
-            self._jobs.append(self._worker.submit(weight.name, _copy, (weight, copies)))
+            self._job = self._worker.submit(weight.name, _copy, (weight, copies))
             staged = {
                 column: Staged(_name(weight, column), values.dtype, values.shape, column == MASTER)
                 for column, values in copies.items()
@@ -113,11 +112,8 @@ class OffloadedStates:
         Raises:
             RuntimeError: an update failed before they were.
         """
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
         if self._worker is not None:
-            self._worker.check()
+            self._worker.wait(self._job)
 
     def host_bytes(self, name: str) -> Tensor | None:
         """The bytes (uint8) of a copy; None where it is none of these."""
@@ -134,7 +130,6 @@ class OffloadedStates:
 
     def forget(self) -> None:
         """Give up what was taken; after the files were kept, or if they will not be."""
-        self._jobs.clear()
         held, self._held = self._held, {}
         for file in held.values():
             file.release()
