@@ -70,12 +70,12 @@ class Conditions:
     """
 
     def __init__(self, put_off: bool = False) -> None:
-        self._put_off = put_off
+        self.put_off = put_off
         self._seen: list[Tensor] = []
 
     def is_met(self, condition: Tensor) -> bool:
         """Waits for the device unless put off."""
-        if self._put_off:
+        if self.put_off:
             self._seen.append(condition)
             return True
         return bool(condition)

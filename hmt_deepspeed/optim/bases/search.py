@@ -28,9 +28,9 @@ class SubspaceSearch:
     basis where it is wider; a first width that misses costs one product with its columns more than
     the last width alone would have.
 
-    Construction launches the first width and assumes that its columns are well conditioned; the host reads with
-    the energies whether they were. Where not, the first width is computed again, with Householder QR where that is
-    needed: the result is that of deciding on the way.
+    Construction launches the first width. Columns are taken for well conditioned, and the host reads with the energies
+    of a width whether they were. Where not, all is computed again, with Householder QR where that is needed: the result
+    is that of deciding on the way.
 
     Args:
         kind: of RANGE_FINDERS. gradient: gives G, m x n; called again where more than the first width is needed.
@@ -69,8 +69,7 @@ class SubspaceSearch:
             return
         self._drawn, conditions = generator.get_state(), Conditions(put_off=True)
         self._found = find_subspace(kind, values, first, generator, start, conditions)
-        met, found = conditions.met.float(), self._found
-        self.numbers = torch.cat((met.view(1), found.energies, found.total.view(1)))
+        self.numbers = _numbers(conditions, self._found)
 
     def finish(self, numbers: Tensor) -> Subspace | None:
         """The subspace of the first candidate from ``first`` up that reaches the threshold, else the last.
@@ -82,7 +81,9 @@ class SubspaceSearch:
         """
         found, self._found = self._found, None
         if found is not None and numbers[0]:  # only columns of a finite gradient that is not zero
-            return self._widened(replace(found, on_host=numbers[1:]))
+            widened = self._widened(replace(found, on_host=numbers[1:]), Conditions(put_off=True))
+            if widened is not None:
+                return widened
         gradient = self._gradient()
         largest = torch.linalg.vector_norm(gradient, ord=float("inf"), dtype=torch.float32).item()
         if not 0 < largest < float("inf"):
@@ -91,7 +92,7 @@ class SubspaceSearch:
             return self._cut(exact_subspace(gradient, self._ranks[-1], self._generator))
         self._generator.set_state(self._drawn)
         again = find_subspace(self._kind, gradient, self._first, self._generator, self._start)
-        return self._widened(again)
+        return self._widened(again, Conditions())
 
     def _cut(self, full: Subspace) -> Subspace:
         """One decomposition has all ranks."""
@@ -100,20 +101,31 @@ class SubspaceSearch:
         rank = next(fits, self._ranks[-1])
         return Subspace(full.basis[:, :rank], full.energies[:rank], full.total)
 
-    def _widened(self, found: Subspace) -> Subspace:
+    def _widened(self, found: Subspace, conditions: Conditions) -> Subspace | None:
+        """None where a condition that was put off was not met."""
         sketch: Sketch | None = None
         for rank in self._ranks[1:]:
             if found.captured()[-1] >= self._threshold:
                 break
             if sketch is None:
-                sketch = Sketch(self._gradient())
+                sketch = Sketch(self._gradient(), conditions)
                 sketch.add(found.basis, rounds=0)
                 sketch.products += found.products
             if self._start is not None:
                 sketch.add(self._start[:, sketch.width : rank].float(), rounds=1)
             sketch.widen(rank, self._generator)
             found = sketch.subspace(rank)
+            if conditions.put_off:
+                numbers = _numbers(conditions, found).cpu()
+                if not numbers[0]:
+                    return None
+                found = replace(found, on_host=numbers[1:])
         return found
+
+
+def _numbers(conditions: Conditions, found: Subspace) -> Tensor:
+    """What the host decides by: whether all conditions were met, energies, their total; flat fp32 on the device."""
+    return torch.cat((conditions.met.float().view(1), found.energies, found.total.view(1)))
 
 
 def finish_searches(searches: Sequence[SubspaceSearch]) -> list[Subspace | None]:

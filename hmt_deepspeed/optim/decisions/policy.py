@@ -136,7 +136,7 @@ class RankPolicy:
 
     def read_averages(self, indices: Sequence[int]) -> None:
         """Read what later calls ask of groups that refresh now: waits for the device once, and not for each."""
-        asked = [i for i in indices if self._leader(i).settings.rank is None]
+        asked = [i for i in indices if len(self._leader(i).candidates) > 1]
         flat = read_together([self._averages(i) for i in asked])
         self._read = dict(zip(asked, flat, strict=True))
 
@@ -180,6 +180,8 @@ class RankPolicy:
         Where later energies are known, what it will choose; a budget that does not know them needs all.
         """
         leader = self._leader(index)
+        if len(leader.candidates) == 1:
+            return leader.candidates[0]
         curve = self._curve(leader)
         if self.rank_budget is not None:
             if curve is None:
@@ -231,7 +233,7 @@ class RankPolicy:
         leader = self._leader(index)
         rank = self._choose(index, leader, energies)
         self.histories[leader.name].add(step, rank, energies)
-        if leader.settings.rank is None and self._averages_on_host(index)[1, 0] > 0:
+        if len(leader.candidates) > 1 and self._averages_on_host(index)[1, 0] > 0:
             self.log_norms[leader.name] = self._log_norm(index)
         return rank
 

@@ -114,9 +114,11 @@ class BasisRefresh:
             missing = history.missing(self._matrix(group[0]))
             energies[place, most:] = torch.tensor(missing, dtype=torch.float64)
         if self.collectives.world > 1:
-            energies = energies.to(self.low_rank[0].weight.device)
+            device = self.low_rank[0].weight.device
+            pinned = energies.pin_memory() if device.type == "cuda" else energies
+            energies = pinned.to(device, non_blocking=True)
             self.collectives.all_reduce(energies)
-        sums = energies.tolist()
+        sums = energies.cpu().tolist()
         return found, [row[:most] for row in sums], [row[most:] for row in sums]
 
     def _has_gradient(self, group: Sequence[int]) -> bool:

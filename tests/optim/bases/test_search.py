@@ -61,6 +61,31 @@ def test_deciding_later_changes_no_bit(kind, warm, rank):
     assert found.products == expected.products
 
 
+@pytest.mark.parametrize("kind", ["randomized", "subspace"])
+@pytest.mark.parametrize("rank", [None, 12, 30])
+def test_deciding_a_wider_one_later_changes_no_bit(monkeypatch, kind, rank):
+    """At rank 12 the second width finds no more directions, at 30 the third: then all is computed again."""
+    gradient = gradient_of("g", rank=rank)
+    start = basis_of(80, 24, "start")
+
+    def found():
+        """Of the last width of all, and the values that Python asked for on the way."""
+        begun = search(gradient, kind, start, threshold=1.0)
+        with Waits() as waits:
+            (result,) = finish_searches([begun])
+        return result, waits.number
+
+    later, few = found()
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(module.Conditions, "put_off", never, raising=False)
+    monkeypatch.setattr(module.Conditions, "met", property(lambda self: torch.tensor(False)))
+    at_once, many = found()
+    assert torch.equal(later.basis, at_once.basis)
+    assert torch.equal(later.captured(), at_once.captured())
+    assert later.products == at_once.products
+    assert rank is not None or few < many
+
+
 @pytest.mark.parametrize("kind", ["randomized", "subspace", "svd"])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_nothing_is_found_in_what_is_not_finite_or_zero(kind, value):
