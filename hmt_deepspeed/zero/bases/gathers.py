@@ -95,10 +95,14 @@ class GatherAhead(Generic[Key]):
         self.forget()
         self._order, self._taken, self._place = list(order), [], 0
 
-    def repeat(self) -> None:
-        """Expect what was taken since the last call, or else what was expected then."""
+    def repeat(self, exists: Callable[[Key], bool] = lambda _: True) -> None:
+        """Expect what was taken since the last call, or else what was expected then.
+
+        Args:
+            exists: whether a key may be taken again.
+        """
         self.forget()
-        self.expect(self._taken or self._order)
+        self.expect(filter(exists, self._taken or self._order))
 
     def forget(self) -> None:
         """Expect nothing more until the next :meth:`expect` or :meth:`repeat`; frees what was gathered in vain."""
@@ -107,6 +111,11 @@ class GatherAhead(Generic[Key]):
         if self._taken:
             self._taken += self._passed
         self._place, self._passed, self._brought = len(self._order), [], None
+
+    def close(self) -> None:
+        """Drop everything, and wait for nothing: other ranks may be gone."""
+        self._blocks.clear()
+        self._order, self._taken, self._passed = [], [], []
 
     def changed(self, key: Key) -> None:
         """The rows of a key have changed: what was gathered of them before is not to be used."""

@@ -228,7 +228,7 @@ class BasisStorage:
         self._last = None
         if param_states is None:
             self._of_matrices.expect(())
-            self._of_linears.repeat()
+            self._of_linears.repeat(_exists)
             if self.cache is not None:
                 self.cache.begin_round()
             return
@@ -243,7 +243,9 @@ class BasisStorage:
         self._of_matrices.expect(columns for columns, _ in groupby(sharded))
 
     def close(self) -> None:
-        """Free the host memory and everything in it."""
+        """Free the host memory and everything in it, and what was gathered ahead."""
+        self._of_linears.close()
+        self._of_matrices.close()
         if self.cache is not None:
             self.cache.close()
 
@@ -306,6 +308,11 @@ class BasisStorage:
 
 def _rows_of_group(group: InputGroup) -> Tensor | None:
     """The rows that this rank holds of the columns of a group; None where none of it is projected at present."""
-    if group.linears[0].group is not group or not group.active:
+    if not _exists(group) or not group.active:
         return None
     return group.join() if group.columns is None else group.columns
+
+
+def _exists(group: InputGroup) -> bool:
+    """Whether linears are of it, and not of one that it was merged into."""
+    return group.linears[0].group is group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -97,6 +98,22 @@ def test_what_is_not_gathered_at_present_keeps_its_place(monkeypatch: Any) -> No
     twins.launched.clear()
     take(ahead, keys)
     assert twins.launched == [36, 36]
+
+
+def test_what_is_no_more_and_what_is_closed_is_not_kept(monkeypatch: Any) -> None:
+    keys = [Key(i) for i in range(4)]
+    ahead, twins = ahead_of([], 2, monkeypatch)
+    take(ahead, keys)
+    gone, last = weakref.ref(keys[1]), weakref.ref(keys[3])
+    ahead.repeat(lambda key: key is not keys[1])
+    del keys[1]
+    assert gone() is None
+    twins.launched.clear()
+    take(ahead, keys[:1])
+    assert twins.launched == [24, 12]
+    ahead.close()
+    keys.clear()
+    assert last() is None
 
 
 def test_another_order_is_gathered_alone_and_learned(monkeypatch: Any) -> None:
