@@ -165,7 +165,10 @@ class BasisStorage:
         columns.whole = columns.basis = whole.new_empty(0, whole.shape[1])
 
     def _unchanged_rows(self, columns: Columns) -> Tensor | None:
-        """The rows that the columns came from, if they are as they came: the same tensor, never written to."""
+        """The rows that the columns came from, if they are as they came: the same tensor, never written to.
+
+        A kernel that writes to them counts it (``torch.autograd.graph.increment_version``), as torch's operations do.
+        """
         whole, version, rows = self._fetched.pop(columns.owner, (None, 0, None))
         is_same = whole is not None and whole is columns.whole and whole._version == version
         return rows if is_same else None
