@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS, scratch_like
 from hmt_deepspeed.kernels.noise import base_key, normals
+from hmt_deepspeed.kernels.precision import fp32_products
 
 __all__ = [
     "keyed_generator",
@@ -50,6 +51,7 @@ def random_basis(n: int, rank: int, keys: Tensor) -> Tensor:
     return orthonormal(normals(keys, n, rank))
 
 
+@fp32_products()
 def probe_columns(basis: Tensor, num_probes: int, keys: Tensor) -> Tensor:
     """Orthonormal columns, random in the complement of each basis of a stack, without a wait for the device.
 
@@ -112,6 +114,7 @@ def _leave(columns: Tensor, basis: Tensor) -> None:
     columns.baddbmm_(basis, basis.mT @ columns, alpha=-1)
 
 
+@fp32_products()
 def widened(basis: Tensor, older: Tensor) -> Tensor:
     """A basis followed by what an older, wider one spans outside it: n x r_old, fp32, orthonormal.
 
@@ -125,6 +128,7 @@ def widened(basis: Tensor, older: Tensor) -> Tensor:
     return torch.cat((wide, orthonormal(outside @ rotation)), dim=1)
 
 
+@fp32_products()
 def transfer_second_moment(
     mean: Tensor,
     second: Tensor,
@@ -162,6 +166,7 @@ def transfer_second_moment(
     return torch.maximum(moved, floor * moved.mean(dim=1, keepdim=True))
 
 
+@fp32_products()
 def orthonormal(matrix: Tensor) -> Tensor:
     """Q of the reduced QR decomposition."""
     return torch.linalg.qr(matrix).Q

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.precision import fp32_products
+
 __all__ = [
     "RANGE_FINDERS",
     "Conditions",
@@ -111,6 +113,7 @@ class Sketch:
     def width(self) -> int:
         return self.directions.shape[1]
 
+    @fp32_products()
     def add(self, columns: Tensor, rounds: int) -> None:
         """Iterate ``columns`` (n x p) in the complement of what is there, and append them.
 
@@ -139,6 +142,7 @@ class Sketch:
         gaussian = torch.randn(n, missing, generator=generator, device=self.gradient.device)
         self.add(gaussian, rounds)
 
+    @fp32_products()
     def subspace(self, rank: int) -> Subspace:
         """Rayleigh-Ritz: rotate to the image's singular directions and keep the ``rank`` strongest."""
         # eigh of the small Gram matrix gives sigma^2 and the rotation; relative energies survive squaring.
@@ -156,6 +160,7 @@ class Sketch:
         return columns - self.directions @ (self.directions.t() @ columns)
 
 
+@fp32_products()
 def range_finder(
     gradient: Tensor,
     rank: int,
@@ -189,6 +194,7 @@ def range_finder(
     return sketch.subspace(rank)
 
 
+@fp32_products()
 def power_step(
     gradient: Tensor,
     rank: int,
@@ -222,6 +228,7 @@ def power_step(
     return Subspace(basis, energies, _square_norm(gradient), products)
 
 
+@fp32_products()
 def exact_subspace(
     gradient: Tensor,
     rank: int,
