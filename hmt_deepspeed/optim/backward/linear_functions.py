@@ -47,7 +47,7 @@ class ProjectedLinearFunction(torch.autograd.Function):
         if asked is not None:
             if asked == "returned" or torch.is_grad_enabled():
                 raise ValueError(_refusal(linear.name, asked))
-            linear.add(flat.to(product.dtype).t() @ product)
+            linear.add(flat.to(product.dtype), product)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         return _input_gradient(ctx, grad, weight), None, db, None, None, None, None
 
@@ -84,7 +84,7 @@ class LeftProjectedLinearFunction(torch.autograd.Function):
         elif asked is not None:
             columns = linear.columns()  # constant until the accumulation window ends
             image = flat.to(columns.dtype) @ columns
-            linear.add(x.reshape(-1, x.shape[-1]).to(image.dtype).t() @ image)
+            linear.add(x.reshape(-1, x.shape[-1]).to(image.dtype), image)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         return _input_gradient(ctx, grad, weight), dw, db, None, None, None
 

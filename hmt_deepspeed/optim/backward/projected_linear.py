@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hmt_deepspeed.kernels.gradient_product import add_gradient_product
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = ["InputGroup", "ProjectedLinear", "SharedInputs"]
@@ -129,13 +130,9 @@ class ProjectedLinear:
         """The result of :meth:`take`, without taking it."""
         return self._pending
 
-    def add(self, product: Tensor) -> None:
-        """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed linear, n x width);
-        sums of several are kept in fp32 or wider."""
-        if self._pending is not None:
-            wide = torch.promote_types(product.dtype, torch.float32)
-            product = self._pending.to(wide).add_(product)
-        self._pending = product
+    def add(self, delta: Tensor, features: Tensor) -> None:
+        """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed linear, n x width)."""
+        self._pending = add_gradient_product(self._pending, delta, features)
 
     def take(self) -> Tensor | None:
         """The products since the last call, summed, or None."""
