@@ -18,7 +18,12 @@ from torch import Tensor
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
 from hmt_deepspeed.kernels.fp8_activation import decode_fp8_reference
 from hmt_deepspeed.kernels.int8_activation import decode_int8_reference
-from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.launching import (
+    capability_of,
+    multiplies_in_fp32,
+    on_its_device,
+    tile_for,
+)
 from hmt_deepspeed.kernels.token_blocks import FLOATS, check_blocks
 
 try:
@@ -29,11 +34,30 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 
 __all__ = ["dequant_matmul", "dequant_matmul_reference", "dequant_matmul_triton"]
 
-# By whether tiles are fp32, which take more registers and no tensor cores.
+# By whether tiles are fp32, without matrix units, and whether a thread's accesses are wide; then by the oldest
+# architecture. Larger tiles spill registers on some architecture.
+_NARROW = {"BLOCK_T": 32, "BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+_FP32 = {"BLOCK_T": 16, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 _TILES = {
-    False: {"BLOCK_T": 64, "BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8},
-    True: {"BLOCK_T": 32, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8},
+    (False, True): {
+        75: _NARROW | {"BLOCK_M": 128},
+        90: _NARROW | {"BLOCK_T": 64, "BLOCK_M": 128},
+        120: _NARROW | {"BLOCK_M": 128},
+    },
+    (False, False): {75: _NARROW},
+    (True, True): {75: _FP32},
+    (True, False): {75: _FP32},
 }
+_LARGEST_STRIDE = 1 << 24  # what a tile spans is then less than 2^31 elements
+
+
+def launch_options(dtype: torch.dtype, capability: int, aligned: bool) -> dict[str, int]:
+    """What the kernel is compiled with for gradients of a dtype on an architecture.
+
+    aligned: 16 divides addresses in bytes, and all that rows are apart in elements.
+    """
+    widen = multiplies_in_fp32(dtype, capability)
+    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
 
 
 def dequant_matmul_reference(
@@ -54,12 +78,7 @@ def dequant_matmul_reference(
 
 if triton is not None:
     from hmt_deepspeed.kernels.fp8_activation import half_codes_jit
-    from hmt_deepspeed.kernels.token_blocks import (
-        load_scales_jit,
-        load_tile_jit,
-        patterns,
-        store_rounded_jit,
-    )
+    from hmt_deepspeed.kernels.token_blocks import patterns, store_rounded_jit, widened_jit
 
     @triton.jit
     def _dequant_matmul_kernel(  # type: ignore[no-untyped-def]
@@ -70,29 +89,39 @@ if triton is not None:
     ):  # fmt: skip
         # Programs that share columns of D run side by side, so those are read from L2.
         tiles = tl.cdiv(n, BLOCK_N)
-        program = tl.program_id(0).to(tl.int64)
-        row = (program // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = (program % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M
+        first_column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N
+        row, column, token = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+        in_row, in_column = row < m - first_row, column < n - first_column
+        delta_ptr += first_row * delta_column
+        codes_ptr += first_column
+        scales_ptr += first_column
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(0, tokens, block_size):
             end = tl.minimum(begin + block_size, tokens)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for first in range(begin, end, BLOCK_T):
-                token = first + tl.arange(0, BLOCK_T).to(tl.int64)
-                delta = load_tile_jit(delta_ptr, token, row, end, m, delta_row, delta_column, WIDEN)
-                mask = (token < end)[:, None] & (column < n)[None, :]
-                position = token[:, None] * n + column[None, :]
-                code = tl.load(codes_ptr + position, mask=mask, other=0)
+                there = (token < end - first)[:, None]
+                source = delta_ptr + ((token * delta_row)[:, None] + (row * delta_column)[None, :])
+                delta = tl.load(source, mask=there & in_row[None, :], other=0)
+                if WIDEN:
+                    delta = widened_jit(delta)
+                source = codes_ptr + ((token * n)[:, None] + column[None, :])
+                code = tl.load(source, mask=there & in_column[None, :], other=0)
                 if FP8:
                     code = half_codes_jit(code)  # times 2^-8
                 code = code.to(tl.float32).to(delta.dtype)
                 part = tl.dot(tl.trans(delta), code, part, input_precision="ieee")
-            block = begin // block_size
-            total += part * load_scales_jit(scales_ptr, block, column, column < n, n)[None, :]
+                count = tl.minimum(end - first, BLOCK_T)
+                delta_ptr += count * delta_row
+                codes_ptr += count * n
+            bits = tl.load(scales_ptr + column, mask=in_column, other=0).to(tl.int32) << 16
+            total += part * bits.to(tl.float32, bitcast=True)[None, :]
+            scales_ptr += n
         if FP8:
             total *= 256.0
-        target = out_ptr + row[:, None] * n + column[None, :]
-        mask = (row < m)[:, None] & (column < n)[None, :]
+        target = out_ptr + first_row * n + first_column + (row[:, None] * n + column[None, :])
+        mask = in_row[:, None] & in_column[None, :]
         store_rounded_jit(target, total, mask, TO_BF16)
 
     @on_its_device
@@ -104,14 +133,15 @@ if triton is not None:
         out = torch.empty(m, n, dtype=dtype, device=delta.device)
         if out.numel() == 0:
             return out
-        # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
-        widen = delta.dtype == torch.float32 or not delta.is_cuda
-        tile = _TILES[widen]
+        addresses = [tensor.data_ptr() for tensor in (delta, codes, scales, out)]
+        aligned = not any(size % 16 for size in (n, delta.stride(0), *addresses))
+        aligned = aligned and delta.stride(1) == 1
+        tile = launch_options(delta.dtype, capability_of(delta.device), aligned)
         grid = (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
         _dequant_matmul_kernel[grid](
-            patterns(delta) if widen else delta, patterns(codes), patterns(scales), patterns(out),
+            patterns(delta) if tile["WIDEN"] else delta, patterns(codes), patterns(scales), patterns(out),
             tokens, m, n, block_size, *delta.stride(),
-            FP8=codes.dtype != torch.int8, WIDEN=widen, TO_BF16=dtype == torch.bfloat16,
+            FP8=codes.dtype != torch.int8, TO_BF16=dtype == torch.bfloat16,
             **tile,
         )  # fmt: skip
         return out
@@ -143,6 +173,11 @@ def dequant_matmul(
         raise ValueError(
             f"multiplies tokens x m by tokens x n, got {tuple(delta.shape)} and "
             f"{tuple(codes.shape)}"
+        )
+    if max(*delta.stride(), codes.shape[1]) > _LARGEST_STRIDE:
+        raise ValueError(
+            f"rows and columns are at most 2^24 elements apart, got strides {delta.stride()} and "
+            f"{codes.shape[1]} channels"
         )
     if delta.is_cuda and triton is not None:
         return dequant_matmul_triton(delta, codes, scales, block_size, dtype)

@@ -29,7 +29,13 @@ from hmt_deepspeed.kernels.int8_weight import (
     encode_rows,
     tile_grid,
 )
-from hmt_deepspeed.kernels.launching import capability_of, device_table, on_its_device, tile_for
+from hmt_deepspeed.kernels.launching import (
+    capability_of,
+    device_table,
+    multiplies_in_fp32,
+    on_its_device,
+    tile_for,
+)
 from hmt_deepspeed.kernels.low_rank_factors import Factors
 from hmt_deepspeed.kernels.low_rank_update import add_product_, check_keys, new_keys
 
@@ -46,11 +52,22 @@ __all__ = [
     "int8_low_rank_updates_triton_",
 ]
 
-# By whether the factors are multiplied in fp32, without tensor cores; then by the oldest architecture.
+# By whether the factors are multiplied in fp32, without matrix units, and whether a thread's accesses are wide;
+# then by the oldest architecture. Larger tiles spill registers on some architecture.
+_NARROW = {"BLOCK_ROWS": 32, "BLOCK_W": 32, "num_warps": 8, "num_stages": 3}
+_FP32 = {"BLOCK_ROWS": 16, "BLOCK_W": 16, "num_warps": 8, "num_stages": 2}
 _TILES = {
-    False: {75: {"BLOCK_ROWS": 64, "BLOCK_W": 32, "num_warps": 8}},
-    True: {75: {"BLOCK_ROWS": 16, "BLOCK_W": 16, "num_warps": 4}},
+    (False, True): {75: _NARROW | {"BLOCK_ROWS": 64}},
+    (False, False): {75: _NARROW},
+    (True, True): {75: _FP32},
+    (True, False): {75: _FP32},
 }
+
+
+def launch_options(dtype: torch.dtype, capability: int, aligned: bool) -> dict[str, int]:
+    """As :func:`hmt_deepspeed.kernels.low_rank_update.launch_options`."""
+    widen = multiplies_in_fp32(dtype, capability)
+    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
 
 
 def int8_low_rank_updates_reference_(
@@ -84,7 +101,6 @@ if triton is not None:
         low_rank_product_jit,
         number_jit,
         pointer_jit,
-        widens,
     )
 
     # Not specialised: another shard must not compile another kernel.
@@ -137,8 +153,9 @@ if triton is not None:
         if not codes[0].numel():
             return
         addresses = [t.data_ptr() for t in (*codes, *scales)] + factors.projection_addresses()
-        widen = widens(factors)
-        tile = tile_for(_TILES[widen], capability_of(device))
+        aligned = not any(address % 16 for address in addresses)
+        rows_aligned = aligned and not n % 16 and factors.rows_aligned
+        tile = launch_options(factors.product_dtype, capability_of(device), rows_aligned)
         grid = (len(codes) * tile_grid(rows, n, tile["BLOCK_ROWS"])[0],)
         _update_kernel[grid](
             device_table(tuple(addresses), device),
@@ -158,10 +175,9 @@ if triton is not None:
             LOAD_LR=isinstance(lr, Tensor),
             LOAD_DECAY=isinstance(weight_decay, Tensor),
             PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
-            ALIGNED=not any(address % 16 for address in addresses),
+            ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
             PRODUCT=TRITON_DTYPES[factors.product_dtype],
-            WIDEN=widen,
             BLOCK=BLOCK,
             **tile,
         )

@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 BLOCK = 256
-_BLOCKS_PER_PROGRAM = 16
+_BLOCKS_PER_PROGRAM = 8
 _CHUNK = 1 << 17  # elements that the torch twins work on at once: whole blocks
 # signed -> (code of the scale, levels per octave)
 CODE_RANGE = {True: (127, 126 / 16), False: (255, 254 / 24)}
@@ -210,21 +210,25 @@ if triton is not None:
         blocks = tl.cdiv(numel, BLOCK)
         programs = tl.cdiv(blocks, BLOCKS)
         member = (tl.program_id(0) // programs).to(tl.int64)
-        block = (tl.program_id(0) % programs).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-        position = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        first_block = (tl.program_id(0) % programs).to(tl.int64) * BLOCKS
+        first, block = first_block * BLOCK, tl.arange(0, BLOCKS)
+        within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # int32: half the registers
         limit = numel_if_active_jit(active_ptr, member, numel)
-        mask, place = position < limit, member * numel + position
-        bits = tl.load(value_ptr + place, mask=mask, other=0)
+        there = tl.minimum(limit - first, BLOCKS * BLOCK).to(tl.int32)
+        mask, place = within < there, member * numel + first
+        bits = tl.load(value_ptr + place + within, mask=mask, other=0)
         if STOCHASTIC:
             low, high = member_key_jit(keys_ptr, member, key_low, key_high)
-            threshold = uniform_jit(position + offset, low, high)
+            index = within.to(tl.uint32) + (first + offset).to(tl.uint32)
+            threshold = uniform_jit(index, low, high)
         else:
             threshold = tl.full((BLOCKS, BLOCK), 0.5, dtype=tl.float32)
         code, scale = encode_blocks_jit(
             bits, threshold, levels_ptr, per_octave, TOP, SIGNED, BLOCKS, BLOCK
         )
-        tl.store(scales_ptr + member * blocks + block, scale, mask=block * BLOCK < limit)
-        tl.store(codes_ptr + place, code, mask=mask)
+        target = scales_ptr + member * blocks + first_block
+        tl.store(target + block, scale, mask=block * BLOCK < there)
+        tl.store(codes_ptr + place + within, code, mask=mask)
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]

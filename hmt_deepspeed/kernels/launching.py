@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["capability_of", "device_table", "on_its_device", "tile_for"]
+__all__ = ["capability_of", "device_table", "multiplies_in_fp32", "on_its_device", "tile_for"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -40,11 +40,17 @@ def on_its_device(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """Compute capability as two digits: 80 for sm_80. Of the interpreter's CPU that of Hopper."""
+    """Compute capability as two digits, 80 for sm_80; 0 of the CPU, where kernels are interpreted."""
     if device.type != "cuda":
-        return 90
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def multiplies_in_fp32(dtype: torch.dtype, capability: int) -> bool:
+    """Whether ``tl.dot`` takes operands of this dtype widened: Triton knows no 16-bit matrix instructions of
+    Turing, and its interpreter's bf16 arithmetic is wrong."""
+    return dtype == torch.float32 or capability < 80
 
 
 def tile_for(tiles: Mapping[int, _T], capability: int) -> _T:

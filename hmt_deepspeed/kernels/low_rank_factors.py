@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import capability_of
-
 try:
     import triton
     import triton.language as tl
@@ -57,6 +55,12 @@ class Factors:
         """What the kernels multiply in."""
         dtypes = (self.update.dtype, self.projections[0].dtype)
         return next((d for d in (torch.bfloat16, torch.float16) if d in dtypes), torch.float32)
+
+    @property
+    def rows_aligned(self) -> bool:
+        """Whether 16 divides what the rows of the factors are apart."""
+        strides = (*self.update.stride()[:2], self.projections[0].stride(0))
+        return not any(stride % 16 for stride in strides)
 
     def projection_addresses(self) -> list[int]:
         if isinstance(self.projections, Tensor):
@@ -142,13 +146,6 @@ if triton is not None:
         torch.float16: tl.float16,
     }
 
-    def widens(factors: Factors) -> bool:
-        """Whether a kernel multiplies in fp32."""
-        dtype, device = factors.product_dtype, factors.update.device
-        # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong; Turing has none.
-        lacking = device.type != "cuda" or capability_of(device) < 80
-        return dtype == torch.float32 or (dtype == torch.bfloat16 and lacking)
-
     @triton.jit
     def number_jit(number, LOAD: tl.constexpr):  # type: ignore[no-untyped-def]
         """An fp32 argument; with ``LOAD`` the one that a pointer argument points to."""
@@ -175,6 +172,8 @@ if triton is not None:
         elif tl.bfloat16 == PRODUCT:
             bits = round_nearest_bits_jit(value.to(tl.uint32, bitcast=True)) << 16
             value = bits.to(tl.float32, bitcast=True)
+        elif tl.float16 == PRODUCT:
+            value = value.to(tl.float16).to(tl.float32)
         return value
 
     @triton.jit

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
-from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.launching import (
+    capability_of,
+    multiplies_in_fp32,
+    on_its_device,
+    tile_for,
+)
 
 try:
     import triton
@@ -23,11 +28,28 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 __all__ = ["project", "project_reference", "project_triton"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# By whether the factors are multiplied in fp32, without tensor cores.
+# By whether the factors are multiplied in fp32, without matrix units, and whether a thread's accesses are wide;
+# then by the oldest architecture. Larger tiles spill registers on some architecture.
+_WIDE = {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 128, "num_warps": 4, "num_stages": 3}
+_FP32 = {"BLOCK_ROWS": 32, "BLOCK_N": 16, "BLOCK_W": 64, "num_warps": 4, "num_stages": 2}
 _TILES = {
-    False: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 128, "num_warps": 4},
-    True: {"BLOCK_ROWS": 32, "BLOCK_N": 64, "BLOCK_W": 64, "num_warps": 4},
+    (False, True): {75: _WIDE},
+    (False, False): {75: _WIDE | {"BLOCK_N": 32}},
+    (True, True): {75: _FP32},
+    (True, False): {75: _FP32},
 }
+_LARGEST_STRIDE = 1 << 24  # 64 rows of a tile are then less than 2^31 elements apart
+
+
+def launch_options(
+    gradient: torch.dtype, projection: torch.dtype, capability: int, aligned: bool
+) -> dict[str, int]:
+    """What the kernel is compiled with for operands of two dtypes on an architecture.
+
+    aligned: 16 divides addresses in bytes, and all that rows are apart in elements.
+    """
+    widen = gradient != projection or multiplies_in_fp32(gradient, capability)
+    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
 
 
 def project_reference(gradient: Tensor, projection: Tensor) -> Tensor:
@@ -54,28 +76,33 @@ if triton is not None:
     ):  # fmt: skip
         # Programs that share rows run side by side, so the gradient's tiles are read from L2.
         tiles = tl.cdiv(width, BLOCK_W)
-        program = tl.program_id(0)
-        row = (program // tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        column = (program % tiles).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
+        first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
+        first_column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_W
+        row, column, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
+        in_row, in_column = row < rows - first_row, column < width - first_column
+        left_ptr = gradient_ptr + first_row * gradient_row
+        right_ptr = projection_ptr + first_column * projection_column
         total = tl.zeros((BLOCK_ROWS, BLOCK_W), dtype=tl.float32)
         for begin in range(0, n, BLOCK_N):
-            k = begin + tl.arange(0, BLOCK_N).to(tl.int64)  # times a stride it may exceed int32
             left = tl.load(
-                gradient_ptr + row[:, None] * gradient_row + k[None, :] * gradient_column,
-                mask=(row[:, None] < rows) & (k[None, :] < n),
+                left_ptr + ((row * gradient_row)[:, None] + (k * gradient_column)[None, :]),
+                mask=in_row[:, None] & (k < n - begin)[None, :],
                 other=0.0,
             )
             right = tl.load(
-                projection_ptr + k[:, None] * projection_row + column[None, :] * projection_column,
-                mask=(k[:, None] < n) & (column[None, :] < width),
+                right_ptr + ((k * projection_row)[:, None] + (column * projection_column)[None, :]),
+                mask=(k < n - begin)[:, None] & in_column[None, :],
                 other=0.0,
             )
+            left_ptr += BLOCK_N * gradient_column
+            right_ptr += BLOCK_N * projection_row
             if WIDEN:
                 left = left.to(tl.float32)
                 right = right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision="ieee")
-        mask = (row[:, None] < rows) & (column[None, :] < width)
-        tl.store(out_ptr + row[:, None] * width + column[None, :], total, mask=mask)
+        mask = in_row[:, None] & in_column[None, :]
+        target = out_ptr + first_row * width + first_column
+        tl.store(target + (row[:, None] * width + column[None, :]), total, mask=mask)
 
     @on_its_device
     def project_triton(gradient: Tensor, projection: Tensor) -> Tensor:
@@ -84,10 +111,11 @@ if triton is not None:
         out = torch.empty(rows, width, dtype=torch.float32, device=gradient.device)
         if out.numel() == 0:
             return out
-        # Off CUDA this is Triton's interpreter, whose bf16 arithmetic is wrong.
-        same = gradient.dtype == projection.dtype
-        native = same and (gradient.is_cuda or gradient.dtype != torch.bfloat16)
-        tile = _TILES[not native or gradient.dtype == torch.float32]
+        sizes = [width, gradient.data_ptr(), projection.data_ptr()]
+        sizes += (stride for t in (gradient, projection) for stride in t.stride() if stride != 1)
+        aligned = not any(size % 16 for size in sizes)
+        capability = capability_of(gradient.device)
+        tile = launch_options(gradient.dtype, projection.dtype, capability, aligned)
         grid = (triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(width, tile["BLOCK_W"]),)
         _project_kernel[grid](
             gradient,
@@ -98,7 +126,6 @@ if triton is not None:
             width,
             *gradient.stride(),
             *projection.stride(),
-            WIDEN=not native,
             **tile,
         )
         return out
@@ -124,6 +151,11 @@ def project(gradient: Tensor, projection: Tensor) -> Tensor:
     if gradient.dim() != 2 or projection.dim() != 2 or gradient.shape[1] != projection.shape[0]:
         raise ValueError(
             f"projects rows x n by n x w, got {tuple(gradient.shape)} and {tuple(projection.shape)}"
+        )
+    if max(*gradient.stride(), *projection.stride()) > _LARGEST_STRIDE:
+        raise ValueError(
+            f"rows and columns are at most 2^24 elements apart, got strides {gradient.stride()} and "
+            f"{projection.stride()}"
         )
     if gradient.is_cuda and triton is not None:
         return project_triton(gradient, projection)

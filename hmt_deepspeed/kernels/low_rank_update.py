@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks, scratch_like
-from hmt_deepspeed.kernels.launching import capability_of, device_table, on_its_device, tile_for
+from hmt_deepspeed.kernels.launching import (
+    capability_of,
+    device_table,
+    multiplies_in_fp32,
+    on_its_device,
+    tile_for,
+)
 from hmt_deepspeed.kernels.low_rank_factors import Factors
 from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round_reference
@@ -39,11 +45,25 @@ __all__ = [
     "new_keys",
 ]
 
-# By whether the factors are multiplied in fp32, without tensor cores; then by the oldest architecture.
+# By whether the factors are multiplied in fp32, without matrix units, and whether a thread's accesses are wide;
+# then by the oldest architecture. Larger tiles spill registers on some architecture.
+_NARROW = {"BLOCK_ROWS": 64, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8, "num_stages": 3}
+_FP32 = {"BLOCK_ROWS": 128, "BLOCK_N": 64, "BLOCK_W": 16, "num_warps": 8, "num_stages": 2}
 _TILES = {
-    False: {75: {"BLOCK_ROWS": 128, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8}},
-    True: {75: {"BLOCK_ROWS": 64, "BLOCK_N": 64, "BLOCK_W": 32, "num_warps": 8}},
+    (False, True): {75: _NARROW | {"BLOCK_ROWS": 128}},
+    (False, False): {75: _NARROW},
+    (True, True): {75: _FP32},
+    (True, False): {75: _FP32},
 }
+
+
+def launch_options(dtype: torch.dtype, capability: int, aligned: bool) -> dict[str, int]:
+    """What the kernel is compiled with for factors of a dtype on an architecture.
+
+    aligned: 16 divides addresses in bytes, rows in elements.
+    """
+    widen = multiplies_in_fp32(dtype, capability)
+    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
 
 
 def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, decay: float) -> None:
@@ -71,8 +91,7 @@ def low_rank_updates_reference_(
         if scale[0] == 0:
             continue
         weight, (left, right) = weights[b], factors.scaled(b, scale)
-        in_place = weight.dtype == left.dtype == torch.float32 and copies is None
-        for chunk in (slice(None),) if in_place else row_chunks(*weight.shape):
+        for chunk in row_chunks(*weight.shape):
             value = weight[chunk].float()  # of an fp32 weight its own memory
             add_product_(value, left[chunk], right.t(), lr, decay)
             if weight.dtype == torch.bfloat16:
@@ -88,7 +107,6 @@ if triton is not None:
         low_rank_product_jit,
         number_jit,
         pointer_jit,
-        widens,
     )
     from hmt_deepspeed.kernels.noise import noise_bits_jit
     from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit, round_nearest_bits_jit
@@ -166,8 +184,9 @@ if triton is not None:
             return
         targets = weights if copies is None else copies
         addresses = [t.data_ptr() for t in (*weights, *targets)] + factors.projection_addresses()
-        widen = widens(factors)
-        tile = tile_for(_TILES[widen], capability_of(first.device))
+        aligned = not any(address % 16 for address in addresses)
+        rows_aligned = aligned and not n % 16 and factors.rows_aligned
+        tile = launch_options(factors.product_dtype, capability_of(first.device), rows_aligned)
         copy = None if copies is None else copies[0].dtype
         grid = (
             len(weights) * triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),
@@ -192,10 +211,9 @@ if triton is not None:
             WEIGHT=tl.int16 if first.dtype == torch.bfloat16 else tl.float32,
             COPY={None: None, torch.bfloat16: tl.int16}.get(copy, tl.float16),
             PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
-            ALIGNED=not any(address % 16 for address in addresses),
+            ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
             PRODUCT=TRITON_DTYPES[factors.product_dtype],
-            WIDEN=widen,
             **tile,
         )
         written = (*weights, *(copies or ()))

@@ -226,18 +226,22 @@ if triton is not None:
         return program // tiles, (program % tiles) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
 
     @triton.jit
+    def widened_jit(value):  # type: ignore[no-untyped-def]
+        """In fp32, where int16 are patterns of bf16."""
+        if value.dtype == tl.int16:
+            value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return value.to(tl.float32)
+
+    @triton.jit
     def load_tile_jit(  # type: ignore[no-untyped-def]
         value_ptr, token, channel, end, channels, value_row, value_column, WIDEN: tl.constexpr
     ):
-        """Tokens before ``end``, zero where there is no element; with ``WIDEN`` in fp32, where int16
-        are patterns of bf16."""
+        """Tokens before ``end``, zero where there is no element; with ``WIDEN`` as :func:`widened_jit`."""
         mask = (token < end)[:, None] & (channel < channels)[None, :]
         source = value_ptr + token[:, None] * value_row + channel[None, :] * value_column
         value = tl.load(source, mask=mask, other=0)
         if WIDEN:
-            if value.dtype == tl.int16:
-                value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-            value = value.to(tl.float32)
+            value = widened_jit(value)
         return value
 
     @triton.jit
