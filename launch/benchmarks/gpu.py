@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_bytes import elements_of, least_bytes, why_not
 from benchmarks.results import CaseResult, Measurement
-from benchmarks.setting import DTYPES, TOY, Setting
+from benchmarks.setting import DTYPES, LEARNING_RATE, TOY, Setting
 from hmt_deepspeed.planner.hardware import MACHINES
 from hmt_deepspeed.report.metrics import flops_utilization, model_flops_per_token
 from hmt_deepspeed.train.models import PRESETS
@@ -46,9 +46,18 @@ def _hmt(optimizer: dict[str, Any], stage: int = 2, **more: Any) -> dict[str, An
     zero = _zero(stage) if offload is None else _zero(stage, offload_optimizer=offload)
     block = {"optimizer": optimizer, "activations": {}, **more}
     return {
-        "optimizer": {"type": "HMT", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "HMT", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": zero,
         "hmt": block,
+    }
+
+
+def _adamw(stage: int) -> dict[str, Any]:
+    """torch's fused AdamW: DeepSpeed's own is compiled with nvcc, which not every machine with a GPU has."""
+    params = {"lr": LEARNING_RATE, "weight_decay": 0.01, "torch_adam": True, "fused": True}
+    return {
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": _zero(stage),
     }
 
 
@@ -57,8 +66,8 @@ _NO_MASTERS = {"rank": RANK, "master_weights": "none"}
 _RECOMPUTE = {"attention_output": "recompute", "mlp_intermediate": "recompute"}
 _SWAP = {"residual": "swap_host", "attention_output": "swap_host", "mlp_intermediate": "swap_host"}
 CONTENDERS: dict[str, dict[str, Any] | None] = {
-    "DeepSpeed AdamW, ZeRO-2": {"zero_optimization": _zero(2)},
-    "DeepSpeed AdamW, ZeRO-3": {"zero_optimization": _zero(3)},
+    "DeepSpeed AdamW, ZeRO-2": _adamw(2),
+    "DeepSpeed AdamW, ZeRO-3": _adamw(3),
     "ZeRO-Offload": {"zero_optimization": _zero(2, offload_optimizer=_CPU)},
     "galore_torch": None,
     "HMT": _hmt({"rank": RANK}),

@@ -144,13 +144,13 @@ def engine_contender(model: Any, spec: dict[str, Any]) -> Contender:
 
     if not matrices:
         return Contender(step)
-    schedule = engine.optimizer.zero.basis_groups.schedule
+    groups = engine.optimizer.zero.basis_groups
 
     def planned() -> float | None:
         planner = engine.hmt_planner
         return None if planner is None or planner.plan is None else planner.plan.seconds
 
-    return Contender(step, matrices, lambda: schedule.num_refreshes, planned)
+    return Contender(step, matrices, lambda: groups.schedule.num_refreshes, planned)
 
 
 class Compilations:

@@ -176,16 +176,16 @@ def steps_of_engine(stage: int, case: Case, recorder: Recorder) -> Iterator[Step
         model=model, model_parameters=model.parameters(), config=config
     )
     rows = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
-    refreshes = engine.optimizer.zero.basis_groups.schedule
+    groups = engine.optimizer.zero.basis_groups  # whose schedule is another once bases are shared
     while True:
-        before = sum(refreshes.num_refreshes)
+        before = sum(groups.schedule.num_refreshes)
         with recorder.counting() as forward:
             loss = engine(input_ids=rows, labels=rows).loss
         with recorder.counting() as backward:
             engine.backward(loss)
         with recorder.counting() as step:
             engine.step()
-        fresh = sum(refreshes.num_refreshes) - before
+        fresh = sum(groups.schedule.num_refreshes) - before
         yield Step(fresh, {"forward": forward, "backward": backward, "step": step})
 
 
