@@ -36,7 +36,7 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 _NOTHING = {"detach", "lift_fresh", "set_", "resize_", "record_stream", "device", "_assert_async"}
 _NOTHING |= {"is_pinned", "is_same_size", "_unsafe_view", "_reshape_alias", "lift"}
 # The host reads a size, or whether a factorisation failed.
-_WAITING = {"nonzero", "masked_select", "_unique2", "bincount", "equal", "repeat_interleave"}
+_WAITING = {"masked_select", "_unique2", "bincount", "equal", "repeat_interleave"}
 _WAITING |= {"_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "_linalg_check_errors"}
 # torch's MultiTensorApply.cuh: tensors of one launch by number of lists; blocks of one launch, their elements.
 _FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
@@ -127,6 +127,12 @@ class Recorder(TorchDispatchMode):
             self.pin(pinned)
             return pinned
         self._note_copy(name, args, kwargs)
+        if name == "nonzero" and args[0].is_cuda:  # how many nobody knows: none
+            self._waited(name)
+            return torch.empty(0, args[0].dim(), dtype=torch.long, device=args[0].device)
+        if name == "index" and _has_mask(args[1]):
+            self._waited("index by a mask")
+            args = (args[0], _without_masks(args[1]))
         pins = kwargs.pop("pin_memory", False) if name in ALLOCATIONS else False
         out = func(*args, **kwargs)
         if pins:
@@ -134,7 +140,7 @@ class Recorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
         if not any(t.is_cuda for t in tensors):
             return out
-        if name in _WAITING or (name == "index" and _has_mask(args[1])):
+        if name in _WAITING:
             self._waited(name)
         count = _num_launches(func, name, args)
         if count:
@@ -219,7 +225,19 @@ def _replaced_launch(recorder: Recorder) -> Any:
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:
-    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    return any(i is not None and i.dtype == torch.bool for i in indices)
+
+
+def _without_masks(indices: Sequence[Any]) -> list[Any]:
+    """The same with no element chosen by a mask."""
+    chosen: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            none = torch.empty(0, dtype=torch.long, device=index.device)
+            chosen += [none] * index.dim()
+        else:
+            chosen.append(index)
+    return chosen
 
 
 def _num_launches(func: Any, name: str, args: Sequence[Any]) -> int:
