@@ -40,9 +40,11 @@ _NARROW = {"BLOCK_T": 32, "BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_st
 _FP32 = {"BLOCK_T": 16, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 _TILES = {
     (False, True): {
-        75: _NARROW | {"BLOCK_M": 128},
+        75: _NARROW,
+        80: _NARROW | {"BLOCK_M": 128},
+        86: _NARROW,
         90: _NARROW | {"BLOCK_T": 64, "BLOCK_M": 128},
-        120: _NARROW | {"BLOCK_M": 128},
+        120: _NARROW,
     },
     (False, False): {75: _NARROW},
     (True, True): {75: _FP32},

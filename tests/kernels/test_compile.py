@@ -15,8 +15,8 @@ def check(case, capability, aligned):
     """Nothing of a thread lies in memory for want of registers, and a block's share of memory is there."""
     types, constants = case.variant(capability, aligned)
     found = figures(compiled(case.kernel, types, constants, capability, aligned))
-    # ptxas may leave two words on the stack by its own choice of occupancy, with 46 of 255 registers in use.
-    assert found.local <= (16 if found.registers < 128 else 0), found
+    # With registers left, ptxas may leave two words on the stack, so that one block more finds room.
+    assert found.local <= (16 if found.registers < 255 else 0), found
     assert found.shared <= SHARED_MEMORY[capability], found
 
 
