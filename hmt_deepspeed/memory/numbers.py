@@ -37,8 +37,9 @@ class Measured:
 def measured_together(parts: Sequence[Measured]) -> Measured:
     """One record of several, with one tensor of values; of a name that several have the last counts."""
     values = [part.values.double() for part in parts]
-    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
     sizes = [len(v) for v in values]
+    some = [v for v in values if len(v)] or [torch.zeros(0)]
+    device = next((v.device for v in some if v.device.type != "cpu"), torch.device("cpu"))
 
     def finish(read: Sequence[float]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -51,7 +52,7 @@ def measured_together(parts: Sequence[Measured]) -> Measured:
     known: dict[str, Any] = {}
     for part in parts:
         known |= part.known
-    return Measured(known, torch.cat([v.to(device, non_blocking=True) for v in values]), finish)
+    return Measured(known, torch.cat([v.to(device) for v in some]), finish)
 
 
 class ArrivingNumbers:
