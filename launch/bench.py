@@ -4,7 +4,7 @@ examples:
   python launch/bench.py foundations                the suite, a process a case
   python launch/bench.py foundations --case galore  one case
   python launch/bench.py all                        every suite
-  python launch/bench.py gpu --case 1b --contender HMT --memory 80 --micro_batch 4
+  python launch/bench.py gpu --case 1b --contender HMT --memory 80
   python launch/bench.py table                      the Markdown files' tables
   python launch/bench.py table --write              the same, into the files
   python launch/bench.py papers --write             into launch/results/planner
