@@ -5,6 +5,7 @@ import torch
 from interpreted import assert_as_accurate, run_interpreted
 
 from hmt_deepspeed.kernels import chunks, low_rank_update
+from hmt_deepspeed.kernels.launching import device_table
 from hmt_deepspeed.kernels.low_rank_factors import Factors, low_rank_product
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
 from hmt_deepspeed.kernels.noise import key_halves
@@ -357,6 +358,25 @@ def check_kernel_modes(device="cpu"):
     assert all(map(torch.equal, again["weights"], after["weights"]))
 
 
+def check_kernel_launches(device="cpu"):
+    """One for all matrices, of a table that is made once."""
+    launched, real = [], low_rank_update._low_rank_update_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return real[grid]
+
+    low_rank_update._low_rank_update_kernel = Counted()
+    after = cloned(members(torch.float32, False, torch.bfloat16, torch.bfloat16, True), device)
+    device_table.cache_clear()
+    for _ in range(3):
+        kernel(**after, lr=0.125, weight_decay=0.5)
+    assert len(launched) == 3
+    assert device_table.cache_info()[:2] == (2, 1)  # found again, made
+    low_rank_update._low_rank_update_kernel = real
+
+
 def check_kernel_edges(device="cpu"):
     def given(weight, copy=None):
         update, projection = weight.float()[:, :0], weight.float().t()[:, :0]
@@ -379,7 +399,10 @@ def check_kernel_edges(device="cpu"):
     )
 
 
-@pytest.mark.parametrize("check", ["check_kernel", "check_kernel_modes", "check_kernel_edges"])
+@pytest.mark.parametrize(
+    "check",
+    ["check_kernel", "check_kernel_modes", "check_kernel_launches", "check_kernel_edges"],
+)
 def test_kernel(check):
     pytest.importorskip("triton")
     run_interpreted(__file__, check)
@@ -387,6 +410,8 @@ def test_kernel(check):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("check", [check_kernel, check_kernel_modes, check_kernel_edges])
+@pytest.mark.parametrize(
+    "check", [check_kernel, check_kernel_modes, check_kernel_launches, check_kernel_edges]
+)
 def test_kernel_on_gpu(check):
     check("cuda")
