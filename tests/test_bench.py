@@ -154,7 +154,7 @@ def test_bytes_held_by_activations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["step_time", "gradient_error", "main_job"])
+@pytest.mark.parametrize("name", ["step_time", "gradient_error", "main_job", "python_time"])
 def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
     check_fields(toy_case(name, tmp_path, "activations"))
 

@@ -11,6 +11,7 @@ import math
 import threading
 import weakref
 from contextlib import suppress
+from functools import lru_cache
 from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Protocol
@@ -34,6 +35,7 @@ __all__ = [
     "SwapHost",
     "SwapSsd",
     "build_codec",
+    "dense_strides",
 ]
 
 
@@ -125,6 +127,13 @@ class Keep:
         return _Raw(tensor, name)
 
 
+@lru_cache(maxsize=1024)
+def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of what decodes to a tensor of this geometry: as they were, without gaps or repetitions."""
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(tensor).stride()
+
+
 # -- 8 bits ---------------------------------------------------------------------------------------
 
 
@@ -141,9 +150,8 @@ class SavedBlocks:
         self, tensor: Tensor, token_dims: tuple[int, ...], codec: _Blocks, key: int
     ) -> None:
         self.block_size, self._codec = codec.block_size, codec
-        # Shape, dtype and strides of what will come back; no memory.
-        self._template = torch.empty_like(tensor, device="meta", requires_grad=False)
-        self._device = tensor.device
+        self._shape, self._strides = tensor.shape, dense_strides(tensor.shape, tensor.stride())
+        self._dtype, self._device = tensor.dtype, tensor.device
         self._order = token_dims + tuple(d for d in range(tensor.dim()) if d not in token_dims)
         self._num_token_dims = len(token_dims)
         self.codes, self.scales = codec.encode_matrix(self._matrix(tensor.detach()), key)
@@ -156,7 +164,9 @@ class SavedBlocks:
         return None
 
     def decode(self) -> Tensor:
-        out = torch.empty_like(self._template, device=self._device)
+        out = torch.empty_strided(
+            self._shape, self._strides, dtype=self._dtype, device=self._device
+        )
         matrix = self._matrix(out)
         self._codec.decode_matrix(self.codes, self.scales, matrix)
         if matrix.data_ptr() != out.data_ptr():  # tokens and channels are interleaved

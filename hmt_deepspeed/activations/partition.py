@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hmt_deepspeed.activations.codecs import Codec, SavedTensor
+from hmt_deepspeed.activations.codecs import Codec, SavedTensor, dense_strides
 from hmt_deepspeed.kernels.chunks import row_chunks
 
 __all__ = ["Partitioned", "Replicas", "TorchReplicas", "fingerprint"]
@@ -155,8 +155,8 @@ class _Geometry:
         given = (token_dims,) if isinstance(token_dims, int) else token_dims
         first = tuple(dim % tensor.dim() for dim in given) if tensor.dim() else ()
         order = first + tuple(dim for dim in range(tensor.dim()) if dim not in first)
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return cls(tuple(tensor.shape), order, len(first), tuple(strides))
+        strides = dense_strides(tensor.shape, tensor.stride())
+        return cls(tuple(tensor.shape), order, len(first), strides)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Tokens x channels."""

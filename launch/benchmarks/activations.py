@@ -1,4 +1,4 @@
-"""Activations by component: bytes held for backward, step time, gradient error, a run's loss."""
+"""Activations by component: bytes held for backward, step time, gradient error, a run's loss, Python's time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.gradient_error import gradient_error
 from benchmarks.held_bytes import CountedSaveOnCpu, FreshStorages, held_for_backward
+from benchmarks.python_time import python_time
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import (
     STEADY_AFTER,
@@ -283,5 +284,6 @@ CASES: dict[str, Callable[[Setting], CaseResult]] = {
     "step_time": step_time,
     "gradient_error": gradient_error,
     "main_job": main_job,
+    "python_time": python_time,
 }
 USES_ENGINE = {"held_bytes", "step_time", "gradient_error"}
