@@ -168,7 +168,7 @@ class ActivationBackend:
         record = RecordMode(
             recording, base, self._ledger, key, self._measures, holds_products, tape, tensors
         )
-        replay = ReplayMode(recording, base, self._ledger)
+        replay = functools.partial(ReplayMode, recording, base, self._ledger)
         holders = self._holders(recording, sites, args, key)
 
         def run(fn: Callable[..., Any], *args: Any) -> Any:

@@ -72,7 +72,7 @@ class Call:
 
     Args:
         fn: called with ``args`` and ``kwargs``.
-        record, replay: the modes of its forward and of its second run.
+        record: the mode of its forward. replay: makes that of a second run.
         holders: of the activations among ``args``, in order; None: held as it is.
     """
 
@@ -82,7 +82,7 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         record: RecordMode,
-        replay: ReplayMode,
+        replay: Callable[[], ReplayMode],
         holders: Sequence[Holder | None],
         options: Options,
     ) -> None:
@@ -95,6 +95,7 @@ class Call:
         self._surroundings = Surroundings(tensors)
         if record.tape is None:
             self.remember_random_states()
+        self._recording, self._ledger = record.recording, record.ledger
         self._replay, self._record = replay, record
         self._geometries: list[tuple[Any, ...]] | None = None
         if record.tape is None and options.checks:
@@ -138,10 +139,10 @@ class Call:
 
     def _compute(self) -> None:
         """All that autograd saved."""
-        recording, ledger, tape = self._replay.recording, self._replay.ledger, self._tape
+        recording, ledger, tape = self._recording, self._ledger, self._tape
         recording.bring_back()
         if tape is None or not tape.can_replay or ledger.clock is not None:
-            self._run_again(self._inputs())
+            self._run_again(self._replay(), self._inputs())
             return
         inputs = self._inputs()
         given = [*inputs, *self._given]
@@ -151,15 +152,13 @@ class Call:
             for counter in ("rerun", "rerun_flops", "unread"):
                 ledger.add(getattr(ledger, counter), getattr(tape, counter))
             return
-        self._replay.decoded = {}
-        try:
-            self._run_again(inputs)
-            tape.is_checked = tape.agrees(recording, given, self._replay.decoded, self._values)
-        finally:
-            self._replay.decoded = None
+        replay = self._replay()
+        replay.decoded = {}
+        self._run_again(replay, inputs)
+        tape.is_checked = tape.agrees(recording, given, replay.decoded, self._values)
         tape.can_replay = tape.is_checked
 
-    def _run_again(self, inputs: Sequence[Tensor]) -> None:
+    def _run_again(self, replay: ReplayMode, inputs: Sequence[Tensor]) -> None:
         """By the function itself."""
         args = list(self._args)
         for place, tensor in zip(self._places, inputs, strict=True):
@@ -186,7 +185,7 @@ class Call:
                 torch.enable_grad(),
                 self._surroundings.again(),
                 saved_tensors_hooks(pack, lambda value: value),
-                self._replay,
+                replay,
             ):
                 self._fn(*args, **self._kwargs)
         except _Enough:

@@ -71,7 +71,7 @@ class RecordMode(CachingMode):
         if self.tape is not None:
             self._steps = (*self.tape.steps, _END)
             self.given = [*args, *[None] * (len(self.tape.given) - len(args))]
-        self._made: list[weakref.ref[Tensor] | None] = []
+        self._made: list[Callable[[], Tensor | None]] = []
         self._at = self._num_saved = 0
         self.on_leaving: Callable[[], None] = lambda: None
 
@@ -109,7 +109,7 @@ class RecordMode(CachingMode):
         if tape is not None:
             if number < len(tape.packs):
                 at, source = tape.packs[number]
-                if at == self._at and self._are_same((tensor,), (source,)):
+                if at == self._at and self._is_same(source, tensor):
                     return tensor if number in tape.kept else number
             self._leave_tape()
         self._dependence.need((tensor,))
@@ -144,7 +144,9 @@ class RecordMode(CachingMode):
                 if step.single:
                     self._made.append(weakref.ref(out))
                 else:
-                    self._made += [weakref.ref(o) if isinstance(o, Tensor) else None for o in out]
+                    self._made += [
+                        weakref.ref(o) if isinstance(o, Tensor) else _nothing for o in out
+                    ]
                 if step.heavy is not None:
                     self._hold_as_before(step, step.heavy, out)
                 return out
@@ -251,16 +253,17 @@ class RecordMode(CachingMode):
     # -- along a tape -------------------------------------------------------------------------------
 
     def _are_same(self, found: Sequence[Any], expected: Sequence[Any]) -> bool:
+        """Whether arguments are what the tape has."""
         if len(found) != len(expected):
             return False
-        for one, other in zip(found, expected, strict=True):
+        made = self._made
+        for one, other in zip(found, expected):  # noqa: B905  its check takes as long as all the rest
             kind = other.__class__
-            if kind is Made:
-                ref = self._made[other]
-                if ref is None or ref() is not one:
+            if kind is Made:  # most of them
+                if made[other]() is not one:
                     return False
             elif kind is Given:
-                if self.given[other] is not one and not self._bind(other, one):
+                if not self._is_same(other, one):
                     return False
             elif kind is Several:
                 if not isinstance(one, (list, tuple)) or not self._are_same(one, other):
@@ -269,19 +272,22 @@ class RecordMode(CachingMode):
                 return False
         return True
 
+    def _is_same(self, number: Made | Given, found: Any) -> bool:
+        """Whether a tensor is that of the tape; one that the function has not made is bound by its first use."""
+        if number.__class__ is Made:
+            return self._made[number]() is found
+        before = self.given[number]
+        if before is not None or not isinstance(found, Tensor):
+            return before is found and before is not None
+        assert self.tape is not None
+        self.given[number] = found
+        return geometry_of(found) == self.tape.given[number]
+
     def _are_same_by_name(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
         names = list(expected)
         return found.keys() == expected.keys() and self._are_same(
             [found[name] for name in names], [expected[name] for name in names]
         )
-
-    def _bind(self, number: Given, found: Any) -> bool:
-        """The first use of a tensor that the function has not made."""
-        assert self.tape is not None
-        if self.given[number] is not None or not isinstance(found, Tensor):
-            return False
-        self.given[number] = found
-        return geometry_of(found) == self.tape.given[number]
 
     def _is_there(self, heavy: Heavy) -> bool:
         return self.site is heavy.site and is_computing_projection() == heavy.is_product
@@ -314,7 +320,7 @@ class RecordMode(CachingMode):
         kinds = {False: iter(self.recording.operations), True: iter(self.recording.products)}
         for step in tape.steps[: self._at]:
             refs = self._made[step.first : step.first + len(step.origins)]
-            made = [None if ref is None else ref() for ref in refs]
+            made = [ref() for ref in refs]
             for tensor, origin in zip(made, step.origins, strict=True):
                 if tensor is not None:
                     dependence.set((tensor,), origin)
@@ -334,6 +340,10 @@ class RecordMode(CachingMode):
 
 
 # -- small things -----------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    """In place of a reference to what is no tensor."""
 
 
 def _blank(output: Any) -> Part:

@@ -20,7 +20,7 @@ __all__ = ["ReplayMode"]
 
 
 class ReplayMode(CachingMode):
-    """Recompute in backward; as often as backward is run.
+    """Recompute in backward.
 
     Attributes:
         decoded: what was handed out, by the identity of what was held, where somebody wants to know; else None.
