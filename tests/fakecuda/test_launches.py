@@ -24,7 +24,7 @@ HIDDEN = 1024
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
 bare    1     default               1093        515       2080       3956          0         12         16          0          0
-bare    1     right                 1093        515       1264       3912          0          2         15          0          0
+bare    1     right                 1079        508       1251       3912          0          2         15          0          0
 bare    1     left                  1103        520       1272       3740          0          2         15          0          0
 bare    1     auto                  1095        516       1266       4080          0          2         15          0          0
 bare    1     two_sided             1289        613       1485       4304          0          2         15          0          0
@@ -36,16 +36,16 @@ bare    1     apollo                 798        359        798        840       
 bare    1     apollo_mini            840        380        840        882          0          0          0          0          0
 bare    1     adamw                  224         72        224        308          0          0          0          0          0
 bare    1     int8_states           1277        543       1453       4128          0          2         15          0          0
-bare    1     int8_factored         1403        606       1577       4296          0          2         15          0          0
+bare    1     int8_factored         1389        599       1564       4296          0          2         15          0          0
 bare    1     bf16_states           1213        543       1387       4032          0          2         15          0          0
 bare    1     int8_weights          1079        508       1250       3884          0          2         15          0          0
 bare    1     no_masters            1114        510       1285       3912          0          2         15          0          0
 bare    1     share_basis            987        462       1296       1048          0          2          0          0          0
 bare    1     module_rules           982        453       1153       3624          0          2         13          0          0
-zero2   1     right                 1177        525       1337       3923          1          5         16          2          0
-zero2   1     two_sided             1387        630       1572       4315          1          5         16          2          0
-zero2   1     int8_weights          1205        539       1366       3951          1          5         16          2          0
-zero2   1     basis_cache           1230        551       1393       4003          1          5         16          2          0
+zero2   1     right                 1177        525       1330       3923          1          3         16          2          0
+zero2   1     two_sided             1387        630       1564       4315          1          3         16          2          0
+zero2   1     int8_weights          1205        539       1358       3951          1          3         16          2          0
+zero2   1     basis_cache           1230        552       1384       4003          1          3         16          2          0
 zero2   1     offload               1046        510       1198       3778          2          4         17          2          2
 zero2   1     offload_adamw           62         18         62         62          2          2          2          2          2
 zero3   4     default               1200        563       1290       2431          2          5         10          3          1
@@ -62,12 +62,12 @@ zero3   4     apollo_mini            904        416        904        904       
 zero3   4     adamw                  308        119        308        308          2          2          3          3          1
 zero3   4     int8_states           1288        590       1354       2503          2          3          9          3          1
 zero3   4     int8_factored         1428        660       1492       2685          2          3          9          3          1
-zero3   4     bf16_states           1272        590       1335       2458          2          3         22          3          1
-zero3   4     no_masters            1239        578       1299       2425          2          3         22          3          1
+zero3   4     bf16_states           1272        590       1336       2459          2          3          9          3          1
+zero3   4     no_masters            1239        578       1300       2425          2          3          9          3          1
 zero3   4     share_basis           1070        497       1368       1206          2          5          3          3          1
-zero3   4     module_rules          1103        496       1271       1989          2          7         19          3          1
-zero3   4     basis_cache           1239        581       1302       2466          2          3         22          3          1
-zero3   4     offload               1115        540       1175       2301          3          4         23          3          3
+zero3   4     module_rules          1103        496       1264       1990          2          5          8          3          1
+zero3   4     basis_cache           1239        581       1303       2467          2          3          9          3          1
+zero3   4     offload               1115        540       1176       2302          3          4         10          3          3
 zero3   4     offload_adamw           69         20         69         69          3          3          4          3          3
 """
 # Of each kind one; the others are slow.
