@@ -141,12 +141,9 @@ class RecordMode(CachingMode):
             ):
                 out = func(*args, **kwargs)
                 self._at += 1
-                if step.single:
-                    self._made.append(weakref.ref(out))
-                else:
-                    self._made += [
-                        weakref.ref(o) if isinstance(o, Tensor) else _nothing for o in out
-                    ]
+                for output in (out,) if step.single else out:
+                    is_tensor = isinstance(output, Tensor)
+                    self._made.append(weakref.ref(output) if is_tensor else _nothing)
                 if step.heavy is not None:
                     self._hold_as_before(step, step.heavy, out)
                 return out

@@ -22,6 +22,7 @@ from backends import (
 )
 from families import tiny, tokens
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from hmt_deepspeed.activations.tape import Tape
 
@@ -256,6 +257,16 @@ def test_gradients_of_gradients():
     with backend_on(model, "keep"):
         for _ in range(CHECKED + 1):
             assert torch.equal(second(), expected)
+
+
+def test_tensors_without_values():
+    """Of which operations return devices and the like too; nothing is there to be compared."""
+    with FakeTensorMode():
+        model = stack()
+        with backend_on(model) as backend:
+            for _ in range(CHECKED + 1):
+                model(torch.randn(4, 6, 16)).square().sum().backward()
+            assert usable(backend) == [True, True]
 
 
 # -- what cannot be taped -----------------------------------------------------------------------------
