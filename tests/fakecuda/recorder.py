@@ -127,8 +127,9 @@ class Recorder(TorchDispatchMode):
             self.pin(pinned)
             return pinned
         self._note_copy(name, args, kwargs)
-        if name == "nonzero" and args[0].is_cuda:  # how many nobody knows: none
-            self._waited(name)
+        if name == "nonzero":  # how many nobody knows: none
+            if args[0].is_cuda:
+                self._waited(name)
             return torch.empty(0, args[0].dim(), dtype=torch.long, device=args[0].device)
         if name == "index" and _has_mask(args[1]):
             self._waited("index by a mask")

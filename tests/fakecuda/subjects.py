@@ -14,6 +14,8 @@ from recorder import Counts, Recorder
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from hmt_deepspeed.activations import record
+from hmt_deepspeed.fpdt import masks
 from hmt_deepspeed.memory import layout, streams
 from hmt_deepspeed.optim.backward import projected_linear
 from hmt_deepspeed.zero.offload import worker
@@ -53,6 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
         },
     },
     "basis_cache": RANK,
+    "activations": RANK,
+    "fpdt": RANK,
     "offload": RANK,
     "offload_adamw": {"method": "adamw"},
 }
@@ -60,6 +64,8 @@ MODES: dict[str, dict[str, Any]] = {
 _ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
 ENGINE_JSON: dict[str, dict[str, Any]] = {
     "basis_cache": {"hmt": {"basis_cache": {}}},
+    "activations": {"hmt": {"activations": {}}},
+    "fpdt": {"hmt": {"fpdt": {"chunk_size": 32}}},
     "offload": _ON_HOST,
     "offload_adamw": _ON_HOST,
 }
@@ -236,6 +242,18 @@ class _Inline:
         """All is."""
 
 
+def _pass_by(mode: Any) -> None:
+    """Let a dispatch mode of the package not see that a tensor that is not there is asked for its device."""
+    seen = mode.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        return seen(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = dispatch
+
+
 @contextmanager
 def fake_device(compiles: bool = False) -> Iterator[Recorder]:
     """In it everything is on the device that is not there, and counted."""
@@ -244,6 +262,8 @@ def fake_device(compiles: bool = False) -> Iterator[Recorder]:
     # tensors that are not there may be moved, and a host's kernel has nothing to compute with
     layout.type = lambda value: Tensor if isinstance(value, FakeTensor) else type(value)
     CpuAdam.step_ = lambda *args, **kwargs: None
+    _pass_by(record.RecordMode)
+    masks._check_plain = lambda plain: None  # compares values, on the host
     with FakeTensors(allow_non_fake_inputs=True), Recorder(compiles) as recorder:
         streams.CudaStreams.pin = lambda self, memory: recorder.pin(memory)
         worker.OrderedThread = lambda name: _Inline(recorder)

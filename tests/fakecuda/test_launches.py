@@ -46,6 +46,8 @@ zero2   1     right                 1177        525       1330       3923       
 zero2   1     two_sided             1387        630       1564       4315          1          3         16          2          0
 zero2   1     int8_weights          1205        539       1358       3951          1          3         16          2          0
 zero2   1     basis_cache           1230        552       1384       4003          1          3         16          2          0
+zero2   1     activations           1177        525       1330       3923          1          3         16          2          0
+zero2   1     fpdt                  1177        525       1330       3923          1          3         22          2          0
 zero2   1     offload               1046        510       1198       3778          2          4         17          2          2
 zero2   1     offload_adamw           62         18         62         62          2          2          2          2          2
 zero3   4     default               1200        563       1290       2431          2          5         10          3          1
@@ -67,6 +69,8 @@ zero3   4     no_masters            1239        578       1300       2425       
 zero3   4     share_basis           1070        497       1368       1206          2          5          3          3          1
 zero3   4     module_rules          1103        496       1264       1990          2          5          8          3          1
 zero3   4     basis_cache           1239        581       1303       2467          2          3          9          3          1
+zero3   4     activations           1200        562       1261       2387          2          3          9          3          1
+zero3   4     fpdt                  1200        562       1261       2387          2          3         15          3          1
 zero3   4     offload               1115        540       1176       2302          3          4         10          3          3
 zero3   4     offload_adamw           69         20         69         69          3          3          4          3          3
 """
@@ -78,6 +82,7 @@ ALWAYS = {
     ("zero2", "offload"),
     ("zero3", "two_sided"),
     ("zero3", "share_basis"),
+    ("zero3", "activations"),
 }
 
 
