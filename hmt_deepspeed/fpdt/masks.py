@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hmt_deepspeed.fpdt.visibility import Visibility
 
@@ -256,12 +257,13 @@ class _Plain:
 @lru_cache(maxsize=1024)
 def _check_plain(plain: _Plain) -> None:
     """Raises ValueError where it is not causal attention with a window. On the host."""
-    begins, ahead, _ = _neighbours(plain.rule, None, plain.batch, plain.length, "cpu")
-    _refuse_ahead(ahead)
-    for row, token in begins.nonzero()[:1].tolist():
-        if plain.window != 1:
-            raise _other_attention(row, token + 1, token, sees=False)
-    _compare(Visibility.causal(plain.length, plain.batch, plain.window), plain.rule, "cpu")
+    with _disable_current_modes():  # whatever watches the model
+        begins, ahead, _ = _neighbours(plain.rule, None, plain.batch, plain.length, "cpu")
+        _refuse_ahead(ahead)
+        for row, token in begins.nonzero()[:1].tolist():
+            if plain.window != 1:
+                raise _other_attention(row, token + 1, token, sees=False)
+        _compare(Visibility.causal(plain.length, plain.batch, plain.window), plain.rule, "cpu")
 
 
 def _compare(visibility: Visibility, rule: Rule, device: torch.device | str) -> None:
