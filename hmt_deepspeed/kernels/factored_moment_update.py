@@ -33,7 +33,6 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
-    "factored_direction_",
     "factored_moment_update_",
     "factored_moment_update_reference_",
     "factored_moment_update_triton_",
@@ -256,38 +255,3 @@ def factored_moment_update_(
         factor=factor,
         residual_scale=residual_scale,
     )
-
-
-def factored_direction_(
-    projected: Tensor,
-    exp_avg: Tensor,
-    row_means: Tensor,
-    column_roots: Tensor,
-    first_evidence: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> Tensor:
-    """:func:`factored_moment_update_` of one matrix without a residual, for a gradient that is kept.
-
-    Args:
-        projected: rows x r, fp32, any strides. exp_avg: rows x r. row_means: (rows,). column_roots: (r,).
-
-    Returns:
-        The direction, rows x r, fp32, contiguous.
-    """
-    direction = projected.clone(memory_format=torch.contiguous_format)[None]
-    one = direction.new_ones(1)
-    factored_moment_update_(
-        direction,
-        exp_avg[None],
-        row_means[None],
-        column_roots[None],
-        one * first_evidence,
-        beta1,
-        beta2,
-        eps,
-        factor=one,
-        residual_scale=one,
-    )
-    return direction[0]

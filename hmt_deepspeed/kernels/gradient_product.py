@@ -12,22 +12,30 @@ from torch import Tensor
 __all__ = ["add_gradient_product"]
 
 
-def add_gradient_product(total: Tensor | None, delta: Tensor, features: Tensor) -> Tensor:
+def add_gradient_product(
+    total: Tensor | None, delta: Tensor, features: Tensor, room: Tensor | None = None
+) -> Tensor:
     """``total + D^T F``; several are summed in fp32 or wider, in the memory of ``total`` where that is wide.
 
     Args:
         total: m x w of earlier backwards, or None.
         delta: T x m. features: T x w, of the same dtype.
+        room: m x w fp32, where the first product is to be; None for new memory.
 
     Returns:
-        m x w: fp32 on CUDA of 16-bit operands; on a CPU in their dtype where there was no total.
+        m x w: fp32 on CUDA of 16-bit operands, and in ``room``; else on a CPU in their dtype where there was no total.
     """
-    if delta.is_cuda and delta.dtype in (torch.bfloat16, torch.float16):
+    widens = delta.is_cuda and delta.dtype in (torch.bfloat16, torch.float16)
+    if room is not None and total is None and (widens or delta.dtype == torch.float32):
+        how = {"out_dtype": torch.float32} if widens else {}
+        first: Tensor = torch.mm(delta.t(), features, out=room, **how)
+        return first
+    if widens:
         if total is None:
             return torch.mm(delta.t(), features, out_dtype=torch.float32)
         out: Tensor = torch.addmm(total, delta.t(), features, out_dtype=torch.float32, out=total)
         return out
     product = delta.t() @ features
     if total is None:
-        return product
+        return product if room is None else room.copy_(product)
     return total.to(torch.promote_types(product.dtype, torch.float32)).add_(product)

@@ -37,7 +37,7 @@ from hmt_deepspeed.kernels.launching import (
     tile_for,
 )
 from hmt_deepspeed.kernels.low_rank_factors import Factors
-from hmt_deepspeed.kernels.low_rank_update import add_product_, check_keys, new_keys
+from hmt_deepspeed.kernels.low_rank_update import add_product_, check_keys
 
 try:
     import triton
@@ -46,7 +46,6 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
-    "int8_low_rank_update_",
     "int8_low_rank_updates_",
     "int8_low_rank_updates_reference_",
     "int8_low_rank_updates_triton_",
@@ -227,28 +226,3 @@ def int8_low_rank_updates_(
         int8_low_rank_updates_triton_(codes, scales, factors, lr, weight_decay, keys, offset)
     else:
         int8_low_rank_updates_reference_(codes, scales, factors, lr, weight_decay, keys, offset)
-
-
-def int8_low_rank_update_(
-    codes: Tensor,
-    scales: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None,
-    offset: int = 0,
-) -> None:
-    """:func:`int8_low_rank_updates_` of one matrix: ``update`` rows x w and ``projection`` n x w, any strides."""
-    int8_low_rank_updates_(
-        [codes],
-        [scales],
-        update.contiguous().unsqueeze(0),
-        [projection.contiguous()],
-        lr,
-        weight_decay,
-        rank=update.shape[-1],
-        column_scale=torch.ones(1, 2, device=codes.device),
-        keys=new_keys(key, codes.device),
-        offset=offset,
-    )

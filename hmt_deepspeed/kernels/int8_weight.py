@@ -79,7 +79,7 @@ def encode_rows(value: Tensor, key: Key | None, offset: int) -> tuple[Tensor, Te
 
 
 def encode_weight_reference(
-    value: Tensor, key: int | None, offset: int = 0
+    value: Tensor, key: Key | None, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`encode_weight`."""
     rows, n = value.shape
@@ -189,7 +189,7 @@ if triton is not None:
 
     @on_its_device
     def encode_weight_triton(
-        value: Tensor, key: int | None, offset: int = 0
+        value: Tensor, key: Key | None, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Triton launcher; see :func:`encode_weight`."""
         (rows, n), (low, high) = value.shape, key_halves(key or 0)
@@ -231,7 +231,7 @@ def check_encoded(codes: Tensor, scales: Tensor) -> None:
         raise ValueError("codes and scales must be contiguous")
 
 
-def encode_weight(value: Tensor, key: int | None, offset: int = 0) -> tuple[Tensor, Tensor]:
+def encode_weight(value: Tensor, key: Key | None, offset: int = 0) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight; formulas and error bounds at the top of the file.
 
     Args:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["capability_of", "device_table", "multiplies_in_fp32", "on_its_device", "tile_for"]
+__all__ = [
+    "capability_of",
+    "device_table",
+    "multiplies_in_fp32",
+    "on_its_device",
+    "tile_for",
+    "upload",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -66,7 +73,12 @@ def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
     Its memory is the cache's. What holds a table beyond the next 1,024 others, such as a CUDA graph, keeps it.
     """
-    table = torch.tensor(addresses, dtype=torch.int64)
+    return upload(addresses, torch.int64, device)
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, (N,); from pinned memory, without a wait."""
+    table = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
-        return table
+        return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)

@@ -38,7 +38,6 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
 __all__ = [
     "add_product_",
     "check_keys",
-    "low_rank_update_",
     "low_rank_updates_",
     "low_rank_updates_reference_",
     "low_rank_updates_triton_",
@@ -271,31 +270,6 @@ def low_rank_updates_(
         low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, offset, copies)
     else:
         low_rank_updates_reference_(weights, factors, lr, weight_decay, keys, offset, copies)
-
-
-def low_rank_update_(
-    weight: Tensor,
-    update: Tensor,
-    projection: Tensor,
-    lr: float,
-    weight_decay: float,
-    key: int | None = None,
-    offset: int = 0,
-    copy: Tensor | None = None,
-) -> None:
-    """:func:`low_rank_updates_` of one matrix: ``update`` rows x w and ``projection`` n x w, any strides."""
-    low_rank_updates_(
-        [weight],
-        update.contiguous().unsqueeze(0),
-        [projection.contiguous()],
-        lr,
-        weight_decay,
-        rank=update.shape[-1],
-        column_scale=torch.ones(1, 2, device=weight.device),
-        keys=new_keys(key, weight.device),
-        offset=offset,
-        copies=None if copy is None else [copy],
-    )
 
 
 def new_keys(key: int | None, device: torch.device) -> Tensor | None:

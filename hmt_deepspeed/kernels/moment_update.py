@@ -39,7 +39,6 @@ except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
 __all__ = [
-    "moment_direction_",
     "moment_update_",
     "moment_update_reference_",
     "moment_update_triton_",
@@ -278,38 +277,3 @@ def moment_update_(
         factor=factor,
         residual_scale=residual_scale,
     )
-
-
-def moment_direction_(
-    projected: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    evidence: Tensor,
-    first_evidence: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> Tensor:
-    """:func:`moment_update_` of one matrix without a residual, for a gradient that is kept.
-
-    Args:
-        projected: rows x r, fp32, any strides. exp_avg, exp_avg_sq: rows x r. evidence: (r,).
-
-    Returns:
-        The direction, rows x r, fp32, contiguous.
-    """
-    direction = projected.clone(memory_format=torch.contiguous_format)[None]
-    one = direction.new_ones(1)
-    moment_update_(
-        direction,
-        exp_avg[None],
-        exp_avg_sq[None],
-        evidence[None],
-        one * first_evidence,
-        beta1,
-        beta2,
-        eps,
-        factor=one,
-        residual_scale=one,
-    )
-    return direction[0]

@@ -22,7 +22,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import on_its_device
+from hmt_deepspeed.kernels.launching import on_its_device, upload
 
 try:
     import triton
@@ -86,7 +86,7 @@ def base_key(seed: int, *parts: object) -> int:
 
 def base_keys(seed: int, names: Sequence[str], device: torch.device) -> Tensor:
     """:func:`base_key` of each name: (N,), int64."""
-    return torch.tensor([base_key(seed, name) for name in names], dtype=torch.int64, device=device)
+    return upload([base_key(seed, name) for name in names], torch.int64, device)
 
 
 def host_step_key(base: int, step: int, stream: int) -> tuple[int, int]:

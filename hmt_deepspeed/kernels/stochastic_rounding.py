@@ -57,7 +57,7 @@ def _round(value: Tensor, out: Tensor, key: Key | Tensor, offset: int) -> None:
     rounded = noise_bits(counters(value.shape[-1], offset, value.device), key)
     rounded.bitwise_and_(0xFFFF).add_(bits)
     special = (bits & 0x7F800000) == 0x7F800000
-    if special.any():
+    if value.is_meta or special.any():
         # Adding noise to the pattern of an infinity or a NaN would change what it is: infinities are
         # exact in bf16; a NaN keeps its sign and becomes quiet.
         quiet = torch.where(value.isnan(), bits | 0x00400000, bits)

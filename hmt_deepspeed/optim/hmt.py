@@ -24,6 +24,7 @@ from hmt_deepspeed.optim.settings.options import (
     module_rules,
 )
 from hmt_deepspeed.optim.slot import ParameterRow, Slot
+from hmt_deepspeed.optim.stacked_step import StackedStep
 
 __all__ = ["HMT", "MARK", "ParameterRow"]
 
@@ -86,6 +87,7 @@ class HMT(Optimizer):
         self._rules = module_rules(self.options)
         self._slots: dict[Tensor, Slot] = {}
         self._patches = Patches()
+        self._stacked = StackedStep()
         self._bases = BasisRefreshes(self.options)
         self._linear_names: set[str] | None = None
         self._head_names: set[str] = set()
@@ -152,11 +154,14 @@ class HMT(Optimizer):
                 f'{first} cannot be patched. Legal here: "auto" or False. Or pass the module itself.'
             )
         rounded = self.options["master_weights"] == "none"
+        groups = {param: group for group in self.param_groups for param in group["params"]}
         for (_, param), assignment in zip(trainable, assigned, strict=True):
             if param in self._slots:
                 continue
             seed, state_dtype = int(self.options["seed"]), str(self.options["state_dtype"])
-            slot = Slot(param, assignment, seed, state_dtype, rounded, self.state[param])
+            slot = Slot(
+                param, assignment, seed, state_dtype, rounded, self.state[param], groups[param]
+            )
             if slot.matrix is not None:
                 self._bases.slots.append(slot)
             self._slots[param] = slot
@@ -227,6 +232,7 @@ class HMT(Optimizer):
 
     def _prepare(self) -> None:
         self._bases.prepare(self._steps, self._patches.shared)
+        self._stacked.make_room(list(self._slots.values()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, the projected ones included."""
@@ -278,11 +284,11 @@ class HMT(Optimizer):
                 'legal where gradients are clipped: "auto" or an integer >= 1. To do: use "auto".'
             )
         self._ready()
-        slots = self._slots.values()
-        squares = [s for s in (slot.square_norm() for slot in slots) if s is not None]
+        slots = list(self._slots.values())
+        squares = self._stacked.square_norms(slots)
         if not squares:
             return torch.zeros(())
-        norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt()
+        norm = torch.stack([s.sum().to(squares[0].device) for s in squares]).sum().sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_ adds the same
         for slot in slots:
             for gradient in slot.gradients():
@@ -309,11 +315,8 @@ class HMT(Optimizer):
                 loss = closure()
         self._ready()
         factor = self._patches.accumulated.clipped
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in self._slots:
-                    clipped = 1.0 if factor is None else factor.to(param.device)
-                    self._slots[param].step(group, self._steps, clipped)
+        slots = [self._slots[p] for g in self.param_groups for p in g["params"] if p in self._slots]
+        self._stacked.take(slots, self._steps, 1.0 if factor is None else factor)
         self._steps, self._patches.accumulated.clipped = self._steps + 1, None
         self._prepare()
         return loss

@@ -1,21 +1,26 @@
-"""One trainable parameter of :class:`~hmt_deepspeed.optim.hmt.HMT`: its rule, states and step."""
+"""One trainable parameter of :class:`~hmt_deepspeed.optim.hmt.HMT`: its rule, gradient, weight and states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
+from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
-from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix
-from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_, new_dense_state, state_keys
+from hmt_deepspeed.optim.rules.dense import (
+    DenseKeys,
+    DenseState,
+    SmallParameter,
+    dense_adamw_,
+    new_dense_state,
+)
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.optim.settings.assign import Assignment
@@ -35,14 +40,14 @@ class ParameterRow(NamedTuple):
 
 
 class Slot:
-    """Rule, states and step of one parameter.
+    """Rule, gradient, weight and states of one parameter.
 
     Args:
         param: fp32, bf16 or fp16.
         assigned: its rule.
         seed: of the random draws. state_dtype: of dense moments.
         rounded: bf16 weights have no fp32 master and are rounded stochastically.
-        state: where the master goes, the optimizer's ``state[param]``.
+        state: where the master goes, the optimizer's ``state[param]``. group: its parameter group.
 
     Attributes:
         matrix: of a matrix rule, else None. dense: moments of dense AdamW, once it has stepped.
@@ -59,7 +64,9 @@ class Slot:
         state_dtype: str,
         rounded: bool,
         state: dict[str, Any],
+        group: dict[str, Any],
     ) -> None:
+        self.group = group
         self.param, self.assigned, self.state = param, assigned, state
         self.seed = seed
         self.state_dtype = state_dtype
@@ -77,6 +84,22 @@ class Slot:
             )
 
     @property
+    def kind(self) -> Hashable:
+        """Equal for slots whose matrices may be in one stack: hyperparameters, and where the weights are."""
+        encoded = self.encoded is not None
+        return id(self.group), self.assigned.lr_scale, self.param.dtype, encoded, self.rounded
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """lr, betas, eps and weight_decay of its step."""
+        return self.assigned.hyper(self.group)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether an fp32 master is beside weights of 16 bits."""
+        return not (self.rounded or self.param.dtype == torch.float32)
+
+    @property
     def name(self) -> str:
         return self.assigned.name
 
@@ -90,13 +113,16 @@ class Slot:
     # -- gradient -------------------------------------------------------------------------------
 
     def prepare(self, step: int, due: bool) -> None:
-        """Open the accumulation window of a step: set what backward projects on, or nothing before a refresh."""
+        """Open the accumulation window of a step, before whose end the basis is found where that is due."""
         assert self.matrix is not None
         self.due = due
         if not due:
             self.matrix.prepare(step)
-        if self.linear is not None:
-            self.linear.projection = None if due else stored_projection(self.matrix)
+
+    def project(self) -> None:
+        """Let backward project on the columns of the coming step."""
+        if self.linear is not None and self.matrix is not None:
+            self.linear.projection = None if self.due else stored_projection(self.matrix)
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
@@ -118,16 +144,19 @@ class Slot:
         return [g for g in (pending, self.param.grad) if g is not None]
 
     def reduced(self) -> Tensor | None:
-        """The accumulated gradient as the rule takes it: rows x width; None without a gradient.
-
-        Fresh memory, except for the whole gradient of a rule that takes it.
-        """
+        """The accumulated gradient as the rule takes it: rows x width; None without a gradient."""
         assert self.matrix is not None
         gradient = self.full_gradient()
         if self.matrix.takes_whole:
-            return gradient
-        pending = None if self.linear is None else self.linear.pending
-        total = None if pending is None else pending.float()
+            # p.grad stays the user's
+            return (
+                None
+                if gradient is None
+                else torch.empty_like(
+                    gradient, dtype=torch.float32, memory_format=torch.contiguous_format
+                ).copy_(gradient)
+            )
+        total = None if self.linear is None else self.linear.pending
         if gradient is not None:
             columns = self.matrix.projection
             assert columns is not None
@@ -135,68 +164,28 @@ class Slot:
             total = part if total is None else total + part
         return total
 
-    def square_norm(self) -> Tensor | None:
-        """Squared norm of the gradient, estimated when projected; 0-dim fp32."""
-        if self.matrix is None:
-            gradient = self.param.grad
-            if gradient is None:
-                return None
-            return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
-        reduced = self.reduced()
-        if reduced is None:
-            return None
-        return self.matrix.square_norm(self.matrix.measure(reduced, slice(None)))
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward has left one since the last step."""
+        return self.param.grad is not None or (
+            self.linear is not None and self.linear.pending is not None
+        )
 
     # -- step -----------------------------------------------------------------------------------
 
-    def step(self, group: Mapping[str, Any], step: int, clipped: Tensor | float = 1.0) -> None:
-        """Update the weight; without a gradient nothing happens.
-
-        Args:
-            clipped: what clipping has multiplied the gradient by.
-        """
-        hyper = self.assigned.hyper(group)
-        if self.matrix is not None:
-            self._step_matrix(self.matrix, hyper, step, clipped)
-        elif self.param.grad is not None:
-            self._step_dense(self.param.grad, hyper, step)
-
-    def _step_matrix(
-        self, matrix: MatrixRule, hyper: Mapping[str, Any], step: int, clipped: Tensor | float
+    def apply_whole(
+        self, update: Tensor, lr: float | Tensor, decay: float, step: int, scale: Tensor
     ) -> None:
-        reduced = self.reduced()
-        if reduced is None:
-            return
-        if self.linear is not None:
-            self.linear.take()
-        matrix.observe(matrix.measure(reduced, slice(None)), clipped)
-        if matrix.takes_whole:
-            reduced = reduced.to(torch.float32, copy=True)  # p.grad stays the user's
-        update, sums = matrix.advance(reduced, 1.0, betas=hyper["betas"], eps=hyper["eps"])
-        update = matrix.finish(update, sums)
-        lr, decay = hyper["lr"], hyper["weight_decay"]
-        key = matrix.rounding_key(step)
-        left, right = update, matrix.projection
-        if matrix.transposed:  # B U^T instead of U B^T
-            left, right = (update.t(), None) if right is None else (right, update)
-        if self.encoded is None:
-            self._apply(left, right, lr, decay, key)
-        elif right is None:
-            self.encoded.update_whole_(left, lr, decay, key)
+        """``W <- (1 - lr wd) W - lr scale update``, of the weight's shape; nothing where the scale is zero."""
+        key = host_step_key(base_key(self.seed, self.name), step, Stream.WEIGHT_ROUNDING)
+        if self.encoded is not None:
+            self.encoded.update_whole_(update, lr, decay, key, scale)
+        elif self.rounded:
+            apply_whole_rounded_(self.param, update, lr, decay, key, scale=scale)
         else:
-            self.encoded.update_(left, right, lr, decay, key)
-
-    def _apply(self, left: Tensor, right: Tensor | None, lr: float, decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr left right^T``; ``left`` is the whole update without ``right``."""
-        weight = self._writable()
-        if right is None:
-            if self.rounded:
-                apply_whole_rounded_(weight, left, lr, decay, key)
-            else:
-                apply_whole_(weight, left, lr, decay)
-        else:
-            low_rank_update_(weight, left, right, lr, decay, key)
-        self._write_back(weight)
+            weight = self.writable()
+            apply_whole_(weight, update, lr, decay, scale)
+            self.write_back(weight)
 
     def _dense_state(self) -> DenseState:
         if self.dense is None:
@@ -206,30 +195,39 @@ class Slot:
             )
         return self.dense
 
-    def _step_dense(self, gradient: Tensor, hyper: Mapping[str, Any], step: int) -> None:
-        weight = self._writable()
-        dense_adamw_(
-            weight.view(-1),
-            gradient.reshape(-1),
-            self._dense_state(),
-            factor=None,
-            key=keyed_seed(self.seed, self.name, "round", step),
-            state_keys=state_keys(self.seed, self.name, step),
-            **hyper,
-        )
-        self._write_back(weight)
+    def step_dense(self, step: int, hyper: Mapping[str, Any]) -> None:
+        """AdamW's step of a parameter without a matrix rule.
 
-    def _writable(self) -> Tensor:
+        Args:
+            hyper: lr, betas, eps, weight_decay.
+        """
+        weight, gradient = self.writable(), self.param.grad
+        assert gradient is not None
+        keys = DenseKeys.of(base_key(self.seed, self.name), step)
+        flat = weight.view(-1), gradient.reshape(-1)
+        dense_adamw_(*flat, self._dense_state(), keys, **hyper)
+        self.write_back(weight)
+
+    def as_small(self) -> SmallParameter:
+        """The parameter for a step with others."""
+        weight, copy = self.writable().view(-1), None
+        if self.has_master:
+            copy = self.param.detach().contiguous().view(-1)
+        gradient = None if self.param.grad is None else self.param.grad.reshape(-1)
+        return SmallParameter(weight, gradient, self._dense_state(), copy)
+
+    def writable(self) -> Tensor:
         """Contiguous target of the update: the weights themselves or an fp32 master."""
-        if self.rounded or self.param.dtype == torch.float32:
+        if not self.has_master:
             return self.param.contiguous()
         if "master" not in self.state:
             self.state["master"] = self.param.detach().float().contiguous()
         return self.state["master"]
 
-    def _write_back(self, weight: Tensor) -> None:
-        if weight is not self.param:
-            self.param.copy_(weight)
+    def write_back(self, new: Tensor) -> None:
+        """Give the parameter new values that are elsewhere: a master's, or those of a contiguous copy."""
+        if new.data_ptr() != self.param.data_ptr():
+            self.param.copy_(new.view(self.param.shape))
 
     # -- table and checkpoint -------------------------------------------------------------------
 

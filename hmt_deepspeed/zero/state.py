@@ -36,7 +36,7 @@ class ZeroState:
         host: updates what lives in host memory or on an SSD; None where nothing does.
         bases: stores them between their uses. basis_groups: matrices that share one.
         loss_scaler: DeepSpeed's.
-        step_count: optimizer steps taken; a skipped one does not count.
+        step_count: optimizer steps begun, skipped ones included.
     """
 
     carrier: HMT

@@ -44,7 +44,9 @@ def stub_kernels() -> None:
     for found in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{found.name}")
         for name in list(vars(module)):
-            if name.endswith("_reference_") or name == "stochastic_round_reference":
+            if name.endswith("moment_update_reference_"):  # gives norms of rows
+                setattr(module, name, lambda gradient, *args, **how: gradient[..., 0])
+            elif name.endswith("_reference_") or name == "stochastic_round_reference":
                 setattr(module, name, lambda *args, **kwargs: None)
     noise.normals_reference = lambda keys, rows, columns: torch.randn(len(keys), rows, columns)
 

@@ -135,6 +135,10 @@ class Recorder(TorchDispatchMode):
             self._waited("index by a mask")
             args = (args[0], _without_masks(args[1]))
         pins = kwargs.pop("pin_memory", False) if name in ALLOCATIONS else False
+        if (
+            func is torch.ops.aten._fused_adamw_.tensor_lr
+        ):  # nothing but the other overload knows shapes alone
+            func, kwargs = torch.ops.aten._fused_adamw_.default, {**kwargs, "lr": 0.0}
         out = func(*args, **kwargs)
         if pins:
             self.pin(out)
@@ -246,6 +250,8 @@ def _num_launches(func: Any, name: str, args: Sequence[Any]) -> int:
         return 0
     if name.startswith(("_foreach_", "_fused_")):
         lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        if name.startswith("_fused_"):  # counts of steps are no part of the tensors that are cut
+            lists = [tensors for tensors in lists if any(t.dim() for t in tensors)]
         returned = 0 if name.endswith("_") else 1
         return _num_foreach_launches(name, lists, returned)
     if name == "cat":

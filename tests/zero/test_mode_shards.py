@@ -86,7 +86,7 @@ def _held(name: str, stage: int) -> dict[str, Any]:
 
 def _length_of_sums(matrix: Any) -> int:
     """Of what the table says that a rule adds up over rows."""
-    asked = (True, False) if matrix.limits else (True,)
+    asked = (True, False) if matrix.STACK([matrix]).limits else (True,)
     rule, sizes = matrix.settings.rule, (*matrix.shape, matrix.rank)
     return sum(sum(rule.sum_lengths(early, *sizes).values()) for early in asked)
 

@@ -19,8 +19,9 @@ from training import PAPERS_RULE, assert_same_run, tiny_llama
 
 from hmt_deepspeed import HMT
 from hmt_deepspeed.config import HMTConfig
-from hmt_deepspeed.optim.bases.basis import keyed_seed
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
+from hmt_deepspeed.optim.rules.stack import Change
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -63,14 +64,8 @@ TOY = Rule(
 class Momentum(KeptStates):
     """``M <- beta M + (1 - beta) A``, rows x r."""
 
-    def __init__(self, momentum: StateTensor, name: str) -> None:
-        self.momentum, self.name, self.steps = momentum, name, 0
-
-    def advance(self, projected: Tensor, beta: float) -> Tensor:
-        self.steps += 1
-        mean = self.momentum.read().lerp(projected, 1 - beta)
-        self.momentum.write(mean, keyed_seed(0, self.name, "momentum", self.steps))
-        return self.momentum.read()
+    def __init__(self, momentum: StateTensor) -> None:
+        self.momentum, self.steps = momentum, 0
 
     def states(self) -> dict[str, StateTensor]:
         return {"momentum": self.momentum}
@@ -93,33 +88,46 @@ class Momentum(KeptStates):
         self.steps = int(state["steps"])
 
 
-class ToyMatrix(ProjectedMatrix):
-    """``W <- (1 - lr wd) W - lr M / sqrt(tr M^T M) Q^T``."""
-
-    moments: Momentum
-
-    def _new_states(self) -> Momentum:
-        shape = (self.num_rows, self.rank)
-        return Momentum(StateTensor(shape, self.state_dtype, True, self.device), self.name)
+class ToyStack(ProjectedStack):
+    """``W <- (1 - lr wd) W - lr M / sqrt(tr M^T M) Q^T`` of matrices alike."""
 
     def advance(
         self,
         gradient: Tensor,
-        factor: Tensor | float,
+        factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
+        step: int,
         counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        gradient = gradient.float().mul_(factor)
-        momentum = self.moments.advance(gradient[:, : self.rank], betas[0])
-        held = momentum[counted]
-        gradient[:, : self.rank], gradient[:, self.rank :] = momentum, 0
-        return gradient, (held.t() @ held).flatten()
+        each, state = factor.view(-1, 1, 1), self.state("momentum")
+        inside = torch.where(each != 0, gradient[..., : self.rank] * each, 0.0)
+        momentum = state.read()
+        momentum.lerp_(inside, (each != 0) * (1 - betas[0]))
+        if momentum is not state.data:
+            state.write_many(momentum, self.keys(step, Stream.FIRST_STATE), factor)
+        update = torch.zeros_like(gradient, dtype=torch.float32)
+        update[..., : self.rank] = momentum
+        held = momentum[:, counted]
+        return update, (held.transpose(1, 2) @ held).flatten(1)
 
-    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
-        gram = self.named(sums, early=False)["gram"].view(self.rank, self.rank)
-        return update.mul_(self.scale / gram.trace().sqrt().clamp_min(1e-12))
+    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+        gram = self.named(sums, early=False)["gram"].unflatten(1, (self.rank, self.rank))
+        trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
+        scale = (factor != 0) * self.first.scale / trace.sqrt().clamp_min(1e-12)
+        return Change(update, torch.stack((scale, scale), dim=1))
+
+
+class ToyMatrix(ProjectedMatrix):
+    """States of one matrix."""
+
+    STACK = ToyStack
+    moments: Momentum
+
+    def _new_states(self) -> Momentum:
+        shape = (self.num_rows, self.rank)
+        return Momentum(StateTensor(shape, self.state_dtype, True, self.device))
 
     @property
     def scale(self) -> float:

@@ -11,7 +11,7 @@ one NaN seen m x n times, so that whoever reads the weight past the module notic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from hmt_deepspeed import ownership
 from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.kernels.chunks import row_chunks
-from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_update_
+from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_updates_
 from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.optim.settings.assign import tied_weights
 
@@ -98,23 +99,26 @@ class Int8Weight:
         for chunk in row_chunks(*self.codes.shape):
             self._encode_rows(chunk, value[chunk].to(self.codes.device, torch.float32), None)
 
-    def update_(
-        self, left: Tensor, right: Tensor, lr: float, weight_decay: float, key: int
+    def update_whole_(
+        self,
+        update: Tensor,
+        lr: float | Tensor,
+        weight_decay: float,
+        key: Key,
+        scale: Tensor | None = None,
     ) -> None:
-        """``W <- (1 - lr wd) W - lr left right^T``, rounded stochastically.
-
-        Args:
-            left: m x w. right: n x w. key: seed of the rounding, a new one every step.
-        """
-        int8_low_rank_update_(self.codes, self.scales, left, right, lr, weight_decay, key)
-        self._written()
-
-    def update_whole_(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr update`` for an m x n fp32 update, rounded stochastically."""
+        """``W <- (1 - lr wd) W - lr scale update`` for an m x n fp32 update, rounded stochastically; see
+        :func:`apply_whole_`."""
         for chunk in row_chunks(*self.codes.shape):
             value = self.decode_rows(chunk.start, chunk.stop)
-            apply_whole_(value, update[chunk], lr, weight_decay)
+            apply_whole_(value, update[chunk], lr, weight_decay, scale)
+            kept = (
+                None if scale is None else (self.codes[chunk].clone(), self.scales[chunk].clone())
+            )
             self._encode_rows(chunk, value, key)
+            if scale is not None and kept is not None:  # encoded once more they might be others
+                for now, before in zip((self.codes[chunk], self.scales[chunk]), kept, strict=True):
+                    now.copy_(torch.where(scale != 0, now, before))
 
     def load_(self, codes: Tensor, scales: Tensor) -> None:
         """Take codes and scales as they are.
@@ -130,7 +134,7 @@ class Int8Weight:
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
-    def _encode_rows(self, chunk: slice, value: Tensor, key: int | None) -> None:
+    def _encode_rows(self, chunk: slice, value: Tensor, key: Key | None) -> None:
         offset = chunk.start * self.codes.shape[1]
         self.codes[chunk], self.scales[chunk] = encode_weight(value.contiguous(), key, offset)
 
@@ -141,6 +145,25 @@ class Int8Weight:
 
 
 # -- modules --------------------------------------------------------------------------------------
+
+
+def update_together_(
+    encoded: Sequence[Int8Weight],
+    update: Tensor,
+    projections: Sequence[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+    **how: Any,
+) -> None:
+    """Low-rank updates of weights of one shape, rounded stochastically.
+
+    Args:
+        how: rank, column_scale, keys and transposed of :func:`int8_low_rank_updates_`, which says what the rest is.
+    """
+    codes, scales = [one.codes for one in encoded], [one.scales for one in encoded]
+    int8_low_rank_updates_(codes, scales, update, projections, lr, weight_decay, **how)
+    for one in encoded:
+        one._written()
 
 
 def encoded_weight(module: nn.Module) -> Int8Weight | None:

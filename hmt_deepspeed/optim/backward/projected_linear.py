@@ -102,6 +102,7 @@ class ProjectedLinear:
         projection: n x width columns for the coming window (m x width when ``transposed``), a function
             that makes them anew for each use, or None for an ordinary backward.
         transposed: the weight is projected from the left; what backward leaves is n x width.
+        room: gives memory for the window's product, fp32, or None; None for new memory.
         span: this linear's columns in the group's product, half-open.
     """
 
@@ -110,6 +111,7 @@ class ProjectedLinear:
         self.projection: Tensor | Callable[[], Tensor] | None = None
         self.span = (0, 0)
         self.group = InputGroup(self)
+        self.room: Callable[[], Tensor | None] | None = None
         self._pending: Tensor | None = None
 
     @property
@@ -132,7 +134,8 @@ class ProjectedLinear:
 
     def add(self, delta: Tensor, features: Tensor) -> None:
         """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed linear, n x width)."""
-        self._pending = add_gradient_product(self._pending, delta, features)
+        room = None if self.room is None or self._pending is not None else self.room()
+        self._pending = add_gradient_product(self._pending, delta, features, room)
 
     def take(self) -> Tensor | None:
         """The products since the last call, summed, or None."""

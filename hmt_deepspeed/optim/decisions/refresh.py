@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases, stacked_gradient
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.optim.slot import Slot
 
@@ -40,6 +41,7 @@ class BasisRefreshes:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
         self.slots: list[Slot] = []
+        self._draws = ProbeDraws()
         self.groups: list[list[int]] = []
         self.schedule = RefreshSchedule((), 1, 0)
         self.policy = build_policy((), options)
@@ -97,6 +99,9 @@ class BasisRefreshes:
                 slot.redraw(self.schedule.num_refreshes[index])
                 self.schedule.refreshed(index, step)
             slot.prepare(step, index in due)
+        self._draws.draw((slot.matrix for slot in self.slots if slot.matrix is not None), step)
+        for slot in self.slots:
+            slot.project()
         shared.lay_out()
 
     def find(self, step: int) -> None:
@@ -190,3 +195,4 @@ def _adopt(
     for slot, matrix in zip(slots, matrices, strict=True):
         matrix.prepare(step, found is not None)
         slot.due = False
+    ProbeDraws().draw(matrices, step)

@@ -17,22 +17,82 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
-from hmt_deepspeed.optim.rules.formulas import growth_factor
+from hmt_deepspeed.optim.rules.adam import direct_
+from hmt_deepspeed.optim.rules.formulas import growth_factor, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
+from hmt_deepspeed.optim.rules.stack import Change, Stack
 
-__all__ = ["ApolloMatrix", "ApolloMiniMatrix"]
+__all__ = ["ApolloMatrix", "ApolloMiniMatrix", "ApolloStack"]
 
 _EPS = 1e-8  # beside ||R_j||, as published
 
 
+class ApolloStack(Stack):
+    """Steps of matrices alike under :class:`ApolloMatrix`."""
+
+    first: ApolloMatrix
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """``||G||^2``."""
+        return square_norms(gradient[:, counted]).unsqueeze(1)
+
+    def square_norms(self, sums: Tensor) -> Tensor:
+        return sums[:, 0]
+
+    def observe(
+        self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
+    ) -> None:
+        """Nothing is smoothed."""
+
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        step: Tensor,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """The rows times their channel scale (one for the tensor: unscaled), and sums over rows:
+        ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
+        each = factor.view(-1, 1, 1)
+        gradient = torch.where(each != 0, gradient.float() * each, 0.0)
+        drawn = [m.seeded_basis(m.rank, m.draw) for m in self.members]
+        projected = gradient @ torch.stack(drawn)
+        directions = projected.clone()
+        direct_(self, directions, (factor != 0).float(), betas, eps, step)
+        moved, seen = directions.norm(dim=2), projected.norm(dim=2)
+        if not self.first.per_tensor:
+            gradient *= (moved / (seen + _EPS)).unsqueeze(2)
+        squares = (moved.square(), seen.square(), gradient.square().sum(dim=2))
+        return gradient, torch.stack(squares, dim=2)[:, counted].sum(dim=1)
+
+    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+        """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
+        moved, seen, square = sums.unbind(dim=1)
+        norm, scale = square.sqrt(), torch.full_like(factor, self.first.scale**0.5)
+        if self.first.per_tensor:
+            ratio = moved.sqrt() / (seen.sqrt() + _EPS)
+            scale, norm = scale * ratio, norm * ratio
+        # As published, the norm is that of the step before Adam's bias correction.
+        correction = self["evidence"][:, 0].sqrt() / self["first_evidence"]
+        uncorrected, before = norm / correction, self["limited_norm"]
+        limit = growth_factor(uncorrected, before)
+        before.copy_(torch.where(factor != 0, uncorrected * limit, before))
+        scale = torch.where(factor != 0, scale * limit, 0.0)
+        return Change(update, torch.stack((scale, scale), dim=1))
+
+
 class ApolloMatrix(MatrixRule):
-    """States and step of one matrix under APOLLO.
+    """States of one matrix under APOLLO.
 
     Attributes:
         draw: number of the projection in force; a new one is drawn every ``update_interval`` steps.
     """
 
+    STACK = ApolloStack
     per_tensor: ClassVar[bool] = False  # whether the scale is one of the tensor
 
     moments: Moments
@@ -68,55 +128,6 @@ class ApolloMatrix(MatrixRule):
         """Projection ``number``, n x rank fp32, entries N(0, 1/rank)."""
         keys = step_keys(self._base_key, number, Stream.AUXILIARY_SPACE)
         return normals(keys, self.shape[1], rank)[0].div_(rank**0.5)
-
-    # -- step -----------------------------------------------------------------------------------
-
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """``||G||^2``."""
-        norm = torch.linalg.vector_norm(gradient[counted], dtype=torch.float32)
-        return norm.square().view(1)
-
-    def square_norm(self, sums: Tensor) -> Tensor:
-        return sums[0]
-
-    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        return sums[0]
-
-    def advance(
-        self,
-        gradient: Tensor,
-        factor: Tensor | float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        """The rows times their channel scale (one for the tensor: unscaled), and sums over rows:
-        ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
-        gradient = gradient.float().mul_(factor)
-        projected = gradient @ self.seeded_basis(self.rank, self.draw)
-        direction = self.moments.advance(projected, betas=betas, eps=eps)
-        moved, seen = direction.norm(dim=1), projected.norm(dim=1)
-        if not self.per_tensor:
-            gradient *= (moved / (seen + _EPS)).unsqueeze(1)
-        squares = (moved.square(), seen.square(), gradient.square().sum(dim=1))
-        return gradient, torch.stack(squares, dim=1)[counted].sum(dim=0)
-
-    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
-        """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
-        moved, seen, square = sums
-        norm = square.sqrt()
-        if self.per_tensor:
-            ratio = moved.sqrt() / (seen.sqrt() + _EPS)
-            update *= ratio
-            norm = norm * ratio
-        # As published, the norm is that of the step before Adam's bias correction.
-        correction = self.moments.evidence[0].sqrt() / self.moments.first_evidence
-        uncorrected = norm / correction
-        factor = growth_factor(uncorrected, self.limited_norm)
-        update *= factor
-        self.limited_norm.copy_(uncorrected * factor)
-        return update.mul_(self.scale**0.5)
 
     @property
     def scale(self) -> float:

@@ -16,27 +16,27 @@ class Columns:
 
     Attributes:
         owner: name of the matrix whose bytes they count as.
-        whole: n x (r + k); None where whole gradient rows are taken.
-        basis: the first r columns of ``whole``, or all there is; None where it is redrawn from a seed, and for
-            full rank.
+        rank: r. whole: n x (r + k), or n x r where there are no probes; None where whole gradient rows are taken
+            without a basis and where it is redrawn from a seed.
         local: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta tensor while
             they are in host memory.
         fetch: brings the whole from host memory, where no other process has a part of it.
     """
 
     owner: str
+    rank: int = 0
     whole: Tensor | None = None
-    basis: Tensor | None = None
     local: Tensor | None = None
     fetch: Callable[[], Tensor] | None = None
+
+    @property
+    def basis(self) -> Tensor | None:
+        """The first r columns of the whole: a view."""
+        return None if self.whole is None else self.whole[:, : self.rank]
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor on the device by ``place`` of it, the same values elsewhere."""
         if self.local is not None:
             self.local = self.local if self.local.is_meta else place(self.local)
         elif self.whole is not None:
-            width = 0 if self.basis is None else self.basis.shape[1]
             self.whole = place(self.whole)
-            self.basis = self.whole[:, :width]
-        elif self.basis is not None:
-            self.basis = place(self.basis)

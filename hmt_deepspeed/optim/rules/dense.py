@@ -3,21 +3,46 @@ and states no fp32 copy is ever whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.noise import Key, Stream, host_step_key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
-from hmt_deepspeed.optim.bases.basis import keyed_seed
 from hmt_deepspeed.optim.rules.formulas import adamw_
 from hmt_deepspeed.optim.rules.state import StateTensor
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
-__all__ = ["DenseState", "dense_adamw_", "new_dense_state", "state_keys"]
+__all__ = [
+    "DenseKeys",
+    "DenseState",
+    "SmallParameter",
+    "dense_adamw_",
+    "dense_adamw_together_",
+    "new_dense_state",
+]
 
 DenseState = tuple[StateTensor, StateTensor, Tensor]  # exp_avg, exp_avg_sq, 0-dim fp32 steps taken
 
-# fp32 elements of each of four tensors alive at once: 16 MiB. Whole blocks of an INT8 state.
-CHUNK_ELEMENTS = 1 << 22
+# fp32 elements of each of four tensors alive at once, on a CPU and elsewhere: 16 and 128 MiB. Whole blocks of an
+# INT8 state.
+CHUNK_ELEMENTS = {True: 1 << 22, False: 1 << 25}
+
+
+class DenseKeys(NamedTuple):
+    """Keys of the rounding of a parameter's weights and of its two moments at a step."""
+
+    weight: Key
+    exp_avg: Key
+    exp_avg_sq: Key
+
+    @classmethod
+    def of(cls, base: int, step: int) -> DenseKeys:
+        """Those of a :func:`hmt_deepspeed.kernels.noise.base_key` and a step."""
+        streams = (Stream.WEIGHT_ROUNDING, Stream.FIRST_STATE, Stream.SECOND_STATE)
+        return cls(*(host_step_key(base, step, stream) for stream in streams))
 
 
 def new_dense_state(
@@ -29,22 +54,77 @@ def new_dense_state(
     return first, second, torch.zeros((), device=device)
 
 
-def state_keys(seed: int, name: str, step: int) -> tuple[int, int]:
-    """Seeds of the rounding of a parameter's two moments at a step."""
-    first, second = (keyed_seed(seed, name, "state", which, step) for which in (0, 1))
-    return first, second
+class SmallParameter(NamedTuple):
+    """A parameter, or a shard of one, that steps together with others.
+
+    Attributes:
+        weight: flat, contiguous, fp32. gradient: flat, of any float dtype; None is zero. state: fp32.
+        copy: of 16 bits, contiguous, of as many elements: is given the new values. Or None.
+    """
+
+    weight: Tensor
+    gradient: Tensor | None
+    state: DenseState
+    copy: Tensor | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may step with others: fp32, and small enough for an fp32 gradient whole."""
+        stored = {self.weight.dtype, *(state.dtype for state in self.state[:2])}
+        small = self.weight.numel() <= CHUNK_ELEMENTS[self.weight.device.type == "cpu"]
+        return small and stored == {torch.float32, "fp32"}
+
+
+def dense_adamw_together_(
+    params: Sequence[SmallParameter],
+    *,
+    factor: Tensor | None = None,
+    taken: Tensor | None = None,
+    **hyper: Any,
+) -> None:
+    """:func:`dense_adamw_` of several parameters that fit, in a few launches for all.
+
+    Args:
+        factor, taken: as there. hyper: lr, betas, eps, weight_decay.
+    """
+    weights = [param.weight for param in params]
+    gradients = [torch.empty_like(weight) for weight in weights]
+    there = [
+        (g, p.gradient) for g, p in zip(gradients, params, strict=True) if p.gradient is not None
+    ]
+    missing = [g for g, p in zip(gradients, params, strict=True) if p.gradient is None]
+    if there:
+        torch._foreach_copy_([g for g, _ in there], [given for _, given in there])
+    if missing:
+        torch._foreach_zero_(missing)
+    if factor is not None:
+        torch._foreach_mul_(gradients, factor)
+    firsts, seconds, steps = zip(*(param.state for param in params), strict=True)
+    adamw_(
+        weights,
+        gradients,
+        [first.data for first in firsts],
+        [second.data for second in seconds],
+        list(steps),
+        **hyper,
+        skipped=None if taken is None else (~taken).float(),
+    )
+    copied = [param for param in params if param.copy is not None]
+    if copied:
+        targets = [param.copy for param in copied if param.copy is not None]
+        torch._foreach_copy_(targets, [param.weight for param in copied])
 
 
 def dense_adamw_(
     weight: Tensor,
     gradient: Tensor | None,
     state: DenseState,
+    keys: DenseKeys,
     *,
-    factor: Tensor | None,
-    key: int,
-    state_keys: tuple[int, int],
+    factor: Tensor | None = None,
+    taken: Tensor | None = None,
     offset: int = 0,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -56,13 +136,15 @@ def dense_adamw_(
         gradient: flat, of any float dtype, and scaled in place where it is fp32; None is zero.
         state: of as many elements.
         factor: what the gradient is multiplied by, 0-dim; None for nothing.
-        key: seed of the weight's rounding. state_keys: see :func:`state_keys`.
+        taken: 0-dim bool; where it is false nothing changes, whatever the gradient holds. None for true.
         offset: of the first element in the whole parameter, so that shards of one round alike.
     """
     first, second, step = state
     before = step.clone()
-    for begin in range(0, weight.numel(), CHUNK_ELEMENTS):
-        part = weight[begin : begin + CHUNK_ELEMENTS]
+    skipped = None if taken is None else (~taken).float()
+    chunk = CHUNK_ELEMENTS[weight.device.type == "cpu"]
+    for begin in range(0, weight.numel(), chunk):
+        part = weight[begin : begin + chunk]
         end = begin + part.numel()
         if gradient is None:
             grad = torch.zeros_like(part, dtype=torch.float32)
@@ -72,17 +154,19 @@ def dense_adamw_(
         moments = first.read_part(begin, end), second.read_part(begin, end)
         values = part.float()
         adamw_(
-            values,
-            grad.contiguous(),
-            *moments,
-            step.copy_(before),  # every chunk takes the same step
+            [values],
+            [grad.contiguous()],
+            [moments[0]],
+            [moments[1]],
+            [step.copy_(before)],  # every chunk takes the same step
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            skipped=skipped,
         )
-        first.write_part(begin, moments[0], state_keys[0])
-        second.write_part(begin, moments[1], state_keys[1])
+        first.write_part(begin, moments[0], keys.exp_avg, taken)
+        second.write_part(begin, moments[1], keys.exp_avg_sq, taken)
         if part.dtype == torch.bfloat16:
-            stochastic_round(values, part, key, offset + begin)
-    step.copy_(before + 1)
+            stochastic_round(values, part, keys.weight, offset + begin)
+    step.copy_(before + (1 if taken is None else taken))

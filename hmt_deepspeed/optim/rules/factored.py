@@ -12,17 +12,21 @@ others and stays.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.factored_moment_update import factored_direction_
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
+from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.optim.rules.adam import count_
+from hmt_deepspeed.optim.rules.formulas import square_norms
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, Moments, PreviousMoments
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
-__all__ = ["FactoredMatrix", "FactoredMoments"]
+__all__ = ["FactoredMatrix", "FactoredMoments", "FactoredStack"]
 
 ROW_MEANS, MEAN = "exp_avg_sq_row", "exp_avg_sq_mean"
 _TINY = torch.finfo(torch.float32).tiny
@@ -34,10 +38,7 @@ class FactoredMoments(Moments):
     Attributes:
         exp_avg_sq: the column means over all rows, 1 x r. row_means: of the rows held here, rows x 1.
         mean: of everything, 0-dim. All are fp32 running means, uncorrected.
-        column_squares: ``mean_i A_ij^2`` over all rows of the coming step, (r,) fp32; the caller's to give.
     """
-
-    column_squares: Tensor
 
     def __init__(
         self, shape: tuple[int, int], dtype: str, device: torch.device, name: str, seed: int
@@ -65,31 +66,13 @@ class FactoredMoments(Moments):
     def nbytes(self) -> int:
         return super().nbytes + self.row_means.nbytes + self.mean.nbytes
 
-    def advance(self, projected: Tensor, *, betas: tuple[float, float], eps: float) -> Tensor:
-        self._count(betas)
-        first, columns, total = self.exp_avg.read(), self.exp_avg_sq.data, self.mean.data
-        columns.lerp_(self.column_squares.unsqueeze(0), 1 - betas[1])
-        total.lerp_(self.column_squares.mean(), 1 - betas[1])
-        roots = (columns / self.evidence).div_(total.clamp_min(_TINY)).sqrt_()
-        direction = factored_direction_(
-            projected,
-            first,
-            self.row_means.data.view(-1),
-            roots.view(-1),
-            self.first_evidence,
-            *betas,
-            eps,
-        )
-        self._write(first, columns)
-        return direction
-
     def column_energies(self, counted: slice) -> Tensor:
         held = len(range(*counted.indices(self.exp_avg.shape[0])))
         return (self.exp_avg_sq.data / self.evidence).squeeze(0) * held
 
     # -- change of basis ------------------------------------------------------------------------
 
-    def as_previous(self) -> PreviousMoments:
+    def _now(self) -> PreviousMoments:
         return PreviousMoments(
             None, self.exp_avg_sq, self.evidence, self.first_evidence, self.steps
         )
@@ -108,40 +91,78 @@ class FactoredMoments(Moments):
         )
 
 
-class FactoredMatrix(LowRankMatrix):
-    """A one-sided projection with :class:`FactoredMoments`.
+class FactoredStack(LowRankStack):
+    """Steps of matrices alike under :class:`FactoredMatrix`.
 
     The column means are over all rows, so the sums of :meth:`measure` hold the columns' squares too, and their
     holders see one second moment.
     """
 
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Squared norms of ``A`` and of the rest, then of each column of ``A``."""
+        own = gradient[:, counted]
+        if not self.takes_whole:
+            images = own[..., : self.rank]
+        else:
+            images = own if self.first.full_rank else self._images(own)
+        columns = torch.linalg.vector_norm(images, dim=1, dtype=torch.float32).square_()
+        inside = columns.sum(dim=1)
+        if self.takes_whole:
+            outside = (square_norms(own) - inside).clamp_min(0)
+        else:
+            outside = square_norms(own[..., self.rank :])
+        return torch.cat((torch.stack((inside, outside), dim=1), columns), dim=1)
+
+    def observe(
+        self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
+    ) -> None:
+        self._column_squares = self.named(sums, early=True)["columns"] / self.shape[0]
+        super().observe(sums, scale, taken)
+
+    def direct(
+        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> Tensor:
+        count_(self, factor, betas)
+        each = self._factor.unsqueeze(1)
+        squares = torch.where(each != 0, self._column_squares * each.square(), 0.0)
+        share = (factor != 0).float().unsqueeze(1) * (1 - betas[1])
+        columns, total = self[f"{COLUMN_MEANS}.data"].squeeze(1), self[f"{MEAN}.data"]
+        columns.lerp_(squares, share)
+        total.lerp_(squares.mean(dim=1), share.squeeze(1))
+        roots = (columns / self["evidence"]).div_(total.clamp_min(_TINY).unsqueeze(1)).sqrt_()
+        keys = partial(self.keys, step, Stream.FIRST_STATE)
+        return factored_moment_update_(
+            gradient,
+            self.state("exp_avg").stored(gradient.shape[1], keys),
+            self[f"{ROW_MEANS}.data"].squeeze(2),
+            roots,
+            self["first_evidence"],
+            *betas,
+            eps,
+            factor=factor,
+            residual_scale=self.residual_scale(),
+        )
+
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        step: Tensor,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        self._factor = factor
+        return super().advance(gradient, factor, betas=betas, eps=eps, step=step, counted=counted)
+
+
+class FactoredMatrix(LowRankMatrix):
+    """A one-sided projection with :class:`FactoredMoments`."""
+
+    STACK = FactoredStack
     moments: FactoredMoments
 
     def _new_states(self) -> FactoredMoments:
         shape = (self.num_rows, self.rank)
         return FactoredMoments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
-
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """Squared norms of ``A`` and of the rest, then of each column of ``A``."""
-        own = gradient[counted].float()
-        inside = self._inside(own)
-        columns = inside.square().sum(dim=0)
-        inside_square = columns.sum()
-        rest = self._rest_square(own, inside, inside_square)
-        return torch.cat((torch.stack((inside_square, rest)), columns))
-
-    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        self._column_squares = self.named(sums, early=True)["columns"] / self.shape[0]
-        return super().observe(sums, scale)
-
-    def advance(
-        self,
-        gradient: Tensor,
-        factor: Tensor | float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        self.moments.column_squares = self._column_squares * factor**2
-        return super().advance(gradient, factor, betas=betas, eps=eps, counted=counted)

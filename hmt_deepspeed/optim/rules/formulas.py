@@ -6,6 +6,8 @@ Shapes: a rule sees the rows of a matrix that the caller holds, ``rows x r`` pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
@@ -15,7 +17,7 @@ __all__ = [
     "estimated_square_norm",
     "full_residual",
     "growth_factor",
-    "probe_residual",
+    "square_norms",
 ]
 
 GROWTH_LIMIT = 1.01  # Fira's and APOLLO's published value
@@ -23,31 +25,34 @@ TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
 
 
 def adamw_(
-    param: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    skipped: Tensor | None = None,
 ) -> None:
     """One AdamW step in place (Loshchilov and Hutter, algorithm 2), by torch's fused kernel.
 
     Args:
-        param, gradient, exp_avg, exp_avg_sq: same shape, fp32; all but ``gradient`` are updated.
-        step: 0-dim fp32 tensor, number of steps taken; incremented.
+        params, gradients, exp_avgs, exp_avg_sqs: of each parameter, same shape, fp32; all but gradients are updated.
+        steps: of each, 0-dim fp32 tensor, number of steps taken; incremented.
+        skipped: 0-dim fp32: 1 where nothing is to change, whatever the gradients hold.
     """
     torch_adamw(
-        [param],
-        [gradient],
-        [exp_avg],
-        [exp_avg_sq],
+        list(params),
+        list(gradients),
+        list(exp_avgs),
+        list(exp_avg_sqs),
         [],
-        [step],
+        list(steps),
         fused=True,
+        found_inf=skipped,
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],
@@ -58,31 +63,30 @@ def adamw_(
     )
 
 
-def probe_residual(direction: Tensor, projected: Tensor, probes: Tensor, scale: float) -> Tensor:
-    """Stateless update of the part of G outside the basis: ``c phi o S``, rows x k.
+def square_norms(stack: Tensor) -> Tensor:
+    """Squared Frobenius norm of each matrix of a stack.
 
-    ``phi_j = ||U_j|| / ||A_j||`` per row is Fira's norm-based scaling: the residual of a row moves as
-    far per unit of gradient as Adam moved its projected part. With ``c = (n-r)/k`` the expectation
-    of ``c S P^T`` over probes is the exact residual ``G - A Q^T``.
+    Args:
+        stack: B x rows x columns, of any float dtype and strides.
+
+    Returns:
+        (B,) fp32.
     """
-    # Where the basis sees less of a row than the probes do, ||S_j|| takes ||A_j||'s place, so a row
-    # the basis misses (A_j ~ 0) moves by c ||U_j|| at most instead of without bound.
-    seen = torch.maximum(projected.norm(dim=1, keepdim=True), probes.norm(dim=1, keepdim=True))
-    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(TINY)
-    return (scale * phi) * probes
+    # by rows first: of a slice of columns four times as fast on a CPU as of both dimensions at once
+    return torch.linalg.vector_norm(stack, dim=2, dtype=torch.float32).square_().sum(dim=1)
 
 
 def full_residual(direction: Tensor, projected: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
-    """Fira's residual ``phi o (G - A Q^T)``, rows x n; ``gradient`` is overwritten.
+    """Fira's residual ``phi o (G - A Q^T)``, B x rows x n; ``gradient`` is overwritten.
 
     ``phi_j = ||U_j|| / ||A_j||`` per row (Fira, equation of section 4.1). A row of which the basis sees
     less than a hundredth of the energy moves as if it saw that: its ratio would be noise.
     """
-    gradient.addmm_(projected, basis.t(), alpha=-1)
+    gradient.baddbmm_(projected, basis.transpose(1, 2), alpha=-1)
     seen = torch.maximum(
-        projected.norm(dim=1, keepdim=True), 0.1 * gradient.norm(dim=1, keepdim=True)
+        projected.norm(dim=2, keepdim=True), 0.1 * gradient.norm(dim=2, keepdim=True)
     )
-    phi = direction.norm(dim=1, keepdim=True) / seen.clamp_min(TINY)
+    phi = direction.norm(dim=2, keepdim=True) / seen.clamp_min(TINY)
     return gradient.mul_(phi)
 
 

@@ -1,7 +1,11 @@
 """AdamW in a low-rank space: one basis, moments of the projected gradient, a residual outside it.
 
 GaLore's projection with Fira's treatment of what the basis misses (the HMT paper's mode A). The
-residual is estimated from random probe columns (``probe``), exact (``full``, Fira) or dropped.
+residual is estimated from random probe columns (``probe``), exact (``full``, Fira) or dropped::
+
+    U_j  = Adam(A_j)                                      each row j of A = G Q
+    R_j  = c phi_j S_j,  phi_j = ||U_j|| / ||A_j||        c = (n - r)/k makes E[R P^T] = phi (G - A Q^T)
+    W   <- (1 - lr wd) W - lr scale (U Q^T + R P^T)       the growth of ||R|| limited
 """
 
 from __future__ import annotations
@@ -11,23 +15,122 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.rules.formulas import full_residual, growth_factor, probe_residual
+from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.optim.rules.adam import direct_
+from hmt_deepspeed.optim.rules.formulas import full_residual, growth_factor, square_norms
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
+from hmt_deepspeed.optim.rules.stack import Change
 
-__all__ = ["LowRankMatrix"]
+__all__ = ["LowRankMatrix", "LowRankStack"]
 
 MAX_RESIDUAL_SCALE = 8.0
 
 
+class LowRankStack(ProjectedStack):
+    """Steps of matrices alike under :class:`LowRankMatrix`."""
+
+    first: LowRankMatrix
+
+    def __init__(self, members: Sequence[LowRankMatrix]) -> None:
+        super().__init__(members)
+        self._directions: Tensor | None = None  # kept until the full residual is limited
+        self._known: tuple[tuple[float, ...], Tensor] | None = None
+
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        step: Tensor,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """``[U | R]`` for ``[A | S]``, ``U`` for whole rows at full rank; ``phi (G - A Q^T)`` for other whole rows."""
+        gradient, hyper = gradient.float().contiguous(), (betas, eps, step)
+        if self.has_full_residual:
+            return self._advance_whole(gradient, factor, hyper, counted)
+        squares = self.direct(gradient, factor, *hyper)
+        return gradient, squares[:, counted].sum(dim=1, keepdim=True)
+
+    def direct(
+        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> Tensor:
+        """``[U | R]`` in the place of ``[A | S]``.
+
+        Args:
+            gradient: B x rows x width fp32; overwritten. factor, step: as of :meth:`advance`.
+
+        Returns:
+            Squared norm of each row's residual, B x rows fp32.
+        """
+        return direct_(self, gradient, factor, betas, eps, step, self.residual_scale())
+
+    def _advance_whole(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        hyper: tuple[tuple[float, float], float, Tensor],
+        counted: slice,
+    ) -> tuple[Tensor, Tensor]:
+        each = factor.view(-1, 1, 1)
+        gradient = torch.where(each != 0, gradient * each, 0.0)
+        basis = self.bases().float()
+        part = gradient @ basis
+        self._directions = part.clone()
+        self.direct(self._directions, (factor != 0).float(), *hyper)
+        residual = full_residual(self._directions, part, gradient, basis)
+        residual *= self.residual_scale().view(-1, 1, 1)
+        return residual, square_norms(residual[:, counted]).unsqueeze(1)
+
+    @property
+    def has_full_residual(self) -> bool:
+        """Whether whole gradient rows arrive, of which the basis does not span all."""
+        return self.takes_whole and not self.first.full_rank
+
+    def residual_scale(self) -> Tensor:
+        """c of each matrix, (B,) fp32 on the device; 0 where it takes no residual."""
+        scales = tuple(m.residual_scale for m in self.members if isinstance(m, LowRankMatrix))
+        if self._known is None or self._known[0] != scales:
+            self._known = scales, upload(scales, torch.float32, self.device)
+        return self._known[1]
+
+    @property
+    def limits(self) -> bool:
+        """Whether the growth of the residual's norm is limited."""
+        kind = self.settings.residual
+        return (kind == "full" and not self.first.full_rank) or (
+            kind == "probe" and self.first.num_probes > 0
+        )
+
+    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+        """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
+        limit = self.limited(sums, factor)
+        if self.has_full_residual:
+            assert self._directions is not None
+            update *= limit.view(-1, 1, 1)
+            update.baddbmm_(self._directions, self.bases().float().transpose(1, 2))
+            self._directions = None
+            limit = torch.ones_like(limit)
+        taken = (factor != 0).float() * self.first.scale
+        return Change(update, torch.stack((taken, taken * limit), dim=1))
+
+    def limited(self, sums: Tensor, factor: Tensor) -> Tensor:
+        """Factor on each matrix's residual that keeps its norm from growing too fast, (B,)."""
+        if not self.limits:
+            return torch.ones_like(factor)
+        norm, before = sums[:, 0].sqrt(), self["limited_norm"]
+        limit = growth_factor(norm, before)
+        before.copy_(torch.where(factor != 0, norm * limit, before))
+        return limit
+
+
 class LowRankMatrix(ProjectedMatrix):
-    """``A = G Q``; ``W <- (1 - lr wd) W - lr scale (U Q^T + residual)``."""
+    """States of one matrix: ``W <- (1 - lr wd) W - lr scale (U Q^T + residual)``."""
 
+    STACK = LowRankStack
     moments: Moments
-
-    def _start(self) -> None:
-        super()._start()
-        self._direction: Tensor | None = None  # kept until the residual of its update is limited
 
     def _new_states(self) -> Moments:
         shape = (self.num_rows, self.rank)
@@ -41,83 +144,19 @@ class LowRankMatrix(ProjectedMatrix):
     def column_energies(self, counted: slice) -> Tensor:
         return self.moments.column_energies(counted)
 
-    # -- step -----------------------------------------------------------------------------------
-
-    def advance(
-        self,
-        gradient: Tensor,
-        factor: Tensor | float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        """``[U | c phi S]`` for ``[A | S]``; ``U Q^T + phi (G - A Q^T)`` for whole rows."""
-        gradient = gradient.float().mul_(factor)
-        if self.takes_whole:
-            return self._advance_whole(gradient, betas, eps, counted)
-        part, probes = gradient[:, : self.rank], gradient[:, self.rank :]
-        direction = self.moments.advance(part, betas=betas, eps=eps)
-        if self.settings.residual == "probe" and self.num_probes and self._knows_residual:
-            residual = probe_residual(direction, part, probes, self.residual_scale)
-        else:
-            residual = torch.zeros_like(probes)
-        update = torch.cat((direction, residual), dim=1)
-        return update, self._square(residual, counted)
-
-    def _square(self, residual: Tensor, counted: slice) -> Tensor:
-        """Squared norm of the counted rows, (1,)."""
-        return residual.square().sum(dim=1, keepdim=True)[counted].sum(dim=0)
-
-    def _advance_whole(
-        self, gradient: Tensor, betas: tuple[float, float], eps: float, counted: slice
-    ) -> tuple[Tensor, Tensor]:
-        basis = None if self.full_rank else self.basis
-        if basis is None:
-            direction = self.moments.advance(gradient, betas=betas, eps=eps)
-            return direction, gradient.new_zeros(1)
-        basis = basis.float()
-        part = gradient @ basis
-        direction = self.moments.advance(part, betas=betas, eps=eps)
-        residual = full_residual(direction, part, gradient, basis)
-        if not self._knows_residual:
-            residual.zero_()
-        self._direction = direction
-        return residual, self._square(residual, counted)
-
-    @property
-    def _knows_residual(self) -> bool:
-        """Whether what is outside the basis is a residual. Before the first refresh most of the gradient
-        is outside: a basis that nobody measured would leave it to plain SGD, and the limiter would
-        start from there."""
-        return self.measured or self.redraws
-
     @property
     def residual_scale(self) -> float:
-        """c of the probe residual: the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE, for its noise grows with it."""
-        return min((self.shape[1] - self.rank) / self.num_probes, MAX_RESIDUAL_SCALE)
-
-    @property
-    def limits(self) -> bool:
-        """Whether the growth of the residual's norm is limited."""
+        """c of the residual, 1 of the full one: the unbiased (n-r)/k, at most MAX_RESIDUAL_SCALE, for its noise grows
+        with it. 0 where there is none: before the first refresh most of the gradient is outside, and a basis that
+        nobody measured would leave it to plain SGD, and the limiter would start from there."""
         kind = self.settings.residual
-        return (kind == "full" and not self.full_rank) or (kind == "probe" and self.num_probes > 0)
-
-    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
-        """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
-        self._limit(update if self.takes_whole else update[:, self.rank :], sums)
-        if self._direction is not None:
-            assert self.basis is not None
-            update.addmm_(self._direction, self.basis.float().t())
-            self._direction = None
-        return update.mul_(self.scale)
-
-    def _limit(self, residual: Tensor, sums: Tensor) -> None:
-        if self.limits:
-            norm = sums[0].sqrt()
-            factor = growth_factor(norm, self.limited_norm)
-            residual *= factor
-            self.limited_norm.copy_(norm * factor)
+        if kind == "none" or not (self.measured or self.redraws):
+            return 0.0
+        if kind == "full":
+            return 1.0
+        if not self.num_probes:
+            return 0.0
+        return min((self.shape[1] - self.rank) / self.num_probes, MAX_RESIDUAL_SCALE)
 
     @property
     def scale(self) -> float:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.moment_update import moment_direction_
 from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
@@ -31,7 +30,7 @@ class PreviousMoments:
     exp_avg: StateTensor | None
     exp_avg_sq: StateTensor
     evidence: Tensor
-    first_evidence: float
+    first_evidence: Tensor
     steps: int
 
     @classmethod
@@ -43,9 +42,9 @@ class PreviousMoments:
         first = None if columns else restored_state(state["exp_avg"], dtype, True, device)
         key, kind = (COLUMN_MEANS, "fp32") if columns else ("exp_avg_sq", dtype)
         second = restored_state(state[key], kind, False, device)
-        evidence = torch.as_tensor(state["evidence"])
-        evidence = evidence.to(device=device, dtype=torch.float32, copy=True)
-        return cls(first, second, evidence, float(state["first_evidence"]), int(state["steps"]))
+        own = (torch.as_tensor(state[key]) for key in ("evidence", "first_evidence"))
+        evidence, early = (e.to(device=device, dtype=torch.float32, copy=True) for e in own)
+        return cls(first, second, evidence, early, int(state["steps"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain fp32 tensors and numbers."""
@@ -55,21 +54,24 @@ class PreviousMoments:
             "exp_avg_sq" if first else COLUMN_MEANS: self.exp_avg_sq.read(),
             "evidence": self.evidence,
             "steps": self.steps,
-            "first_evidence": self.first_evidence,
+            "first_evidence": float(self.first_evidence),
         }
 
     def tensors(self) -> list[Tensor]:
         """All that it consists of, as stored."""
         first = [] if self.exp_avg is None else self.exp_avg.tensors()
-        return [self.evidence, *self.exp_avg_sq.tensors(), *first]
+        own = [self.evidence, self.first_evidence]
+        return [*own, *self.exp_avg_sq.tensors(), *first]
 
     def holding(self, tensors: Sequence[Tensor]) -> PreviousMoments:
         """The same with others in the place of :meth:`tensors`, in their order."""
-        evidence, *stored = tensors
+        evidence, early, *stored = tensors
         place = len(self.exp_avg_sq.tensors())
         second = self.exp_avg_sq.holding(stored[:place])
         first = None if self.exp_avg is None else self.exp_avg.holding(stored[place:])
-        return replace(self, exp_avg=first, exp_avg_sq=second, evidence=evidence)
+        return replace(
+            self, exp_avg=first, exp_avg_sq=second, evidence=evidence, first_evidence=early
+        )
 
     def second_in(
         self, overlap: Tensor, left_overlap: Tensor | None = None
@@ -81,10 +83,10 @@ class PreviousMoments:
         Args:
             overlap: r_old x r_new, ``Q_old^T Q_new``. left_overlap: of a two-sided core, ``P_old^T P_new``.
         """
-        second = self.exp_avg_sq.read() / self.evidence
+        second = self.exp_avg_sq.read() / self.evidence.clamp_min(_LEAST_EVIDENCE)
         mean = torch.zeros_like(second)
         if self.exp_avg is not None:
-            mean = self.exp_avg.read() / self.first_evidence
+            mean = self.exp_avg.read() / self.first_evidence.clamp_min(_LEAST_EVIDENCE)
         moved = transfer_second_moment(mean, second, overlap, left_overlap)
         weight = self.evidence @ overlap.square()
         if left_overlap is not None:
@@ -118,8 +120,10 @@ class Moments(KeptStates):
 
     Attributes:
         exp_avg, exp_avg_sq: the stored means, uncorrected. evidence: of the second moment, (r,) or
-        r x r fp32. first_evidence: of the first. steps: Adam steps taken.
+        r x r fp32. first_evidence: of the first, 0-dim fp32. steps: steps begun, those that the device skipped included.
     """
+
+    EVIDENCE = ("evidence", "first_evidence")
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class Moments(KeptStates):
         self.dtype, self.device, self.name, self.seed = dtype, device, name, seed
         self.two_sided = two_sided
         self.steps = 0
-        self.first_evidence = 0.0
+        self.first_evidence = torch.zeros((), device=device)
         self._allocate(shape)
 
     def _allocate(self, shape: tuple[int, int]) -> None:
@@ -150,28 +154,6 @@ class Moments(KeptStates):
         """Bytes of moments and evidence."""
         return self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.evidence.nbytes
 
-    def advance(self, projected: Tensor, *, betas: tuple[float, float], eps: float) -> Tensor:
-        """One Adam step on ``projected`` (fp32, of the moments' shape); the direction ``U``."""
-        self._count(betas)
-        mean, second = self.exp_avg.read(), self.exp_avg_sq.read()
-        shape = (1, -1) if self.two_sided else projected.shape  # evidence is per column of a row
-        direction = moment_direction_(
-            projected.view(shape),
-            mean.view(shape),
-            second.view(shape),
-            self.evidence.view(-1),
-            self.first_evidence,
-            *betas,
-            eps,
-        )
-        self._write(mean, second)
-        return direction.view_as(projected)
-
-    def _count(self, betas: tuple[float, float]) -> None:
-        self.steps += 1
-        self.first_evidence += (1 - betas[0]) * (1 - self.first_evidence)
-        self.evidence.lerp_(torch.ones_like(self.evidence), 1 - betas[1])
-
     def column_energies(self, counted: slice) -> Tensor:
         """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held; over all
         of a core: (r,) fp32."""
@@ -181,7 +163,11 @@ class Moments(KeptStates):
     # -- change of basis ------------------------------------------------------------------------
 
     def as_previous(self) -> PreviousMoments:
-        """Moments that another basis starts from: a change of basis makes new tensors, so these stay as they are."""
+        """A copy, which stays as it is, of what another basis starts from."""
+        now = self._now()
+        return now.holding([tensor.clone() for tensor in now.tensors()])
+
+    def _now(self) -> PreviousMoments:
         states = self.exp_avg, self.exp_avg_sq
         return PreviousMoments(*states, self.evidence, self.first_evidence, self.steps)
 
@@ -196,7 +182,7 @@ class Moments(KeptStates):
         A new direction of which a ``recalled`` basis had more evidence than the one in force, though it is old,
         takes its second moment from there. The first has forgotten what it knew since.
         """
-        moved, weight = self.as_previous().second_in(overlap, left_overlap)
+        moved, weight = self._now().second_in(overlap, left_overlap)
         mean = self.exp_avg.read() @ overlap
         if left_overlap is not None:
             mean = left_overlap.t() @ mean
@@ -221,7 +207,7 @@ class Moments(KeptStates):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain fp32 tensors and numbers."""
-        return self.as_previous().state_dict()
+        return self._now().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore values of :meth:`state_dict`; values that were 8- or 16-bit come back exactly."""

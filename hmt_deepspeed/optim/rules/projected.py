@@ -15,6 +15,7 @@ from torch import Tensor
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
+from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     probe_columns,
@@ -24,12 +25,19 @@ from hmt_deepspeed.optim.bases.basis import (
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.rules.columns import Columns
-from hmt_deepspeed.optim.rules.formulas import estimated_square_norm
+from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
+from hmt_deepspeed.optim.rules.stack import Stack, stacked
 from hmt_deepspeed.optim.rules.state import KeptStates
 
-__all__ = ["ProjectedMatrix", "adopt_together", "overlap_of", "stored_projection"]
+__all__ = [
+    "ProjectedMatrix",
+    "ProjectedStack",
+    "adopt_together",
+    "overlap_of",
+    "stored_projection",
+]
 
 
 class ProjectedMatrix(MatrixRule):
@@ -164,12 +172,8 @@ class ProjectedMatrix(MatrixRule):
         return random_basis(self.shape[1], rank, keys)[0]
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
-        """Redraw the probe columns of ``projection`` for the coming step."""
-        self._window, self._made_basis = step, refreshed
-        basis, whole = self.columns.basis, self.columns.whole
-        owns = self.columns.owner == self.name and self.num_probes > 0
-        if owns and whole is not None and basis is not None:
-            whole[:, self.rank :] = self._probes(basis)
+        """Note the coming step; :func:`draw_probes` draws."""
+        self._window, self.made_basis = step, refreshed
 
     def search_basis(
         self,
@@ -224,16 +228,13 @@ class ProjectedMatrix(MatrixRule):
 
     def _install(self, basis: Tensor | None) -> None:
         self._resize(basis)
-        self.columns.whole, self.columns.basis = None, None
+        self.columns.whole, self.columns.rank = None, self.rank
         if basis is None or self.redraws:
-            return
-        if self.settings.residual == "full":
-            self.columns.basis = basis.to(dtype=self.dtype, device=self.device, copy=True)
             return
         n = self.shape[1]
         columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
         columns[:, : self.rank].copy_(basis)
-        self.columns.whole, self.columns.basis = columns, columns[:, : self.rank]
+        self.columns.whole = columns
 
     # -- from one basis to the next --------------------------------------------------------------
 
@@ -279,41 +280,6 @@ class ProjectedMatrix(MatrixRule):
             return basis.float()
         return overlap_of(old, basis)
 
-    # -- gradient -------------------------------------------------------------------------------
-
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
-        own = gradient[counted].float()
-        inside = self._inside(own)
-        inside_square = inside.square().sum()
-        return torch.stack((inside_square, self._rest_square(own, inside, inside_square)))
-
-    def _inside(self, gradient: Tensor) -> Tensor:
-        """``A`` of gradient rows."""
-        if not self.takes_whole:
-            return gradient[:, : self.rank]
-        basis = None if self.full_rank else self.basis
-        return gradient if basis is None else project(gradient, basis)
-
-    def _rest_square(self, gradient: Tensor, inside: Tensor, inside_square: Tensor) -> Tensor:
-        """Squared norm of ``S``, or of the rest of ``G``."""
-        if not self.takes_whole:
-            return gradient[:, self.rank :].square().sum()
-        if inside is gradient:
-            return torch.zeros_like(inside_square)
-        return (gradient.square().sum() - inside_square).clamp_min(0)
-
-    def square_norm(self, sums: Tensor) -> Tensor:
-        if self.takes_whole:
-            return sums[0] + sums[1]
-        n, rank = self.shape[1], self.rank
-        return estimated_square_norm(sums[0], sums[1], n, rank, self.num_probes)
-
-    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        total = self.square_norm(sums)
-        self.follow(sums[0], total, scale)
-        return total
-
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,6 +311,7 @@ def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:
     return old.float().t() if new is None else old.float().t() @ new.float()
 
 
+@fp32_products()
 def adopt_together(
     members: Sequence[ProjectedMatrix],
     basis: Tensor | None,
@@ -367,6 +334,54 @@ def adopt_together(
             matrix.moments = matrix._new_states()
         matrix.measured = True
         matrix.forget_energy()
+
+
+class ProjectedStack(Stack):
+    """The part of a step that all rules of projected gradients share: ``[A | S]`` arrives, or ``G``."""
+
+    first: ProjectedMatrix
+
+    @property
+    def takes_whole(self) -> bool:
+        return self.first.takes_whole
+
+    def bases(self) -> Tensor:
+        """B x n x r, in the basis dtype."""
+        found = [m.basis for m in self.members if isinstance(m, ProjectedMatrix)]
+        return stacked([basis for basis in found if basis is not None])
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
+        inside, outside = self._energies(gradient[:, counted])
+        return torch.stack((inside, outside), dim=1)
+
+    def _energies(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms inside the basis and in what is known outside it, (B,) each."""
+        if not self.takes_whole:
+            return square_norms(gradient[..., : self.rank]), square_norms(
+                gradient[..., self.rank :]
+            )
+        total = square_norms(gradient)
+        if self.first.full_rank:
+            return total, torch.zeros_like(total)
+        inside = square_norms(self._images(gradient))
+        return inside, (total - inside).clamp_min(0)
+
+    def _images(self, gradient: Tensor) -> Tensor:
+        """``A`` of whole gradient rows, B x rows x r fp32."""
+        pairs = zip(gradient, self.bases(), strict=True)
+        return torch.stack([project(one, basis) for one, basis in pairs])
+
+    def square_norms(self, sums: Tensor) -> Tensor:
+        if self.takes_whole:
+            return sums[:, 0] + sums[:, 1]
+        n, rank = self.shape[1], self.rank
+        return estimated_square_norm(sums[:, 0], sums[:, 1], n, rank, self.first.num_probes)
+
+    def observe(
+        self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
+    ) -> None:
+        self.follow(sums[:, 0], self.square_norms(sums), scale, taken)
 
 
 def stored_projection(matrix: MatrixRule) -> Tensor | Callable[[], Tensor] | None:

@@ -11,13 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.int8_state import BLOCK, decode_state, encode_state
+from hmt_deepspeed.kernels.int8_state import (
+    BLOCK,
+    decode_state,
+    encode_state,
+)
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.kernels.stored_state import StoredState
 
 __all__ = ["KeptStates", "StateTensor", "restored_state"]
 
@@ -54,7 +60,7 @@ class StateTensor:
             return decode_state(self.data, self.scales, self.signed, tuple(self.shape))
         return self.data.float()
 
-    def write(self, value: Tensor, key: int | None) -> None:
+    def write(self, value: Tensor, key: Key | None) -> None:
         """Store fp32 values of the same shape; ``key`` seeds the rounding, None rounds to nearest."""
         if value is self.data:
             return
@@ -65,6 +71,17 @@ class StateTensor:
         else:
             self.data.copy_(value)
 
+    def stored(self, rows: int, keys: Callable[[], Tensor]) -> StoredState:
+        """What a kernel updates in place, of a state :meth:`of_many`.
+
+        Args:
+            rows: of each matrix, as the kernel sees it. keys: makes those of the rounding, where it rounds.
+        """
+        if self.scales is None:
+            data = self.data.view(len(self.data), rows, -1)
+            return StoredState(data, self.signed, None if self.dtype == "fp32" else keys())
+        return StoredState(self.data, self.signed, keys(), self.scales)
+
     def read_part(self, begin: int, end: int) -> Tensor:
         """fp32 values of a range of the flat state, which starts at a multiple of 256; of fp32 the stored ones."""
         data = self.data.view(-1)[begin:end]
@@ -73,14 +90,23 @@ class StateTensor:
         scales = self.scales[begin // BLOCK : -(-end // BLOCK)]
         return decode_state(data, scales, self.signed, (end - begin,))
 
-    def write_part(self, begin: int, value: Tensor, key: int | None) -> None:
+    def write_part(
+        self, begin: int, value: Tensor, key: Key | None, taken: Tensor | None = None
+    ) -> None:
         """Store a range in place; what :meth:`read_part` of fp32 gave is there already. Rounds as :meth:`write`
-        of the whole would."""
+        of the whole would.
+
+        Args:
+            taken: 0-dim bool; where it is false, and the values are those that were read, nothing changes.
+        """
         data = self.data.view(-1)[begin : begin + value.numel()]
         if self.scales is not None:
             codes, scales = encode_state(value, self.signed, key, begin)
+            old = self.scales[begin // BLOCK :][: len(scales)]
+            if taken is not None:  # once more encoded they might be others
+                codes, scales = torch.where(taken, codes, data), torch.where(taken, scales, old)
             data.copy_(codes)
-            self.scales[begin // BLOCK :][: len(scales)].copy_(scales)
+            old.copy_(scales)
         elif self.dtype == "bf16" and key is not None:
             stochastic_round(value, data, key, begin)
         elif value.data_ptr() != data.data_ptr():
@@ -96,6 +122,12 @@ class StateTensor:
         other.data, *scales = tensors
         other.scales = scales[0] if scales else None
         return other
+
+    def of_many(self, tensors: Sequence[Tensor]) -> StateTensor:
+        """The same state of B matrices, from their :meth:`tensors` with a leading dimension."""
+        many = self.holding(tensors)
+        many.shape = torch.Size((len(tensors[0]), *self.shape))
+        return many
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Take what ``place`` gives for what is stored: the same elsewhere."""
@@ -121,10 +153,12 @@ class KeptStates(ABC):
     """States of a rule for the rows of a matrix held here, without its bases.
 
     Attributes:
-        steps: taken.
+        steps: begun, those that the device skipped included.
+        EVIDENCE: names of the attributes that are fp32 tensors of their own, and that every step changes.
     """
 
     steps: int
+    EVIDENCE: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def states(self) -> dict[str, StateTensor]:

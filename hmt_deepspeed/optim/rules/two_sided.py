@@ -17,11 +17,81 @@ from torch import Tensor
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.bases.basis import orthonormal, random_basis
 from hmt_deepspeed.optim.bases.range_finder import Subspace
-from hmt_deepspeed.optim.rules.formulas import TINY
-from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
+from hmt_deepspeed.optim.rules.adam import direct_
+from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
+from hmt_deepspeed.optim.rules.stack import Change, stacked
 
-__all__ = ["TwoSidedMatrix"]
+__all__ = ["TwoSidedMatrix", "TwoSidedStack"]
+
+
+class TwoSidedStack(LowRankStack):
+    """Steps of matrices alike under :class:`TwoSidedMatrix`."""
+
+    def left_bases(self) -> Tensor:
+        """B x rows x r, fp32."""
+        found = [m.left_basis for m in self.members if isinstance(m, TwoSidedMatrix)]
+        return stacked(found).float()
+
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Squared norms of ``A`` and ``S``, then the core ``P^T A``."""
+        image = gradient[:, counted, : self.rank].float()
+        core = self.left_bases()[:, counted].transpose(1, 2) @ image
+        return torch.cat((super().measure(gradient, counted), core.flatten(1)), dim=1)
+
+    def observe(
+        self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
+    ) -> None:
+        by_name = self.named(sums, early=True)
+        self._core = by_name["core"].unflatten(1, (self.rank, self.rank))
+        inside = square_norms(self._core)
+        self._seen = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
+        self.follow(inside, self.square_norms(sums), scale, taken)
+
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        step: Tensor,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """The residual ``phi [A - P P^T A | c S]``; :meth:`finish` adds ``[P U | 0]``.
+
+        ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
+        larger, as the rows' does in :mod:`hmt_deepspeed.optim.rules.low_rank`.
+        """
+        each = factor.view(-1, 1, 1)
+        gradient = torch.where(each != 0, gradient.float() * each, 0.0)
+        core = torch.where(each != 0, self._core * each, 0.0)
+        self._directions = core.clone()  # one long row: evidence is of entries
+        row = self._directions.view(len(core), 1, -1)
+        direct_(self, row, (factor != 0).float(), betas, eps, step)
+        if not self.limits:
+            return gradient.zero_(), gradient.new_zeros(len(gradient), 1)
+        seen = torch.where(factor != 0, self._seen * factor, 1.0).clamp_min(TINY)
+        phi = square_norms(self._directions).sqrt() / seen
+        gradient[..., : self.rank].baddbmm_(self.left_bases(), core, alpha=-1)
+        known = self.residual_scale()
+        gradient[..., : self.rank] *= (phi * (known != 0)).view(-1, 1, 1)
+        gradient[..., self.rank :] *= (phi * known).view(-1, 1, 1)
+        return gradient, square_norms(gradient[:, counted]).unsqueeze(1)
+
+    @property
+    def limits(self) -> bool:
+        return self.settings.residual == "probe"
+
+    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+        assert self._directions is not None
+        update *= self.limited(sums, factor).view(-1, 1, 1)
+        update[..., : self.rank].baddbmm_(self.left_bases(), self._directions)
+        del self._core, self._seen
+        self._directions = None
+        taken = (factor != 0).float() * self.first.scale
+        return Change(update, torch.stack((taken, taken), dim=1))
 
 
 class TwoSidedMatrix(LowRankMatrix):
@@ -31,6 +101,7 @@ class TwoSidedMatrix(LowRankMatrix):
         left_basis: the rows held here of ``P`` (m x r), in the basis dtype; made anew by a rule that redraws.
     """
 
+    STACK = TwoSidedStack
     SHARES = False  # the left basis is a matrix's own
 
     _held_left_basis: Tensor | None
@@ -101,62 +172,6 @@ class TwoSidedMatrix(LowRankMatrix):
         n = self.shape[1]
         super()._install(basis[:n])
         self._held_left_basis = None if self.redraws else self._own_rows(basis[n:])
-
-    # -- step -----------------------------------------------------------------------------------
-
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
-        """Squared norms of ``A`` and ``S``, then the core ``P^T A``."""
-        image = gradient[counted, : self.rank].float()
-        core = self.left_basis[counted].float().t() @ image
-        return torch.cat((super().measure(gradient, counted), core.flatten()))
-
-    def observe(self, sums: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        by_name = self.named(sums, early=True)
-        self._core = by_name["core"].view(self.rank, self.rank)
-        core_square = self._core.square().sum()
-        total = self.square_norm(sums)
-        self._seen = torch.maximum(core_square, by_name["outside"].squeeze()).sqrt()
-        self.follow(core_square, total, scale)
-        return total
-
-    def advance(
-        self,
-        gradient: Tensor,
-        factor: Tensor | float,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        """``[P U | 0]`` plus the residual ``phi [A - P P^T A | c S]``, joined by :meth:`finish`.
-
-        ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
-        larger, as in :func:`hmt_deepspeed.optim.rules.formulas.probe_residual`.
-        """
-        gradient = gradient.float().mul_(factor)
-        core, left = self._core * factor, self.left_basis.float()
-        direction = self.moments.advance(core, betas=betas, eps=eps)
-        self._direction = direction
-        if self.settings.residual == "none" or not self._knows_residual:
-            return torch.zeros_like(gradient), gradient.new_zeros(1)
-        phi = direction.norm() / (self._seen * factor).clamp_min(TINY)
-        gradient[:, : self.rank] -= left @ core
-        if self.num_probes:
-            gradient[:, self.rank :] *= self.residual_scale
-        residual = gradient.mul_(phi)
-        return residual, self._square(residual, counted)
-
-    @property
-    def limits(self) -> bool:
-        return self.settings.residual == "probe"
-
-    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
-        self._limit(update, sums)
-        assert self._direction is not None
-        update[:, : self.rank] += self.left_basis.float() @ self._direction
-        self._direction = None
-        del self._core, self._seen
-        return update.mul_(self.scale)
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -59,7 +59,9 @@ def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> 
         ValueError: nothing could wait in host memory, or no basis that was left would ever be used.
     """
     matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
-    stored = [matrix for matrix in matrices if matrix.columns.whole is not None]
+    stored = [
+        matrix for matrix in matrices if matrix.columns.whole is not None and not matrix.takes_whole
+    ]
     if not stored:
         raise ValueError(
             f"hmt.basis_cache is given, but no parameter has a basis that it could hold: {_without_bases()} store "

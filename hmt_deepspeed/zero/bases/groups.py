@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,8 @@ from hmt_deepspeed.optim.backward.linear import SharedInputs
 from hmt_deepspeed.optim.decisions.policy import build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases
+from hmt_deepspeed.optim.rules.numbers import StepNumbers
+from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
@@ -20,6 +21,8 @@ from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["BasisGroups"]
+
+_FETCHED = 8  # bases on the device at once while their probes are drawn, where they are stored away
 
 
 class BasisGroups:
@@ -50,6 +53,7 @@ class BasisGroups:
         self.low_rank, self.schedule, self.bases, self.shared = low_rank, schedule, bases, shared
         self._refresh, self._collectives = refresh, collectives
         self._options, self._warn = options, warn
+        self._draws, self._numbers = ProbeDraws(), StepNumbers()
         self.form()
 
     def form(self) -> None:
@@ -83,11 +87,12 @@ class BasisGroups:
         for index, param_state in enumerate(self.low_rank):
             matrix = param_state.matrix
             assert matrix is not None
-            with self.bases.whole(param_state) if _owns_basis(param_state) else nullcontext():
-                if index in due and matrix.redraws:
-                    due.discard(index)
+            if index in due and matrix.redraws:
+                due.discard(index)
+                with self.bases.whole(param_state):
                     self._redraw(index, step)
-                matrix.prepare(step)
+            matrix.prepare(step)
+        self._draw_probes(step)
         for index, param_state in enumerate(self.low_rank):
             gradient = param_state.gradient
             gradient.refreshing = index in due
@@ -96,6 +101,19 @@ class BasisGroups:
                 gradient.linear.projection = projection
         self.shared.lay_out()
         self.bases.will_use(None)
+
+    def _draw_probes(self, step: int) -> None:
+        """Probe columns of the coming step; of bases that are stored away a few at a time."""
+        if not self.bases.stores:
+            matrices = [p.matrix for p in self.low_rank if p.matrix is not None]
+            if matrices:
+                self._draws.draw(matrices, self._numbers.step(step, matrices[0].device))
+            return
+        owners = [p for p in self.low_rank if _owns_basis(p)]
+        for begin in range(0, len(owners), _FETCHED):
+            some = owners[begin : begin + _FETCHED]
+            with self.bases.all_whole(some):
+                ProbeDraws().draw((p.matrix for p in some if p.matrix is not None), step)
 
     def _due(self, step: int) -> set[int]:
         """Matrices that refresh in the coming step."""

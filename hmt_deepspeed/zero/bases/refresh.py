@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
@@ -15,6 +16,7 @@ from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
 from hmt_deepspeed.optim.rules.moments import Recalled
+from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.gradients.gradient import Gradient
@@ -44,6 +46,7 @@ class BasisRefresh:
         self.low_rank, self.bases = low_rank, bases
         self.collectives, self.sharded, self.shard_rank = collectives, sharded, shard_rank
 
+    @fp32_products()
     def run(
         self,
         groups: Sequence[Sequence[int]],
@@ -227,8 +230,10 @@ class BasisRefresh:
     def _project_full(self, group: Sequence[int], step: int, refreshed: bool) -> None:
         """Turn the owner's full gradients into every rank's rows of what the rules take."""
         for index in group:
+            self._matrix(index).prepare(step, refreshed)
+        ProbeDraws().draw([self._matrix(index) for index in group], step)
+        for index in group:
             matrix, gradient = self._matrix(index), self._gradient(index)
-            matrix.prepare(step, refreshed)
             columns, full = matrix.projection, gradient.full
             if full is None:
                 reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
@@ -236,5 +241,9 @@ class BasisRefresh:
                 reduced = full.float().contiguous() if columns is None else project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
             own = reduced[slice(*matrix.rows)]
-            # Of several ranks not a view, which would hold all rows.
-            gradient.reduced, gradient.full = own.clone() if self.sharded else own, None
+            room = None if gradient.room is None else gradient.room()
+            if room is not None and room.shape == own.shape:
+                own = room.copy_(own)
+            elif self.sharded:  # not a view, which would hold all rows
+                own = own.clone()
+            gradient.reduced, gradient.full = own, None

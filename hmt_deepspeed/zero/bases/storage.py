@@ -8,7 +8,7 @@ computes again, and of matrices in the order that :meth:`BasisStorage.will_use` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -64,6 +64,11 @@ class BasisStorage:
         self._last: tuple[Columns, Tensor] | None = None  # whole, stored unchanged just now
         self._of_linears = GatherAhead(collectives, _rows_of_group)
         self._of_matrices = GatherAhead(collectives, self._rows)
+
+    @property
+    def stores(self) -> bool:
+        """Whether any basis is elsewhere between its uses."""
+        return self.is_sharded or self.cache is not None
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
@@ -141,7 +146,7 @@ class BasisStorage:
         if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is not None:
             return
         columns, whole = matrix.columns, matrix.columns.whole
-        if whole is None:  # redrawn, or full rank, perhaps of late
+        if whole is None or matrix.takes_whole:  # redrawn, or full rank, perhaps of late
             self._drop(columns)
             return
         sharded = self.holds_rows(param_state)
@@ -162,7 +167,7 @@ class BasisStorage:
                 return
         if not sharded and self.cache is not None:
             columns.fetch = partial(self.cache.get, columns.owner)
-        columns.whole = columns.basis = whole.new_empty(0, whole.shape[1])
+        columns.whole = whole.new_empty(0, whole.shape[1])
 
     def _unchanged_rows(self, columns: Columns) -> Tensor | None:
         """The rows that the columns came from, if they are as they came: the same tensor, never written to.
@@ -189,7 +194,6 @@ class BasisStorage:
             return
         columns, rows = matrix.columns, matrix.columns.local
         columns.whole = self._make_whole(columns, matrix.shape[1], self.holds_rows(param_state))
-        columns.basis = columns.whole[:, : matrix.rank]
         columns.local = columns.fetch = None
         self._fetched[columns.owner] = columns.whole, columns.whole._version, rows
 
@@ -216,11 +220,19 @@ class BasisStorage:
     @contextmanager
     def whole(self, param_state: ParamState) -> Iterator[None]:
         """Have the matrix's projection whole on the device during the block, which may replace it."""
-        self.restore(param_state)
+        with self.all_whole([param_state]):
+            yield
+
+    @contextmanager
+    def all_whole(self, param_states: Sequence[ParamState]) -> Iterator[None]:
+        """The same of several matrices, in their order."""
+        for param_state in param_states:
+            self.restore(param_state)
         try:
             yield
         finally:
-            self.store(param_state)
+            for param_state in param_states:
+                self.store(param_state)
 
     def will_use(self, param_states: Iterable[ParamState] | None) -> None:
         """Say which bases are needed next, so that they are fetched and gathered ahead.

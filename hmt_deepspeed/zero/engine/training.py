@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class TrainingEngine(CheckpointingEngine):
 
     hmt_planner: RunPlanner | None
     hmt_snapshots: Snapshots | None
+    _skipped_steps = 0
     _num_open_modules: int  # of forwards that had begun when the engine was built
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -94,6 +96,59 @@ class TrainingEngine(CheckpointingEngine):
         self.hmt_metrics.phases.start("reduce")
         self.optimizer.reducer.flush_own()
         self.hmt_metrics.phases.stop("reduce")
+
+    # -- the verdict over a step ----------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update, the last one included: waits for the device where it has decided on that."""
+        if self.hmt_enabled:
+            self.optimizer.settle()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._skipped_steps = number
+
+    def was_step_applied(self) -> bool:
+        """As in DeepSpeed."""
+        if self.hmt_enabled:
+            self.optimizer.settle()
+        return bool(super().was_step_applied())
+
+    def get_lr(self) -> list[float]:
+        """As in DeepSpeed."""
+        if self.hmt_enabled:
+            self.optimizer.settle()
+        return list(super().get_lr())
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        """As in DeepSpeed; the scheduler steps as if the step was taken, and back once it is known that it was not."""
+        if not self.hmt_enabled:
+            super()._take_model_step(lr_kwargs)
+            return
+        self.optimizer.settle()  # over the step before: it may change the schedule that is noted now
+        with self.optimizer.undecided(self._undo_schedule()):
+            super()._take_model_step(lr_kwargs)
+
+    def _undo_schedule(self) -> Callable[[], None]:
+        """How to go back to the learning rates of now."""
+        scheduler = self.lr_scheduler
+        known = None if scheduler is None else copy(scheduler.state_dict())
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+        def undo() -> None:
+            self._skipped_steps += 1
+            self._step_applied = False
+            if scheduler is not None:
+                scheduler.load_state_dict(known)
+                for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+                    group.update(before)
+
+        return undo
 
     # -- what a step does, measured -----------------------------------------------------------------
 

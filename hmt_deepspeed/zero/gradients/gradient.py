@@ -11,6 +11,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
@@ -35,6 +36,7 @@ class Gradient:
         local: contributions of earlier micro-batches that were not reduced.
         reduced: mean over ranks of the rows held here, rows x width; None when nothing came.
         full: mean full gradient, m x n, at the owner of a refreshing matrix.
+        room: gives memory for ``reduced``, side by side with that of others that step together.
         host: takes the place of ``reduced`` where the parameter is updated in host memory.
     """
 
@@ -52,6 +54,14 @@ class Gradient:
     reduced: Tensor | None = None
     full: Tensor | None = None
     host: HostGradient | None = None
+    room: Callable[[], Tensor] | None = None
+
+    def free_room(self) -> Tensor | None:
+        """Memory for what comes first in a window, rows x width fp32; None where there is none, or something in it."""
+        taken = (self.arrived, self.local, self.reduced)
+        if self.room is None or self.refreshing or any(t is not None for t in taken):
+            return None
+        return self.room()
 
     @property
     def width(self) -> int:
@@ -83,7 +93,7 @@ class Gradient:
                     "project that use's gradient. Leave it to adamw in hmt.optimizer.module_rules, or set "
                     "hmt.optimizer.projected_backward to false."
                 )
-            projected = grad @ columns.to(grad.dtype)
+            projected = project(grad, columns)
             product = projected if product is None else product + projected
         return product
 

@@ -322,7 +322,11 @@ class GradientReducer:
         elif gradient.refreshing:
             gradient.full = self._accumulated(gradient.full, scaled)
         else:
-            gradient.reduced = self._accumulated(gradient.reduced, scaled)
+            room = gradient.free_room() if self.collectives.world > 1 else None
+            if room is None:
+                gradient.reduced = self._accumulated(gradient.reduced, scaled)
+            else:
+                gradient.reduced = room.copy_(scaled)
 
     def _accumulated(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
         if part is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.zero.offload.states import ChunkStates
 from hmt_deepspeed.zero.offload.weight import HostWeight, Step
 from hmt_deepspeed.zero.offload.worker import HostGradient, chunks, pieces
@@ -52,7 +53,7 @@ class HostAdamW:
             args = (step, begin, end, chunk)
             self._job = self._worker.submit(self.weight.name, self._step_chunk, args, uses=chunk)
 
-    def step(self, factor: float, key: int, hyper: dict[str, Any]) -> None:
+    def step(self, factor: float, key: Key, hyper: dict[str, Any]) -> None:
         """Begin the step that was decided on, and what sends the weights; ends with ``weight.finish``.
 
         Args:

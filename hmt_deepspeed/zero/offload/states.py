@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.memory.alternate import Piece
 from hmt_deepspeed.memory.slot_pipeline import Lease
 from hmt_deepspeed.optim.rules.state import StateTensor
@@ -254,7 +255,7 @@ class HostMoment(StateTensor):
         """Its values; those in host memory themselves, not a copy."""
         return self._states.read(self._column)
 
-    def write(self, value: Tensor, key: int | None) -> None:
+    def write(self, value: Tensor, key: Key | None) -> None:
         """Store values exactly.
 
         Args:

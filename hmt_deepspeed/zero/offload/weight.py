@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_factors import as_factors, low_rank_product
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.zero.offload.states import MASTER, ChunkStates, HostStates, RamStates
 from hmt_deepspeed.zero.offload.worker import HostWorker, chunks
 from hmt_deepspeed.zero.sharding.shards import RowShards
-from hmt_deepspeed.zero.weights.weight import Weight
+from hmt_deepspeed.zero.weights.weight import LowRankChange, Weight
 
 __all__ = ["HostWeight"]
 
@@ -110,7 +111,7 @@ class HostWeight(Weight):
 
     # -- updates, each ended by finish() ----------------------------------------------------------
 
-    def step_with(self, step: Step, key: int) -> None:
+    def step_with(self, step: Step, key: Key) -> None:
         """Begin an update whose data is on the host: ``step(states, begin, end)``, in jobs, on every chunk.
 
         Args:
@@ -138,39 +139,46 @@ class HostWeight(Weight):
                 args = (arrival, shard, source, begin, end)
                 self._job = self.worker.submit(self.name, self._send, args)
 
-    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """Begin ``W <- (1 - lr wd) W - lr update`` on the shard.
+    def step_update(
+        self, update: Tensor, scale: Tensor, lr: float | Tensor, weight_decay: float, key: Key
+    ) -> None:
+        """Begin ``W <- (1 - lr wd) W - lr scale update`` on the shard, in a step that is known to be taken.
 
         Args:
-            update: fp32 on the device, rows that this rank touches x n.
+            update: fp32 on the device, rows that this rank touches x n. scale: 0-dim.
             lr, weight_decay: of this step. key: seed of stochastic rounding.
         """
         flat = self.shards.rows_to_shard(update, self.rank)
-        self._begin(self._addition(lr, weight_decay), lambda begin, end: flat[begin:end], key)
+        incoming = lambda begin, end: flat[begin:end] * scale  # noqa: E731
+        self._begin(self._addition(lr, weight_decay), incoming, key)
 
-    def step_rows(
-        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
-    ) -> None:
-        """Begin ``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard.
+    @staticmethod
+    def step_rows(weights: Sequence[Weight], change: LowRankChange) -> None:
+        """Begin low-rank updates of the shards, in a step that is known to be taken.
 
         The product is formed on the device, a few rows at a time, and travels in the dtype of its factors:
         per element 2 (r + k) FLOPs, which the host, busy with AdamW, would take longer for than the link
         takes for two bytes from r + k of about 50 on (1 TFLOP/s against 20 GB/s).
 
         Args:
-            update: rows that this rank touches x (r + k), on the device. projection: n x (r + k).
-            lr, weight_decay: of this step. key: seed of stochastic rounding.
+            change: of the rows that this rank touches.
         """
-        n = self.shards.n
+        for weight, one in zip(weights, change.each(), strict=True):
+            assert isinstance(weight, HostWeight)
+            weight._begin_rows(one)
+
+    def _begin_rows(self, change: LowRankChange) -> None:
+        n, (left, right) = self.shards.n, change.factors()
         offset = self.shards.flat(self.rank)[0] - self.shards.rows(self.rank)[0] * n
-        update, projection = as_factors(update, projection)  # once, not for each chunk
+        left, right = as_factors(left, right)  # once, not for each chunk
 
         def product(begin: int, end: int) -> Tensor:
             first, last = (offset + begin) // n, -(-(offset + end) // n)
-            rows = low_rank_product(update[first:last], projection).reshape(-1)
+            rows = low_rank_product(left[first:last], right).reshape(-1)
             return rows[offset + begin - first * n :][: end - begin]
 
-        self._begin(self._addition(lr, weight_decay), product, key)
+        step = self._addition(change.lr, change.weight_decay)
+        self._begin(step, product, change.host_keys[0])
 
     def finish(self) -> None:
         """Returns when the update is done; what the caller's stream does next sees the new weights.
@@ -187,7 +195,7 @@ class HostWeight(Weight):
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(
-        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: int
+        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: Key
     ) -> None:
         self.pending = True
         with self.shard() as shard:
@@ -202,7 +210,9 @@ class HostWeight(Weight):
                     args = (step, first, last, chunk, arrival, shard, key)
                     self._job = self.worker.submit(self.name, self._update, args, piece, chunk)
 
-    def _addition(self, lr: float, weight_decay: float) -> ArrivalStep:
+    def _addition(self, lr: float | Tensor, weight_decay: float) -> ArrivalStep:
+        assert not isinstance(lr, Tensor)  # a number of the host's, which does the work
+
         def step(states: Sequence[Tensor], update: Tensor, begin: int, end: int) -> None:
             start = perf_counter()
             apply_whole_(states[0], update, lr, weight_decay)
@@ -227,7 +237,7 @@ class HostWeight(Weight):
         chunk: ChunkStates,
         arrival: Arrival | None,
         shard: Tensor,
-        key: int,
+        key: Key,
         piece: Tensor,
     ) -> None:
         """Worker thread: one chunk."""
@@ -274,6 +284,6 @@ def _copy(values: Tensor, out: Tensor) -> None:
     out.copy_(values)
 
 
-def _round(values: Tensor, key: int, position: int, out: Tensor) -> None:
+def _round(values: Tensor, key: Key, position: int, out: Tensor) -> None:
     """fp32 values in the model's dtype, rounded stochastically: there is no master."""
     stochastic_round(values, out, key, position)

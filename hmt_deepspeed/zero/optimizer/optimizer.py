@@ -13,14 +13,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from hmt_deepspeed.memory.numbers import Measured
@@ -33,6 +31,7 @@ from hmt_deepspeed.zero.bases.leaves import mark_leaves, shared_inputs
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
 from hmt_deepspeed.zero.gradients.hooks import goes_on_to_any, register_gradient_hooks
 from hmt_deepspeed.zero.gradients.reducer import GradientReducer
+from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.optimizer import start_table, state_access, statistics
 from hmt_deepspeed.zero.optimizer.interface import OptimizerInterface
@@ -40,6 +39,7 @@ from hmt_deepspeed.zero.optimizer.offloaded_states import OffloadedStates
 from hmt_deepspeed.zero.optimizer.overlap import Overlap, order_of_use
 from hmt_deepspeed.zero.optimizer.partitions import Partitions
 from hmt_deepspeed.zero.optimizer.step import ZeroStep
+from hmt_deepspeed.zero.optimizer.verdict import Verdict
 from hmt_deepspeed.zero.parameters.build import build_param_states, build_schedule
 from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
 from hmt_deepspeed.zero.saving.optimizer_state import optimizer_state, restore_optimizer
@@ -92,7 +92,6 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups
         ]
-        self._warn = partial(_warn, self.collectives.rank)
         self._undo = ExitStack()
         try:
             self._build(dict(options), uneven_leaves)
@@ -206,6 +205,7 @@ class HMTZeroOptimizer(OptimizerInterface):
     def _begin_window(self) -> None:
         """Open the accumulation window of the coming step."""
         self.zero.basis_groups.begin_window(self.zero.step_count)
+        self._step.make_room()
         self.reducer.plan()
 
     # -- backward, called by the engine -----------------------------------------------------------
@@ -246,28 +246,41 @@ class HMTZeroOptimizer(OptimizerInterface):
             raise ValueError("HMT under ZeRO takes no closure; call engine.step()")
         self.offloaded.require("step()")
         self._check_used()
+        self.settle()
         self.overlap.synchronize_copies()
         self._step.finish()  # what forward did not ask for
         self._step.commit()
         self.partitions.partition()
-        self.overflow = self.settings.check_overflow and self._step.found_overflow()
-        scale = self.loss_scale
-        self.loss_scaler.update_scale(self.overflow)
-        if self.overflow:
-            self._say_skipped(scale)
+        scale, checked, skipped = self.loss_scale, self.settings.check_overflow, False
+        if checked and self._needs_the_host():
+            checked, skipped = False, self._step.found_overflow()
+        if skipped:
+            self._conclude(True, scale)
             self.zero_grad()
         else:
-            self.zero.basis_groups.refresh(self.zero.step_count)
-            # The scale that the losses were multiplied by: the next one may be larger.
-            norm, factor = self._step.norm_and_clip_factor(scale)
-            self._global_grad_norm = norm
-            self._step.update(factor, self.zero.step_count)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
-            self.overlap.end_step()
-            self.zero.step_count += 1
-            self._begin_window()
+            self._take(scale, checked)
+        self.zero.step_count += 1
+        self._begin_window()
         self.partitions.gather_persistent()
         self.communication_bytes = self.collectives.reset_counter()
+
+    def _needs_the_host(self) -> bool:
+        """Whether the host must know that a step is taken: it is to find bases, or updates states of its own."""
+        states = self.zero.param_states
+        return any(p.gradient.refreshing or isinstance(p.weight, HostWeight) for p in states)
+
+    def _take(self, scale: float, checked: bool) -> None:
+        """A step, which the device skips where gradients, whose losses had the scale, are ``checked`` and not finite."""
+        self.zero.basis_groups.refresh(self.zero.step_count)
+        norm, factor, taken = self._step.decide(scale, checked)
+        self._global_grad_norm = norm
+        self._step.update(factor, taken, self.zero.step_count)
+        if taken is None:
+            self._conclude(False, scale)
+        else:
+            self._verdict = Verdict(taken, scale)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
+        self.overlap.end_step()
 
     def _check_used(self) -> None:
         """``ignore_unused_parameters``: whether a parameter without a gradient ends the training."""
@@ -281,10 +294,6 @@ class HMTZeroOptimizer(OptimizerInterface):
                 f"{', '.join(unused)} got no gradient, and zero_optimization.ignore_unused_parameters is false. Let "
                 "every trained parameter take part in the loss, freeze these, or set the key to true, its default."
             )
-
-    def _say_skipped(self, scale: float) -> None:
-        scales = f"; loss scale {scale:g}, now {self.loss_scale:g}" if scale != 1.0 else ""
-        self._warn(f"a gradient is not finite: this step is skipped{scales}")
 
     # -- what else the engine asks for --------------------------------------------------------------
 
@@ -366,7 +375,8 @@ class HMTZeroOptimizer(OptimizerInterface):
         return None if found is None else found.device
 
     def synchronize(self) -> None:
-        """Finish updates and copies to the host that are under way."""
+        """Finish updates and copies to the host that are under way, and read the verdict over the last step."""
+        self.settle()
         self.overlap.synchronize()
         self.offloaded.synchronize()
 
@@ -390,9 +400,3 @@ class HMTZeroOptimizer(OptimizerInterface):
         """
         self._undo.close()
         get_accelerator().empty_cache()
-
-
-def _warn(rank: int, text: str) -> None:
-    """Once for the whole job."""
-    if rank == 0:
-        logger.warning(f"hmt: {text}")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.optim.bases.basis import keyed_seed
-from hmt_deepspeed.optim.rules.dense import state_keys
-from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.kernels.launching import device_table
+from hmt_deepspeed.kernels.precision import fp32_products
+from hmt_deepspeed.optim.rules.dense import DenseKeys, SmallParameter, dense_adamw_together_
+from hmt_deepspeed.optim.rules.numbers import StepNumbers
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Stacks
 from hmt_deepspeed.zero.offload.weight import HostWeight
+from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates, Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
-from hmt_deepspeed.zero.sharding.shards import RowShards
-from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
 from hmt_deepspeed.zero.state import ZeroState
-from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import GatherPipeline
 
 __all__ = ["ZeroStep"]
@@ -25,6 +28,9 @@ __all__ = ["ZeroStep"]
 
 class ZeroStep:
     """Steps of one optimizer; the caller keeps the loss scale and opens accumulation windows.
+
+    A step is decided on the device: whether it is taken, and what clips it, are tensors. With states in host memory, or
+    a basis to be found, the caller asks :meth:`found_overflow` first, which waits for the device.
 
     Args:
         zero: the states of the optimizer.
@@ -40,183 +46,259 @@ class ZeroStep:
         self.gathers_apart = False
         self.param_states, self.order = zero.param_states, order
         self.collectives, self.bases, self.host = zero.collectives, zero.bases, zero.host
-        self.settings, self.options = zero.settings, zero.options
+        self.settings, self._zero = zero.settings, zero
         self.shard_rank, self.sharded = zero.shard_rank, zero.is_sharded
+        self._device = self.param_states[0].weight.device
+        self._stacks, self._numbers = Stacks(), StepNumbers()
+        in_order = [self.param_states[place] for place in order]
+        self._by_matrix = {p.matrix: p for p in in_order if p.matrix is not None}
+        self._dense = [p for p in in_order if p.matrix is None]
+        self._places = {p.name: place for place, p in enumerate(in_order)}
+        self._all = [p.name for p in self.param_states]
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
-        # by place: sums that the overflow decision took, for the norm
-        self._measured: dict[int, Tensor] = {}
         # what the overflow decision has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
         self._when_committed: list[Callable[[], None]] = []
 
-    def found_overflow(self) -> bool:
-        """Whether any rank holds a gradient that is not finite, or whose squared norm is not.
+    # -- decisions ------------------------------------------------------------------------------
 
-        What is measured here is not measured again by :meth:`norm_and_clip_factor`.
-        """
-        self._measured = {
-            place: self._measure(param_state)
-            for place, param_state in enumerate(self.param_states)
-            if param_state.gradient.reduced is not None
-        }
-        sums = [part.sum() for part in self._measured.values()]
-        full = [p.gradient.full for p in self.param_states if p.gradient.full is not None]
-        sums += [gradient.sum(dtype=torch.float32) for gradient in full]
-        device = self.param_states[0].weight.device
-        sums += [squares.sum() for squares in self._host_square_norms(device)]
-        bad = torch.zeros((), device=device)
-        if sums:
-            bad = (~torch.isfinite(torch.stack(sums))).any().float()
+    def found_overflow(self) -> bool:
+        """Whether any rank holds a gradient that is not finite, or whose squared norm is not; waits for the device."""
+        gradients = [p.gradient for p in self.param_states]
+        there = [part for g in gradients for part in (g.reduced, g.full) if part is not None]
+        norms = torch._foreach_norm(there, dtype=torch.float32) if there else ()
+        squares = [norm.square() for norm in norms] + [
+            one.sum() for one in self._host_square_norms()
+        ]
+        bad = torch.zeros((), device=self._device)
+        if squares:
+            bad = (~torch.isfinite(torch.stack(squares))).any().float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad.item())
 
-    def _measure(self, param_state: ParamState) -> Tensor:
-        """The parameter's part of the sums behind the norm, of its reduced gradient."""
-        gradient = param_state.gradient
-        assert gradient.reduced is not None
-        counted = gradient.shards.counted(self.shard_rank)
-        if param_state.matrix is not None:
-            return param_state.matrix.measure(gradient.reduced, counted)
-        norm = torch.linalg.vector_norm(gradient.reduced[counted], dtype=torch.float32)
-        return norm.square().view(1)
-
-    def _host_square_norms(self, device: torch.device) -> list[Tensor]:
+    def _host_square_norms(self) -> list[Tensor]:
         """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
         hosts = [p.gradient.host for p in self.param_states if p.gradient.host is not None]
         if not hosts:
             return []
-        squares = torch.stack([host.square_norm() for host in hosts]).to(device)
+        squares = torch.stack([host.square_norm() for host in hosts]).to(self._device)
         return list(squares.split(1))
 
-    def norm_and_clip_factor(self, scale: float) -> tuple[Tensor, Tensor]:
-        """Estimated ``||G||`` over all parameters, and the factor that unscales and clips.
+    @fp32_products()
+    def decide(self, scale: float, checked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Estimated ``||G||`` over all parameters, the factor that unscales and clips, and whether the step is taken.
 
         Args:
-            scale: what the losses were multiplied by.
+            scale: what the losses were multiplied by. checked: whether gradients that are not finite skip the step.
 
         Returns:
-            The norm without the loss scale, and the factor; both 0-dim fp32 on the device.
+            The norm without the loss scale and the factor, 0-dim fp32, the latter 0 in a step that is skipped; and
+            0-dim bool, None without a check. All are on the device, and the same on every rank.
         """
-        device = self.param_states[0].weight.device
-        parts, on_host = [], iter(self._host_square_norms(device))
-        for place, param_state in enumerate(self.param_states):
-            matrix, gradient = param_state.matrix, param_state.gradient
-            if gradient.host is not None:
-                parts.append(next(on_host))
-                continue
-            if matrix is not None and gradient.reduced is None:
-                gradient.reduced = torch.zeros(matrix.num_rows, matrix.width, device=device)
-            if gradient.reduced is None:
-                parts.append(torch.zeros(1, device=device))
-            else:
-                measured = self._measured.get(place)
-                parts.append(self._measure(param_state) if measured is None else measured)
-        self._measured = {}
-        sums = torch.cat(parts)
+        parts = self._parts()
+        sums = [part.stack.measure(part.gradients(), part.counted) for part in parts]
+        sums.append(self._dense_square_norms())
+        total = torch.cat([found.flatten() for found in sums])
         if self.sharded:
-            self.collectives.all_reduce(sums)
-        total = torch.zeros((), device=device)
-        lengths = [part.numel() for part in parts]
-        for param_state, part in zip(self.param_states, sums.split(lengths), strict=True):
-            total = total + (
-                part[0] if param_state.matrix is None else param_state.matrix.observe(part, scale)
-            )
-        norm = total.sqrt() / scale
-        factor = torch.full((), 1.0 / scale, device=device)
+            self.collectives.all_reduce(total)
+        *found, squares = total.split([part.numel() for part in sums])
+        norms, taken = [], torch.isfinite(total).all() if checked else None
+        for part, over_all in zip(parts, found, strict=True):
+            by_matrix = over_all.view(len(part.members), -1)
+            part.stack.observe(by_matrix, scale, taken)
+            norms.append(part.stack.square_norms(by_matrix))
+        # summed in an order that does not depend on which of them step together
+        names = [p.name for part in parts for p in part.members] + [p.name for p in self._dense]
+        norm = self._in_order(torch.cat((*norms, squares)), names, self._all).sum().sqrt() / scale
+        factor = torch.full((), 1.0 / scale, device=self._device)
         if self.settings.clip > 0:
             factor = factor / ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)
-        return norm, factor
+        if taken is not None:
+            factor = torch.where(taken, factor, 0.0)
+        return norm, factor, taken
 
-    def update(self, factor: Tensor, step_count: int) -> None:
+    def _dense_square_norms(self) -> Tensor:
+        """Squared norms of the shards of the other gradients, in order; 0 for one that no backward has reached."""
+        there = [p for p in self._dense if p.gradient.reduced is not None]
+        gradients = [p.gradient for p in there]
+        own = [
+            g.reduced[g.shards.counted(self.shard_rank)] for g in gradients if g.reduced is not None
+        ]
+        norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
+        found = [torch.stack(norms).square_()] if norms else []
+        found += self._host_square_norms()
+        there += [p for p in self.param_states if p.gradient.host is not None]
+        known = torch.cat(found) if found else torch.zeros(0, device=self._device)
+        return self._in_order(known, [p.name for p in there], [p.name for p in self._dense])
+
+    def _in_order(self, values: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
+        """Values of some names in the order of all, zeros for the others."""
+        if list(names) == list(order):
+            return values
+        place = {name: number for number, name in enumerate(order)}
+        index = device_table(tuple(place[name] for name in names), self._device)
+        return values.new_zeros(len(order)).index_copy_(0, index, values)
+
+    # -- stacks -----------------------------------------------------------------------------------
+
+    def _parts(self) -> list[Part]:
+        """The matrices as they step together."""
+        found = []
+        for stack in self._stacks.of(
+            (matrix, self._kind(p)) for matrix, p in self._by_matrix.items()
+        ):
+            for part in stack.parts(MOST_ALIVE):
+                members = [self._by_matrix[matrix] for matrix in part.members]
+                counted = members[0].gradient.shards.counted(self.shard_rank)
+                found.append(Part(part, members, counted))
+        return found
+
+    def make_room(self) -> None:
+        """Let gradients of matrices that step together come to lie side by side, in the coming accumulation window."""
+        alone = self.collectives.world == 1
+        for part in self._parts() if self.settings.accumulate_dtype == torch.float32 else ():
+            if part.stack.first.takes_whole:
+                continue
+            for place, param_state in enumerate(part.members):
+                gradient = param_state.gradient
+                gradient.room = partial(part.stack.room, place)
+                if alone and gradient.linear is not None:
+                    gradient.linear.room = gradient.free_room
+
+    def _kind(self, param_state: ParamState) -> Hashable:
+        """Equal for parameters whose matrices may be in one stack."""
+        if isinstance(param_state.weight, HostWeight):
+            return (
+                param_state.name
+            )  # alone: the host updates them in the order in which they are needed
+        group = id(param_state.group), param_state.assignment.lr_scale
+        return *group, param_state.weight.together
+
+    def _portions(self) -> Iterator[list[Part | ParamState]]:
+        """What is updated, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
+
+        A rule that takes whole gradients makes an fp32 update as large as its weight.
+        """
+        units: list[tuple[int, Part | ParamState]] = [
+            (self._places[p.name], p) for p in self._dense
+        ]
+        units += [(self._places[part.members[0].name], part) for part in self._parts()]
+        most = self.settings.gather_elements if self.sharded else 0
+        portion: list[Part | ParamState] = []
+        alive = 0
+        for _, unit in sorted(units, key=itemgetter(0)):
+            size = 0
+            if isinstance(unit, Part):
+                rows = unit.members[0].gradient.shards.max_rows  # equal on all ranks
+                size = rows * unit.stack.first.width * len(unit.members)
+            if portion and alive + size > most:
+                yield portion
+                portion, alive = [], 0
+            portion.append(unit)
+            alive += size
+        yield portion
+
+    # -- update -----------------------------------------------------------------------------------
+
+    @fp32_products()
+    def update(self, factor: Tensor, taken: Tensor | None, step_count: int) -> None:
         """Moments, weights of the rows held here, and their gather; uses the gradients up.
 
         Weights in host memory are left to :meth:`finish`.
 
         Args:
-            factor: of :meth:`norm_and_clip_factor`. step_count: number of steps taken, which keys random rounding.
+            factor, taken: of :meth:`decide`. step_count: number of steps begun, which keys random rounding.
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        self.bases.will_use(self.param_states[place] for place in self.order)
-        for portion in self._portions():
-            updates = self._advance(portion, factor)
-            for place in portion:
-                param_state = self.param_states[place]
-                key = keyed_seed(self.options["seed"], param_state.name, "round", step_count)
-                if param_state.matrix is not None:
-                    update = param_state.matrix.finish(*updates.pop(place))
-                    with self.bases.whole(param_state):
-                        self._apply(param_state, param_state.matrix, update, key, gather)
-                elif param_state.host is not None:
-                    param_state.host.step(host_factor, key, param_state.hyper())
-                    self._gather_weight(param_state, gather)
-                else:
-                    self._step_dense(param_state, factor, key, step_count)
-                    self._gather_weight(param_state, gather)
-                param_state.gradient.clear()
+        portions = list(self._portions())
+        parts = [unit for portion in portions for unit in portion if isinstance(unit, Part)]
+        self.bases.will_use(param_state for part in parts for param_state in part.members)
+        updates = MatrixUpdates(
+            self._zero, gather, self._gather_weight, self._hyper, self._numbers, step_count
+        )
+        on_device = [p for p in self._dense if p.host is None]
+        self._step_dense(on_device, factor, taken, step_count)
+        for portion in portions:
+            found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
+            for unit in portion:
+                if isinstance(unit, Part):
+                    update, sums = found.pop(unit)
+                    each = factor.repeat(len(unit.members))
+                    updates.apply(unit, unit.stack.finish(update, sums, each))
+                    unit.stack.free()
+                    for param_state in unit.members:
+                        param_state.gradient.clear()
+                    continue
+                if unit.host is not None:
+                    unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
+                self._gather_weight(unit, gather)
+                unit.gradient.clear()
         gather.finish()
         self.written()
         self._uncommitted = bool(self._unfinished)
 
-    def _portions(self) -> Iterator[list[int]]:
-        """Places in order, in parts whose updates are alive at once: one all-reduce of sums for each part.
-
-        A rule that takes whole gradients makes an fp32 update as large as its weight.
-        """
-        most = self.settings.gather_elements if self.sharded else 0
-        portion: list[int] = []
-        alive = 0
-        for place in self.order:
-            matrix, shards = (
-                self.param_states[place].matrix,
-                self.param_states[place].gradient.shards,
-            )
-            size = 0 if matrix is None else shards.max_rows * matrix.width  # equal on all ranks
-            if portion and alive + size > most:
-                yield portion
-                portion, alive = [], 0
-            portion.append(place)
-            alive += size
-        yield portion
-
-    def _advance(self, places: Sequence[int], factor: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Steps of the states of the matrices among places; (update, sums over all rows) by place."""
-        updates: dict[int, tuple[Tensor, Tensor]] = {}
-        limited: list[int] = []
-        for place in places:
-            param_state = self.param_states[place]
-            matrix, reduced = param_state.matrix, param_state.gradient.reduced
-            if matrix is None or reduced is None:
-                continue
-            hyper = param_state.hyper()
-            updates[place] = matrix.advance(
-                reduced.float(),
-                factor,
+    def _advance(
+        self, parts: Sequence[Part], factor: Tensor, step_count: int
+    ) -> dict[Part, tuple[Tensor, Tensor]]:
+        """Steps of the states of parts of stacks: of each its update and its sums over all rows."""
+        found: dict[Part, tuple[Tensor, Tensor]] = {}
+        for part in parts:
+            hyper, gradients = part.members[0].hyper(), part.gradients()
+            for param_state in part.members:
+                assert param_state.matrix is not None
+                param_state.matrix.moments.steps += 1
+                param_state.gradient.reduced = None  # used up
+            found[part] = part.stack.advance(
+                gradients,
+                factor.repeat(len(part.members)),
                 betas=hyper["betas"],
                 eps=hyper["eps"],
-                counted=param_state.gradient.shards.counted(self.shard_rank),
+                step=self._numbers.step(step_count, self._device),
+                counted=part.counted,
             )
-            param_state.gradient.reduced = None  # used up: a 16-bit one was copied to fp32
-            limited += [place] if matrix.limits else []
+            del gradients
+        limited = [part for part in parts if part.stack.limits]
         if self.sharded and limited:
-            sums = torch.cat([updates[place][1] for place in limited])
-            self.collectives.all_reduce(sums)
-            lengths = [updates[place][1].numel() for place in limited]
-            for place, part in zip(limited, sums.split(lengths), strict=True):
-                updates[place] = (updates[place][0], part)
-        return updates
+            total = torch.cat([found[part][1].flatten() for part in limited])
+            self.collectives.all_reduce(total)
+            lengths = [found[part][1].numel() for part in limited]
+            for part, sums in zip(limited, total.split(lengths), strict=True):
+                update, own = found[part]
+                found[part] = update, sums.view_as(own)
+        return found
 
     def _step_dense(
-        self, param_state: ParamState, factor: Tensor, key: int, step_count: int
+        self, dense: Sequence[ParamState], factor: Tensor, taken: Tensor | None, step_count: int
     ) -> None:
-        reduced, state = param_state.gradient.reduced, param_state.dense_state
-        assert state is not None
-        # unused in this accumulation window: DeepSpeed's ZeRO counts it as zero too
-        gradient = None if reduced is None else reduced.reshape(-1)
-        keys = state_keys(self.options["seed"], param_state.name, step_count)
-        hyper = {"factor": factor, "state_keys": keys, **param_state.hyper()}
-        param_state.weight.step_dense(gradient, state, key, **hyper)
+        """AdamW's steps on the device: small shards together, others one by one."""
+        together: dict[Hashable, list[tuple[ParamState, SmallParameter]]] = {}
+        how: dict[str, Any] = {"factor": factor, "taken": taken}
+        for param_state in dense:
+            weight, state = param_state.weight, param_state.dense_state
+            assert state is not None
+            # unused in this accumulation window: DeepSpeed's ZeRO counts it as zero too
+            reduced = param_state.gradient.reduced
+            gradient = None if reduced is None else reduced.reshape(-1)
+            small = weight.as_small(gradient, state)
+            if small is not None and small.fits:
+                kind = (id(param_state.group), param_state.assignment.lr_scale)
+                together.setdefault(kind, []).append((param_state, small))
+            else:
+                keys = DenseKeys.of(param_state.base_key, step_count)
+                weight.step_dense(gradient, state, keys, **how, **self._hyper(param_state))
+        for members in together.values():
+            hyper = self._hyper(members[0][0])
+            dense_adamw_together_([small for _, small in members], **how, **hyper)
+
+    def _hyper(self, param_state: ParamState) -> dict[str, Any]:
+        """lr, on the device but for a weight on the host, betas, eps and weight_decay."""
+        hyper = param_state.hyper()
+        if not isinstance(param_state.weight, HostWeight):
+            of = id(param_state.group), param_state.assignment.lr_scale
+            hyper["lr"] = self._numbers.lr(hyper["lr"], of, self._device)
+        return hyper
 
     @property
     def has_unfinished(self) -> bool:
@@ -264,90 +346,6 @@ class ZeroStep:
         else:
             action()
 
-    # -- weights --------------------------------------------------------------------------------
-
-    def _apply(
-        self,
-        param_state: ParamState,
-        matrix: MatrixRule,
-        update: Tensor,
-        key: int,
-        gather: GatherPipeline,
-    ) -> None:
-        projection = matrix.projection
-        if projection is None:
-            self._apply_whole(param_state, matrix, update, key, gather)
-        elif not self.sharded or (not matrix.transposed and param_state.weight.by_rows):
-            left, right = update, projection
-            if matrix.transposed:
-                left, right = right, update
-            self._apply_factors(param_state, left, right, key, gather)
-        else:
-            # The low-rank update travels: every rank needs all of it for its own rows of the weight.
-            shards, width = param_state.gradient.shards, projection.shape[1]
-            exact = matrix.transposed and param_state.weight.by_rows
-
-            def deliver(packed: Tensor) -> None:
-                whole = _whole_rows(packed, shards, width)
-                left, right = (projection, whole) if matrix.transposed else (whole, projection)
-                self._apply_factors(param_state, left, right, key, gather)
-
-            part = update if exact else update.to(self.settings.comm_dtype)
-            gather.add(part.reshape(-1), shards.max_rows * width, deliver)
-
-    def _apply_factors(
-        self, param_state: ParamState, left: Tensor, right: Tensor, key: int, gather: GatherPipeline
-    ) -> None:
-        """``W <- (1 - lr wd) W - lr left right^T``; ``left`` of the rows held here, or of all rows."""
-        weight, hyper = param_state.weight, param_state.hyper()
-        lr, decay = hyper["lr"], hyper["weight_decay"]
-        if weight.by_rows:
-            begin, end = weight.shards.rows(self.shard_rank)
-            own = left if left.shape[0] == end - begin else left[begin:end]
-            weight.step_rows(own, right, lr, decay, key)
-            self._gather_weight(param_state, gather)
-        else:
-            weight.step_whole(left, right, lr, decay, key)
-
-    def _apply_whole(
-        self,
-        param_state: ParamState,
-        matrix: MatrixRule,
-        update: Tensor,
-        key: int,
-        gather: GatherPipeline,
-    ) -> None:
-        weight = param_state.weight
-        if self.sharded and isinstance(weight, EncodedWeight):
-            self._exchange_whole(param_state, matrix, update, key, gather)
-            return
-        if matrix.transposed:
-            columns = param_state.gradient.shards
-            update = rows_from_columns(update, columns, weight.shards, self.collectives)
-        hyper = param_state.hyper()
-        weight.step_update(update, hyper["lr"], hyper["weight_decay"], key)
-        self._gather_weight(param_state, gather)
-
-    def _exchange_whole(
-        self,
-        param_state: ParamState,
-        matrix: MatrixRule,
-        update: Tensor,
-        key: int,
-        gather: GatherPipeline,
-    ) -> None:
-        """An INT8 weight has no part that is this rank's: the update travels, also a full-rank one."""
-        weight, shards, width = param_state.weight, param_state.gradient.shards, update.shape[1]
-        hyper = param_state.hyper()
-
-        def deliver(packed: Tensor) -> None:
-            whole = _whole_rows(packed, shards, width)
-            update = whole.t() if matrix.transposed else whole
-            weight.step_update(update, hyper["lr"], hyper["weight_decay"], key)
-
-        part = update.to(self.settings.comm_dtype)
-        gather.add(part.reshape(-1), shards.max_rows * width, deliver)
-
     def _gather_weight(self, param_state: ParamState, gather: GatherPipeline) -> None:
         if isinstance(param_state.weight, HostWeight) and param_state.weight.pending:
             self._unfinished.append(param_state)
@@ -357,11 +355,3 @@ class ZeroStep:
         shards, flat = param_state.weight.shards, param_state.gradient.param.detach().view(-1)
         with param_state.weight.shard() as shard:
             gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
-
-
-def _whole_rows(packed: Tensor, shards: RowShards, width: int) -> Tensor:
-    """The rows that all ranks sent, in order: m x width."""
-    rows = packed.reshape(shards.world, shards.max_rows, width)
-    whole = torch.empty(shards.m, width, dtype=packed.dtype, device=packed.device)
-    shards.unpack(rows, whole)
-    return whole

@@ -124,7 +124,9 @@ def build_param_states(
             state = new_dense_state(
                 (weight.num_elements,), options["state_dtype"], weight.shards.m, weight.device
             )
-        param_states.append(ParamState(assignment, group, gradient, weight, matrix, state, host))
+        param_states.append(
+            ParamState(assignment, group, gradient, weight, matrix, state, options["seed"], host)
+        )
     return param_states
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.optim.rules.dense import DenseState
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import Assignment
@@ -31,11 +33,21 @@ class ParamState:
     weight: Weight
     matrix: MatrixRule | None
     dense_state: DenseState | None  # exp_avg, exp_avg_sq, step
+    seed: int
     host: HostAdamW | None = None  # steps the dense state where that lives in host memory
 
     @property
     def name(self) -> str:
         return self.assignment.name
+
+    @cached_property
+    def base_key(self) -> int:
+        """Of what is random in its steps, see :func:`hmt_deepspeed.kernels.noise.base_key`."""
+        return base_key(self.seed, self.name)
+
+    def rounding_key(self, step: int) -> tuple[int, int]:
+        """Halves of the key of the rounding of its weights at a step."""
+        return host_step_key(self.base_key, step, Stream.WEIGHT_ROUNDING)
 
     def hyper(self) -> dict[str, Any]:
         """lr, betas, eps and weight_decay of its step."""

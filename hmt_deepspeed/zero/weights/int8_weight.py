@@ -8,16 +8,22 @@ A loaded model becomes INT8 as it is placed: each matrix goes to the device alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weight, quantize
+from hmt_deepspeed.kernels.noise import Key
+from hmt_deepspeed.optim.backward.int8_linear import (
+    Int8Weight,
+    encoded_weight,
+    quantize,
+    update_together_,
+)
 from hmt_deepspeed.zero.sharding.shards import RowShards
-from hmt_deepspeed.zero.weights.weight import Weight
+from hmt_deepspeed.zero.weights.weight import LowRankChange, Weight
 
 __all__ = ["EncodedWeight", "encode_placed", "left_out_of_broadcast"]
 
@@ -85,25 +91,35 @@ class EncodedWeight(Weight):
         """
         self.encoded.write_(flat.view(self.shards.m, self.shards.n))
 
-    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr update`` on all rows.
+    @property
+    def together(self) -> Hashable:
+        return "int8"
 
-        Args:
-            update: fp32, m x n. key: seed of the rounding, the same on every rank.
-            lr, weight_decay: of this step.
-        """
-        self.encoded.update_whole_(update, lr, weight_decay, key)
-
-    def step_whole(
-        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
+    def step_update(
+        self, update: Tensor, scale: Tensor, lr: float | Tensor, weight_decay: float, key: Key
     ) -> None:
-        """``W <- (1 - lr wd) W - lr (update projection^T)`` on all rows.
+        """``W <- (1 - lr wd) W - lr scale update`` on all rows.
 
         Args:
-            update: m x w. projection: n x w. key: seed of the rounding, the same on every rank.
-            lr, weight_decay: of this step.
+            update: fp32, m x n. scale: 0-dim; where it is 0 nothing changes.
+            lr, weight_decay: of this step. key: seed of the rounding, the same on every rank.
         """
-        self.encoded.update_(update, projection, lr, weight_decay, key)
+        self.encoded.update_whole_(update, lr, weight_decay, key, scale)
+
+    @staticmethod
+    def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:
+        """Low-rank updates of all rows, on every rank alike."""
+        update_together_(
+            [weight.encoded for weight in weights if isinstance(weight, EncodedWeight)],
+            change.update,
+            change.projections,
+            change.lr,
+            change.weight_decay,
+            rank=change.rank,
+            column_scale=change.scale,
+            keys=change.keys,
+            transposed=change.transposed,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Codes and scales themselves: what a bit-exact resume needs beside the values."""

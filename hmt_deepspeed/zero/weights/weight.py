@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
-from hmt_deepspeed.kernels.low_rank_update import low_rank_update_
+from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
+from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules.apply import apply_whole_
-from hmt_deepspeed.optim.rules.dense import DenseState, dense_adamw_
+from hmt_deepspeed.optim.rules.dense import DenseKeys, DenseState, SmallParameter, dense_adamw_
 from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
 from hmt_deepspeed.zero.sharding.shards import RowShards, padded
 from hmt_deepspeed.zero.weights.residency import on_ssd, resident
 
-__all__ = ["GatherPipeline", "Weight", "move_parameter"]
+__all__ = ["GatherPipeline", "LowRankChange", "Weight", "move_parameter"]
+
+
+@dataclass
+class LowRankChange:
+    """``W_b <- (1 - lr wd) W_b - lr (U_b o scale_b) P_b^T`` of B weights of one shape.
+
+    Attributes:
+        update: U, B x rows x w, or of the other factor's rows where ``transposed``: ``P_b U_b^T``.
+        projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
+            zero a weight stays as it is.
+        keys: of stochastic rounding, B x 2 int32, where there is any. host_keys: the same on the host.
+    """
+
+    update: Tensor
+    projections: Sequence[Tensor]
+    rank: int
+    scale: Tensor
+    keys: Tensor | None
+    host_keys: Sequence[Key]
+    transposed: bool
+    lr: float | Tensor
+    weight_decay: float
+
+    def apply(
+        self, weights: Sequence[Tensor], offset: int = 0, copies: Sequence[Tensor] | None = None
+    ) -> None:
+        """On matrices of rows, see :func:`low_rank_updates_`."""
+        low_rank_updates_(
+            weights,
+            self.update,
+            self.projections,
+            self.lr,
+            self.weight_decay,
+            rank=self.rank,
+            column_scale=self.scale,
+            keys=self.keys,
+            offset=offset,
+            copies=copies,
+            transposed=self.transposed,
+        )
+
+    def each(self) -> Iterator[LowRankChange]:
+        """Of each weight alone."""
+        for b, projection in enumerate(self.projections):
+            part = slice(b, b + 1)
+            yield replace(
+                self,
+                update=self.update[part],
+                projections=[projection],
+                scale=self.scale[part],
+                keys=None if self.keys is None else self.keys[part],
+                host_keys=self.host_keys[part],
+            )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of a weight alone, the scale applied: left and right factor."""
+        update = self.update[0].float()
+        update = torch.cat(
+            (update[:, : self.rank] * self.scale[0, 0], update[:, self.rank :] * self.scale[0, 1]),
+            1,
+        )
+        return (self.projections[0], update) if self.transposed else (update, self.projections[0])
 
 
 class Weight:
@@ -168,82 +232,108 @@ class Weight:
 
     # -- updates --------------------------------------------------------------------------------
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the device rounds these weights stochastically."""
+        return not self.has_master
+
+    @property
+    def together(self) -> Hashable:
+        """Equal for weights of one shape that can be updated together."""
+        own = self.master is None or self._master_is_shard()
+        return self.param.dtype, self.by_rows, self._offloaded, own, self.shards.aligned
+
+    def as_small(self, gradient: Tensor | None, state: DenseState) -> SmallParameter | None:
+        """The shard for a step with others; None of one that is not on the device, or is its own master.
+
+        Args:
+            gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
+        """
+        if self.master is None or self._offloaded or self.master.device != self.device:
+            return None
+        copy = None
+        if not self._master_is_shard():
+            with self.shard(overwrite=True) as copy:
+                pass
+        return SmallParameter(self.master, gradient, state, copy)
+
     def step_dense(
-        self,
-        gradient: Tensor | None,
-        state: DenseState,
-        key: int,
-        **hyper: Any,
+        self, gradient: Tensor | None, state: DenseState, keys: DenseKeys, **hyper: Any
     ) -> None:
         """AdamW on the shard; see :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`.
 
         Args:
             gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
-            key: seed of stochastic rounding, a new one every step. hyper: lr, betas, eps, weight_decay, factor.
+            hyper: lr, betas, eps, weight_decay, factor, taken.
         """
-        hyper |= {"key": key, "offset": self.shards.flat(self.rank)[0]}
+        hyper["offset"] = self.shards.flat(self.rank)[0]
         if self.master is not None:
-            dense_adamw_(self.master, gradient, state, **hyper)
-            self._write(self.master, key)
+            dense_adamw_(self.master, gradient, state, keys, **hyper)
+            self._write(self.master, keys.weight)
             return
         with self.shard() as shard:
             values = shard.to(self.device)  # the shard itself, but for one that is offloaded
-            dense_adamw_(values, gradient, state, **hyper)
+            dense_adamw_(values, gradient, state, keys, **hyper)
         if self._offloaded:
             with self.shard(overwrite=True) as shard:
                 shard.copy_(values)
 
-    def step_update(self, update: Tensor, lr: float, weight_decay: float, key: int) -> None:
-        """``W <- (1 - lr wd) W - lr update`` on the shard.
+    def step_update(
+        self, update: Tensor, scale: Tensor, lr: float | Tensor, weight_decay: float, key: Key
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr scale update`` on the shard.
 
         Args:
-            update: fp32, rows that this rank touches x n.
+            update: fp32, rows that this rank touches x n. scale: 0-dim; where it is 0 nothing changes.
             lr, weight_decay: of this step. key: seed of stochastic rounding, a new one every step.
         """
         values = self.master_values()
         if values.numel():
-            apply_whole_(values, self.shards.rows_to_shard(update, self.rank), lr, weight_decay)
+            own = self.shards.rows_to_shard(update, self.rank)
+            apply_whole_(values, own, lr, weight_decay, scale)
             self._write(values, key)
 
-    def step_rows(
-        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
-    ) -> None:
-        """``W <- (1 - lr wd) W - lr (update projection^T)`` on the shard.
+    @staticmethod
+    def step_rows(weights: Sequence[Weight], change: LowRankChange) -> None:
+        """Low-rank updates of the shards of weights alike.
 
         Args:
-            update: fp32, rows that this rank touches x w. projection: n x w.
-            lr, weight_decay: of this step. key: seed of stochastic rounding, a new one every step.
+            change: of the rows that this rank touches.
         """
+        first = weights[0]
+        if not first.num_elements:
+            return
+        if first._offloaded or not first.shards.aligned:
+            for weight, one in zip(weights, change.each(), strict=True):
+                weight._step_rows_alone(one)
+            return
+        with ExitStack() as open_shards:
+            shards = [open_shards.enter_context(w.shard(first.has_master)) for w in weights]
+            masters = [weight.master for weight in weights if weight.master is not None]
+            rows = [values.view(-1, first.shards.n) for values in masters or shards]
+            copies = None
+            if masters and not first._master_is_shard():
+                copies = [shard.view(-1, first.shards.n) for shard in shards]
+            change.apply(rows, first.shards.flat(first.rank)[0], copies)
+
+    def _step_rows_alone(self, change: LowRankChange) -> None:
+        """Of a shard on the host, or of one that begins or ends inside a row."""
         values = self.master_values()
-        if not values.numel():
-            return
-        if not self.shards.aligned:
-            change = low_rank_product(update, projection)
-            apply_whole_(values, self.shards.rows_to_shard(change, self.rank), lr, weight_decay)
-            self._write(values, key)
-            return
-        rows = values.view(-1, self.shards.n)
-        if self.master is None or self._offloaded or self._master_is_shard():
-            low_rank_update_(rows, update, projection, lr, weight_decay)
-            self._write(values, key)
-            return
-        with self.shard(overwrite=True) as shard:
-            copy = shard.view(rows.shape)
-            low_rank_update_(rows, update, projection, lr, weight_decay, copy=copy)
+        if self.shards.aligned:
+            change.apply([values.view(-1, self.shards.n)])
+        else:
+            own = self.shards.rows_to_shard(low_rank_product(*change.factors()), self.rank)
+            taken = (change.scale[0, 0] != 0).float()
+            apply_whole_(values, own, change.lr, change.weight_decay, taken)
+        self._write(values, change.host_keys[0])
 
-    def step_whole(
-        self, update: Tensor, projection: Tensor, lr: float, weight_decay: float, key: int
-    ) -> None:
-        """:meth:`step_rows` on all rows of a replicated bf16 weight, rounded stochastically.
+    @staticmethod
+    def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:
+        """Low-rank updates of all rows of replicated bf16 weights, rounded stochastically, on every rank alike."""
+        shards = weights[0].shards
+        change.apply([w.param.detach().view(shards.m, shards.n) for w in weights])
 
-        Args:
-            update: m x w. projection: n x w.
-            lr, weight_decay: of this step. key: seed of the rounding, the same on every rank.
-        """
-        whole = self.param.detach().view(self.shards.m, self.shards.n)
-        low_rank_update_(whole, update, projection, lr, weight_decay, key)
-
-    def _write(self, values: Tensor, key: int) -> None:
+    def _write(self, values: Tensor, key: Key) -> None:
         if self._master_is_shard():
             return
         with self.shard(overwrite=True) as shard:

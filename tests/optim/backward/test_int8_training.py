@@ -34,9 +34,9 @@ def run_500(monkeypatch, kind):
     model = network()
     start = [p.detach().clone() for p in model.parameters() if p.dim() == 2]
     if kind == "nearest":
-        update = int8_linear.int8_low_rank_update_
-        rounding = lambda *args: update(*args[:-1], None)  # noqa: E731
-        monkeypatch.setattr(int8_linear, "int8_low_rank_update_", rounding)
+        update = int8_linear.int8_low_rank_updates_
+        rounding = lambda *args, keys, **how: update(*args, keys=None, **how)  # noqa: E731
+        monkeypatch.setattr(int8_linear, "int8_low_rank_updates_", rounding)
     dtype = "auto" if kind == "fp32" else "int8"
     options = {**OPTIONS, "lr": 1e-3, "update_interval": 50, "scale": 1.0, "weight_dtype": dtype}
     optimizer = HMT(model, **options)

@@ -7,10 +7,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmt_deepspeed.kernels import chunks
+from hmt_deepspeed.kernels.noise import base_key, step_keys
 from hmt_deepspeed.optim.backward.int8_linear import (
     Int8Weight,
     dequantize,
     quantize,
+    update_together_,
 )
 from hmt_deepspeed.optim.backward.linear import patch_linear
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
@@ -21,6 +23,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 def linear(dtype=torch.float32, m=30, n=300):
     torch.manual_seed(2)
     return nn.Linear(n, m).to(dtype)
+
+
+def update_(encoded, left, right, lr, weight_decay):
+    """``W <- (1 - lr wd) W - lr left right^T``."""
+    keys = step_keys(torch.tensor([base_key(0, "w")]), 0, 0)
+    how = {"rank": left.shape[1], "column_scale": torch.ones(1, 2), "keys": keys}
+    update_together_([encoded], left.unsqueeze(0), [right], lr, weight_decay, **how)
 
 
 # -- storage ----------------------------------------------------------------------------------------
@@ -89,7 +98,7 @@ def test_conversion_and_updates_hold_a_few_rows_at_a_time(monkeypatch):
         encoded = Int8Weight(value)
     assert seen.largest <= max(m * n, 8 * chunk)  # the codes, or a chunk in eight bytes
     with Allocations() as seen:
-        encoded.update_(left, right, 1e-3, 0.1, 5)
+        update_(encoded, left, right, 1e-3, 0.1)
         encoded.update_whole_(whole, 1e-3, 0.1, 5)
     assert seen.largest <= 8 * chunk < m * n
     with Allocations() as seen:
@@ -105,11 +114,23 @@ def test_update_is_the_formula_up_to_one_code(whole):
     if whole:
         encoded.update_whole_(left @ right.t(), 1e-2, 0.1, 9)
     else:
-        encoded.update_(left, right, 1e-2, 0.1, 9)
+        update_(encoded, left, right, 1e-2, 0.1)
     step = encoded.scales.repeat_interleave(256, 1)[:, :300]
     error = (encoded.decode() - expected).abs()
     assert (error <= 1.001 * step).all()
     assert (error > 0.6 * step).any()  # stochastic: nearest stays below half
+
+
+def test_a_whole_update_of_scale_zero_changes_no_bit():
+    """Values as rounding leaves them, of very different size: once more encoded they are the same."""
+    value = torch.randn(64, 300) * torch.logspace(-6, 3, 64).unsqueeze(1)
+    encoded = Int8Weight(value)
+    encoded.update_whole_(torch.randn(64, 300), 1e-3, 0.1, 5)
+    codes, scales = encoded.codes.clone(), encoded.scales.clone()
+    for key in range(20):
+        encoded.update_whole_(torch.randn(64, 300), 1e-3, 0.1, key, torch.tensor(0.0))
+    assert torch.equal(encoded.scales, scales)
+    assert torch.equal(encoded.codes, codes)
 
 
 def test_rounding_does_not_depend_on_the_chunks(monkeypatch):
@@ -202,6 +223,6 @@ def test_an_update_between_forward_and_backward_is_an_error():
     encoded = quantize(module)
     patched(module, "right")
     y = module(torch.randn(7, 300, requires_grad=True))
-    encoded.update_(torch.randn(30, 2), torch.randn(300, 2), 1e-2, 0.0, 1)
+    update_(encoded, torch.randn(30, 2), torch.randn(300, 2), 1e-2, 0.0)
     with pytest.raises(RuntimeError, match="updated between forward and backward"):
         y.sum().backward()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from alone import Alone
 from hmt_runs import settings_of
 from rank_sources import SHAPE
 
@@ -23,10 +24,9 @@ def stepped(rows=(0, SHAPE[0]), name="a", seed=0, **settings):
         gradient = torch.randn(SHAPE, generator=draw) * torch.arange(1, SHAPE[1] + 1) ** -0.5
         found.append(gradient)
         whole = gradient @ matrix.projection
-        matrix.observe(matrix.measure(whole, slice(None)))
-        own = whole[rows[0] : rows[1]].clone()
-        update, sums = matrix.advance(own, 1.0, betas=(0.9, 0.9), eps=1e-8)
-        matrix.finish(update, sums)
+        alone = Alone(matrix, betas=(0.9, 0.9), eps=1e-8)
+        alone.observe(alone.measure(whole))
+        alone.finish(*alone.advance(whole[rows[0] : rows[1]]))
     return matrix, found
 
 

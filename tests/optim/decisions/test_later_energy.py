@@ -104,6 +104,12 @@ def matrix_named(name, **settings):
     return LowRankMatrix(name, SHAPE, (0, SHAPE[0]), chosen, torch.float32, device)
 
 
+def follow(matrix, inside, total):
+    """Let a window's gradient have these squared norms, in the basis and as a whole."""
+    stack = matrix.STACK([matrix])
+    stack.follow(torch.tensor([inside]), torch.tensor([total]), 1.0, None)
+
+
 def windows_of(*names):
     groups = [[matrix_named(name)] for name in names]
     histories = {name: RankHistory() for name in names}
@@ -237,7 +243,7 @@ def test_members_that_share_a_basis_count_by_their_energy():
     policy.close_windows({})  # nothing is known yet
     policy.choose(0, [0.96, 0.99], step=0)
     for matrix, inside, total in ((large, 6.0, 12.0), (small, 1.0, 4.0)):
-        matrix.follow(torch.tensor(inside), torch.tensor(total), 1.0)
+        follow(matrix, inside, total)
     policy.close_windows({0: torch.tensor([4.0, 2.0, 1.0, 1.0])})
     latest = policy.histories["a"].latest
     assert latest.later == pytest.approx([7 / 16])
@@ -334,7 +340,7 @@ def test_the_norm_of_a_group_is_of_all_its_gradients():
         LowRankMatrix(name, SHAPE, (0, SHAPE[0]), settings, torch.float32, device) for name in "ab"
     ]
     for matrix, total in zip(group, (9.0, 16.0), strict=True):
-        matrix.follow(torch.tensor(1.0), torch.tensor(total), 1.0)
+        follow(matrix, 1.0, total)
     policy = RankPolicy([group], None, 0)
     policy.choose(0, [0.96, 0.99], step=0)
     assert policy.log_norms["a"] == pytest.approx(log(5.0))

@@ -156,7 +156,7 @@ def test_nothing_of_the_projection_is_stored(method, rank, shape):
     assert tensors["exp_avg"] == tensors["exp_avg_sq"] == (rows, rank)
     assert all(shape in ((rows, rank), (rank,), ()) for shape in tensors.values())
     held = vars(optimizer.matrices["param_0"]).values()
-    assert all(v.numel() <= 1 for v in held if isinstance(v, torch.Tensor))
+    assert all(v.numel() <= 3 for v in held if isinstance(v, torch.Tensor))  # smoothed energies
 
 
 @pytest.mark.parametrize("method", ["apollo", "apollo_mini"])

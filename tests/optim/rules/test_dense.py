@@ -12,15 +12,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from twins import TALL, assert_same_steps, draw
 
+from hmt_deepspeed.kernels.noise import base_key
 from hmt_deepspeed.optim.rules import dense
-from hmt_deepspeed.optim.rules.dense import dense_adamw_, new_dense_state, state_keys
+from hmt_deepspeed.optim.rules.dense import (
+    DenseKeys,
+    SmallParameter,
+    dense_adamw_,
+    dense_adamw_together_,
+    new_dense_state,
+)
 
+CPU = torch.device("cpu")
 NUMEL, CHUNK = 5000, 1024  # chunks are whole blocks and vectors; the last one is neither
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def randn(seed: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def keys(step: int) -> DenseKeys:
+    return DenseKeys.of(base_key(0, "w"), step)
 
 
 def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Tensor]:
@@ -33,9 +45,8 @@ def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Te
             weight,
             gradient,
             state,
+            keys(step),
             factor=torch.tensor(0.5),
-            key=step,
-            state_keys=state_keys(0, "w", step),
             offset=part.start or 0,
             **HYPER,
         )
@@ -46,7 +57,7 @@ def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_do_not_show(monkeypatch: Any, dtype: torch.dtype, states: str) -> None:
     whole = train(dtype, states)
-    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
     for one, other in zip(whole, train(dtype, states), strict=True):
         assert torch.equal(one, other)
     assert whole[3] == 3
@@ -74,6 +85,96 @@ def test_shards_of_a_rounded_weight_round_alike() -> None:
     assert torch.equal(torch.cat([part[0] for part in parts]), whole[0])
 
 
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_not_taken_changes_no_bit(
+    monkeypatch: Any, dtype: torch.dtype, states: str
+) -> None:
+    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
+    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), states, NUMEL, CPU)
+    held = [weight, *state[0].tensors(), *state[1].tensors(), state[2]]
+    bad = randn(2)
+    bad[::7] = float("nan")
+    taken = {"factor": torch.tensor(1.0), "taken": torch.tensor(True)}
+    dense_adamw_(weight, randn(1), state, keys(1), **taken, **HYPER)
+    before = [tensor.clone() for tensor in held]
+    for gradient in (bad, None, torch.full((NUMEL,), float("inf"), dtype=torch.bfloat16)):
+        skipped = {"factor": torch.tensor(0.0), "taken": torch.tensor(False)}
+        dense_adamw_(weight, gradient, state, keys(2), **skipped, **HYPER)
+        for tensor, was in zip(held, before, strict=True):
+            assert torch.equal(tensor, was)
+    dense_adamw_(weight, randn(1), state, keys(3), **taken, **HYPER)
+    assert state[2] == 2
+    assert not any(torch.equal(tensor, was) for tensor, was in zip(held, before, strict=True))
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str) -> None:
+    found = []
+    for given in ({}, {"taken": torch.tensor(True)}):
+        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, NUMEL, CPU)
+        for step in range(3):
+            dense_adamw_(weight, randn(1 + step), state, keys(step), **given, **HYPER)
+        found.append([weight, *state[0].tensors(), *state[1].tensors(), state[2]])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_small_parameters_step_together_as_alone(skips: bool) -> None:
+    """Gradients of several dtypes, and none; copies of weights in 16 bits. A step that is skipped has a NaN."""
+    sizes, found = (7, 300, 1, NUMEL), []
+    kinds = (torch.float32, torch.bfloat16, torch.float16, None)
+    copies = (None, torch.bfloat16, torch.float16, None)
+    for together in (False, True):
+        params = []
+        for size, dtype in zip(sizes, copies, strict=True):
+            weight = randn(size)[:size].clone()
+            copy = None if dtype is None else weight.to(dtype)
+            state = new_dense_state((size,), "fp32", size, CPU)
+            params.append(SmallParameter(weight, None, state, copy))
+        for step in range(3):
+            taken = torch.tensor(step != 1 or not skips)
+            how = {"factor": taken * torch.tensor(0.5), "taken": taken, **HYPER}
+            given = []
+            for param, kind in zip(params, kinds, strict=True):
+                gradient = None if kind is None else randn(step)[: len(param.weight)].to(kind)
+                if gradient is not None and not taken:
+                    gradient[0] = float("nan")
+                given.append(param._replace(gradient=gradient))
+            if together:
+                dense_adamw_together_(given, **how)
+                continue
+            for param in given:
+                dense_adamw_(param.weight, param.gradient, param.state, keys(step), **how)
+                if param.copy is not None:
+                    param.copy.copy_(param.weight)
+        for param in params:
+            first, second, taken = param.state
+            assert taken == (2 if skips else 3)
+            found += [param.weight, first.data, second.data]
+            found += [] if param.copy is None else [param.copy]
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.bfloat16, "fp32"), (torch.float32, "bf16"), (torch.float32, "int8")],
+)
+def test_what_rounds_or_is_large_does_not_step_with_others(
+    monkeypatch: Any, dtype: torch.dtype, states: str
+) -> None:
+    weight = randn(0).to(dtype)
+    small = SmallParameter(weight, None, new_dense_state((NUMEL,), states, NUMEL, CPU), None)
+    assert not small.fits
+    fits = SmallParameter(randn(0), None, new_dense_state((NUMEL,), "fp32", NUMEL, CPU), None)
+    assert fits.fits
+    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
+    assert not fits.fits
+
+
 class Largest(TorchDispatchMode):
     """Most bytes of one new tensor."""
 
@@ -91,10 +192,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])
 def test_nothing_new_is_larger_than_a_chunk(monkeypatch: Any, states: str) -> None:
-    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
     weight, gradient = randn(0).bfloat16(), randn(1).bfloat16()
     state = new_dense_state((NUMEL,), states, NUMEL, weight.device)
-    keys = state_keys(0, "w", 0)
     with Largest() as largest:
-        dense_adamw_(weight, gradient, state, factor=None, key=0, state_keys=keys, **HYPER)
+        dense_adamw_(weight, gradient, state, keys(0), taken=torch.tensor(True), **HYPER)
     assert 0 < largest.nbytes <= 8 * CHUNK  # int64 counters of the rounding's noise

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import alone
 import pytest
 import torch
 from hmt_runs import settings_of
@@ -24,9 +25,7 @@ def new_matrix(basis=None, rows=(0, M), **changes):
 
 def step(matrix, gradient, factor=1.0):
     reduced = gradient if matrix.takes_whole else gradient @ matrix.projection
-    matrix.observe(matrix.measure(reduced, slice(None)))
-    update, sums = matrix.advance(reduced.clone(), factor, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums)
+    return alone.step(matrix, reduced, factor, betas=BETAS, eps=EPS)
 
 
 def basis(generator, columns=RANK):
@@ -75,22 +74,20 @@ def test_holders_of_rows_see_one_second_moment(residual):
     counted = (slice(None), slice(2, None))
     for number, gradient in enumerate(gradients(6)):
         for matrix in (whole, *parts):
-            matrix.prepare(number)
+            alone.draw_probes(matrix, number)
         update = step(whole, gradient)
         columns = whole.projection
         reduced = [gradient[slice(*p.rows)].clone() for p in parts]
         reduced = [g if columns is None else g @ columns for g in reduced]
-        sums = sum(p.measure(g, c) for p, g, c in zip(parts, reduced, counted, strict=True))
-        for part in parts:
-            part.observe(sums)
-        found = [
-            p.advance(g, 1.0, betas=BETAS, eps=EPS, counted=c)
-            for p, g, c in zip(parts, reduced, counted, strict=True)
-        ]
+        holders = [alone.Alone(part, betas=BETAS, eps=EPS) for part in parts]
+        sums = sum(h.measure(g, c) for h, g, c in zip(holders, reduced, counted, strict=True))
+        for holder in holders:
+            holder.observe(sums)
+        found = [h.advance(g, c) for h, g, c in zip(holders, reduced, counted, strict=True)]
         over_all = sum(sums for _, sums in found)
-        for part, (own, _) in zip(parts, found, strict=True):
-            expected = update[slice(*part.rows)]
-            torch.testing.assert_close(part.finish(own, over_all), expected, rtol=1e-4, atol=1e-5)
+        for holder, (own, _) in zip(holders, found, strict=True):
+            expected = update[slice(*holder.matrix.rows)]
+            torch.testing.assert_close(holder.finish(own, over_all), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_scale_and_clipping_are_in_the_squares_too():
@@ -98,7 +95,7 @@ def test_a_loss_scale_and_clipping_are_in_the_squares_too():
     plain, scaled = new_matrix(q), new_matrix(q)
     for gradient in gradients(5):
         expected = step(plain, gradient * 0.25)
-        found = step(scaled, gradient * 1024, torch.tensor(0.25 / 1024))
+        found = step(scaled, gradient * 1024, 0.25 / 1024)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 

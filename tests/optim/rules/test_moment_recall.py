@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from functools import lru_cache
 
+import alone
 import pytest
 import torch
 from hmt_runs import settings_of
@@ -31,9 +32,8 @@ def new_matrix(basis: Tensor, state_dtype: str = "fp32") -> LowRankMatrix:
 
 
 def step(matrix: LowRankMatrix, gradient: Tensor) -> Tensor:
-    projected = gradient @ matrix.projection
-    update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums) @ matrix.projection.t()
+    columns = matrix.projection
+    return alone.step(matrix, gradient @ columns, betas=BETAS, eps=EPS) @ columns.t()
 
 
 def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ start and saw the same gradients ("converged").
 
 import copy
 
+import alone
 import pytest
 import torch
 from hmt_runs import settings_of
@@ -24,9 +25,7 @@ def new_matrix(basis):
 
 
 def step(matrix, gradient):
-    projected = gradient @ matrix.projection
-    update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums)
+    return alone.step(matrix, gradient @ matrix.projection, betas=BETAS, eps=EPS)
 
 
 def orthonormal(rows, columns, generator):

@@ -2,6 +2,7 @@
 
 import copy
 
+import alone
 import pytest
 import torch
 from hmt_runs import batches, network, train
@@ -78,10 +79,9 @@ def test_expected_probe_residual_is_the_exact_one_scaled(unlimited, probes):
         twin = copy.copy(matrix)
         twin.moments = copy.deepcopy(matrix.moments)
         twin.limited_norm = matrix.limited_norm.clone()
-        twin.prepare(step)
+        alone.draw_probes(twin, step)
         columns = twin.projection
-        update, sums = twin.advance(gradient @ columns, 1.0, betas=BETAS, eps=EPS)
-        update = twin.finish(update, sums)
+        update = alone.step(twin, gradient @ columns, betas=BETAS, eps=EPS)
         direction = update[:, :RANK] / SCALE
         total += update[:, RANK:] @ columns[:, RANK:].t() / SCALE
     basis = matrix.basis

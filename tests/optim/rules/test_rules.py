@@ -4,12 +4,12 @@ import pytest
 import torch
 from draws import basis_of, key_of
 
+from hmt_deepspeed.kernels.moment_update import scale_residual_
 from hmt_deepspeed.optim.bases.basis import probe_columns
 from hmt_deepspeed.optim.rules.formulas import (
     adamw_,
     estimated_square_norm,
     growth_factor,
-    probe_residual,
 )
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -17,6 +17,13 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def probe_residual(direction, projected, probes, scale):
+    """``c phi S`` of one matrix, and the squared norms of its rows."""
+    residual, seen = probes.clone().unsqueeze(0), projected.norm(dim=1).unsqueeze(0)
+    squares = scale_residual_(residual, direction.unsqueeze(0), seen, torch.tensor([[scale]]))
+    return residual[0], squares[0]
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -30,17 +37,8 @@ def test_adamw_is_torchs(weight_decay):
         gradient = randn(7, 5, seed=i)
         theirs.grad = gradient.clone()
         optimizer.step()
-        adamw_(
-            ours,
-            gradient,
-            mean,
-            second,
-            step,
-            lr=1e-2,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=weight_decay,
-        )
+        states = [ours], [gradient], [mean], [second], [step]
+        adamw_(*states, lr=1e-2, betas=BETAS, eps=EPS, weight_decay=weight_decay)
     assert step.item() == 10
     # Fused and unfused kernels round differently: a few ulp per step.
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -75,7 +73,9 @@ def test_expected_probe_residual_is_phi_times_the_exact_one():
     for i in range(draws):
         probes = probe_columns(basis[None], num_probes, key_of("p", i))[0]
         scale = (n - rank) / num_probes
-        total += probe_residual(direction, projected, gradient @ probes, scale) @ probes.t()
+        found, squares = probe_residual(direction, projected, gradient @ probes, scale)
+        torch.testing.assert_close(squares, found.square().sum(dim=1))
+        total += found @ probes.t()
     phi = direction.norm(dim=1, keepdim=True) / projected.norm(dim=1, keepdim=True)
     exact = phi * (gradient - projected @ basis.t())
     # Per entry the draws' deviation is about |row| sqrt(c/n): 3 % of a row's norm after 4000 draws.
@@ -86,7 +86,7 @@ def test_expected_probe_residual_is_phi_times_the_exact_one():
 def test_probe_residual_of_a_row_the_basis_misses_is_bounded():
     direction, probes = torch.full((2, 4), 1.0), torch.full((2, 3), 5.0)
     projected = torch.tensor([[0.0] * 4, [1e-20] * 4])
-    residual = probe_residual(direction, projected, probes, 4.0)
+    residual, _ = probe_residual(direction, projected, probes, 4.0)
     # c ||U_j|| = 4 * 2
     torch.testing.assert_close(residual.norm(dim=1), torch.full((2,), 8.0))
 

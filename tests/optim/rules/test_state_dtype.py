@@ -1,13 +1,14 @@
 """Moments in bf16 and int8: bytes, training against fp32, checkpoints."""
 
+import alone
 import pytest
 import torch
-from hmt_runs import assert_same_state, through_a_file
+from hmt_runs import assert_same_state, settings_of, through_a_file
 from torch import nn
 
 from hmt_deepspeed.kernels.int8_state import encode_state
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules.moments import Moments
+from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.state import StateTensor
 
 N, M, RANK = 48, 256, 16  # M RANK = 4096, the least for int8
@@ -142,12 +143,15 @@ def test_a_running_mean_below_the_spacing_still_decays(dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_moments_decay_as_in_fp32(dtype):
     """One column goes on seeing gradients and keeps the scale of every int8 block where it is."""
-    moments = Moments((64, 64), dtype, torch.device("cpu"), "w", 0)
-    moments.advance(torch.ones(64, 64), betas=(0.9, 0.999), eps=1e-8)
+    settings = settings_of(rank=64, residual="none", probes=0, state_dtype=dtype)
+    matrix = LowRankMatrix("w", (64, 80), (0, 64), settings, torch.float32, torch.device("cpu"))
+    alone.step(matrix, torch.ones(64, 64), betas=(0.9, 0.999), eps=1e-8)
     gradient = torch.zeros(64, 64)
     gradient[:, 0] = 1
     for _ in range(300):
-        moments.advance(gradient, betas=(0.9, 0.999), eps=1e-8)
+        alone.step(matrix, gradient, betas=(0.9, 0.999), eps=1e-8)
+    moments = matrix.moments
+    assert moments.exp_avg.dtype == moments.exp_avg_sq.dtype == dtype
     expected = torch.tensor(1e-3 * 0.999**300)
     second = moments.exp_avg_sq.read()
     torch.testing.assert_close(second[:, 1:].mean(), expected, rtol=0.05, atol=0)

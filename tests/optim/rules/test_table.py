@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import Alone, draw_probes
 from torch import Tensor
 
 from hmt_deepspeed.optim.rules.build import build_matrix
@@ -34,10 +35,11 @@ def step(matrix: MatrixRule, counted: slice) -> tuple[Tensor, Tensor]:
     """The sums of a step, early and late."""
     generator = torch.Generator().manual_seed(0)
     reduced = torch.randn(matrix.num_rows, matrix.width, generator=generator)
-    matrix.prepare(0)
-    early = matrix.measure(reduced, counted)
-    matrix.observe(early)
-    _, late = matrix.advance(reduced, 1.0, betas=(0.9, 0.99), eps=1e-8, counted=counted)
+    draw_probes(matrix)
+    alone = Alone(matrix, betas=(0.9, 0.99), eps=1e-8)
+    early = alone.measure(reduced, counted)
+    alone.observe(early)
+    _, late = alone.advance(reduced, counted)
     return early, late
 
 
@@ -66,7 +68,10 @@ def test_it_sums_what_it_says(name: str) -> None:
     for sums, early in zip(step(matrix, slice(1, None)), (True, False), strict=True):
         lengths = RULES[name].sum_lengths(early, *SHAPE, matrix.rank)
         assert sums.shape == (sum(lengths.values()),)
-        assert {k: len(v) for k, v in matrix.named(sums, early=early).items()} == lengths
+        found = matrix.STACK([matrix]).named(sums.unsqueeze(0), early=early)
+        assert {name: tuple(each.shape) for name, each in found.items()} == {
+            name: (1, length) for name, length in lengths.items()
+        }
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)

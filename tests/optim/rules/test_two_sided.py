@@ -3,6 +3,7 @@
 import copy
 from math import inf
 
+import alone
 import pytest
 import torch
 from hmt_runs import PAPERS_RULE, settings_of
@@ -33,10 +34,8 @@ def new_matrix(residual="none", probes=0, m=M, n=N, rank=RANK, **settings):
 
 def step(matrix, gradient):
     """Change of the weight per unit of learning rate, m x n."""
-    projected = gradient @ matrix.projection
-    matrix.observe(matrix.measure(projected, slice(None)))
-    update, sums = matrix.advance(projected, 1.0, betas=BETAS, eps=EPS)
-    return matrix.finish(update, sums) @ matrix.projection.t()
+    columns = matrix.projection
+    return alone.step(matrix, gradient @ columns, betas=BETAS, eps=EPS) @ columns.t()
 
 
 def one_step(gradient, **options):
@@ -77,7 +76,7 @@ def test_residual_of_a_gradient_the_core_misses_is_bounded():
     """The core sees a thousandth: ``||S||`` takes its place, and the residual is ``c ||U||`` long."""
     matrix = new_matrix("probe", probes=4)
     matrix.measured = True
-    matrix.prepare(0)
+    alone.draw_probes(matrix)
     left, right = matrix.left_basis, matrix.basis
     outside = randn(M, N, seed=1)
     outside -= outside @ right @ right.t()
@@ -90,11 +89,13 @@ def test_residual_of_a_gradient_the_core_misses_is_bounded():
 
 def test_captured_energy_is_the_cores():
     matrix = new_matrix("probe", probes=N - RANK)  # the whole complement: the norm is exact
-    matrix.prepare(0)
+    alone.draw_probes(matrix)
     gradient = randn(M, N)
     core = matrix.left_basis.t() @ gradient @ matrix.basis
-    total = matrix.observe(matrix.measure(gradient @ matrix.projection, slice(None)))
-    torch.testing.assert_close(total, gradient.square().sum())
+    one = alone.Alone(matrix)
+    sums = one.measure(gradient @ matrix.projection)
+    torch.testing.assert_close(one.square_norm(sums), gradient.square().sum())
+    one.observe(sums)
     expected = core.square().sum() / gradient.square().sum()
     torch.testing.assert_close(matrix.smoothed_energy(), expected)
     image = (gradient @ matrix.basis).square().sum() / gradient.square().sum()
@@ -120,17 +121,16 @@ def test_rows_sum_to_the_whole():
             for matrix in parts:
                 matrix.adopt(new, overlap)
         for matrix in (whole, *parts):
-            matrix.prepare(i)
+            alone.draw_probes(matrix, i)
         expected = step(whole, gradient)
         slices = [gradient[begin:end] @ whole.projection for begin, end in bounds]
-        sums = sum(m.measure(s, slice(None)) for m, s in zip(parts, slices, strict=True))
-        for matrix in parts:
-            matrix.observe(sums)
-        steps = [
-            m.advance(s, 1.0, betas=BETAS, eps=EPS) for m, s in zip(parts, slices, strict=True)
-        ]
+        holders = [alone.Alone(matrix, betas=BETAS, eps=EPS) for matrix in parts]
+        sums = sum(h.measure(s) for h, s in zip(holders, slices, strict=True))
+        for holder in holders:
+            holder.observe(sums)
+        steps = [h.advance(s) for h, s in zip(holders, slices, strict=True)]
         squares = sum(part for _, part in steps)
-        updates = [m.finish(u, squares) for m, (u, _) in zip(parts, steps, strict=True)]
+        updates = [h.finish(u, squares) for h, (u, _) in zip(holders, steps, strict=True)]
         found = torch.cat(updates) @ whole.projection.t()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 

@@ -96,11 +96,11 @@ def test_a_rank_keeps_its_rows_and_one_of_them_the_basis(runs: dict[int, list[An
     rows, columns, rank = 314, 6 * 40 + 77, 6
     moments, bases = 2 * rows * rank * 4, columns * rank * 4
     whole = runs[1][0]["bytes"] - runs[1][1]["bytes"]
-    assert whole == 2 * (moments + bases + 7 * rank * 4)
+    assert whole == 2 * (moments + bases + 7 * (rank + 1) * 4)  # evidence of both moments
     assert len(runs[1][0]["kept"]) == 2 * 7
     # of a factored second moment the means of the columns, which every rank has
     factored = runs[1][4]["bytes"] - runs[1][1]["bytes"]
-    assert factored == 2 * (bases + 7 * 2 * rank * 4)
+    assert factored == 2 * (bases + 7 * (2 * rank + 1) * 4)
     # q, k, v and gate, up share one
     assert len(runs[1][3]["kept"]) == 2 * 4
     assert not any(run["held"] for world in runs.values() for run in world)

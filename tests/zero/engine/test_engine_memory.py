@@ -115,7 +115,8 @@ def test_a_step_on_offloaded_weights_converts_on_the_device(keep_master: bool) -
     weight = Weight(param, RowShards(6, 4, 1), 0, keep_master)
     assert weight.has_master == keep_master
     with Conversions() as conversions:
-        weight.step_update(torch.ones(6, 4, device="meta"), 0.1, 0.0, key=0)
+        scale = torch.ones((), device="meta")
+        weight.step_update(torch.ones(6, 4, device="meta"), scale, 0.1, 0.0, key=0)
     assert not conversions.found
 
 

@@ -59,6 +59,24 @@ def test_grad_norm_of_low_rank_is_a_good_estimate(ranks: Ranks, stage: int, worl
     assert abs(float(ratios.mean()) - 1) < 0.04
 
 
+def energies(loss_scale: float) -> dict[str, Any]:
+    """Of low-rank matrices after four steps in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    engine = make_engine(ds_config(2, fp16={"enabled": True, "loss_scale": loss_scale}))
+    found = result(engine, train(engine, STEPS))
+    matrices = [p.matrix for p in engine.optimizer.zero.low_rank]
+    return found | {"energies": torch.stack([matrix.energy for matrix in matrices])}
+
+
+def test_norms_and_energies_are_without_the_loss_scale(ranks: Ranks) -> None:
+    plain, scaled = (ranks.run(energies, 1, scale)[0] for scale in (1.0, 256.0))
+    # a power of two; small gradients have more digits with it
+    assert scaled["norm"] == pytest.approx(plain["norm"], rel=1e-2)
+    torch.testing.assert_close(scaled["energies"], plain["energies"], rtol=2e-2, atol=0)
+
+
 # -- how backward and step are called ---------------------------------------------------------------------
 
 
@@ -246,10 +264,12 @@ def test_a_model_in_which_nobody_shares_is_observed_once(ranks: Ranks) -> None:
     assert found["records"] == found["refreshes"] > 2
 
 
-def most_updates_alive(stage: int, bucket: int) -> dict[str, Any]:
+def most_updates_alive(stage: int, bucket: int, of_a_stack: int) -> dict[str, Any]:
     """Elements of updates alive at once, of rules that take whole gradients."""
+    from hmt_deepspeed.zero.optimizer import step as module
     from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
+    module.MOST_ALIVE = of_a_stack
     most = 0
     advance = ZeroStep._advance
 
@@ -271,17 +291,20 @@ def most_updates_alive(stage: int, bucket: int) -> dict[str, Any]:
 
 
 def test_updates_of_whole_gradients_are_not_alive_together(ranks: Ranks) -> None:
-    alone = ranks.run(most_updates_alive, 1, 1, 10**6)[0]
+    alone = ranks.run(most_updates_alive, 1, 1, 10**6, 1)[0]
     assert alone["alive"] == alone["largest"]
-    small, large = (ranks.run(most_updates_alive, 2, 2, size)[0] for size in (5_000, 10**6))
+    pairs = ranks.run(most_updates_alive, 1, 1, 10**6, 2 * alone["largest"])[0]
+    assert pairs["alive"] == 2 * alone["largest"]
+    small = ranks.run(most_updates_alive, 2, 2, 5_000, 1)[0]
     assert small["alive"] <= max(5_000, small["largest"]) < small["all"]
+    large = ranks.run(most_updates_alive, 2, 2, 10**6, 10**6)[0]
     assert large["alive"] == large["all"]  # one all-reduce of the limiter's sums
-    assert_same(alone, small)
-    assert_same(small, large)
+    for other in (pairs, small, large):
+        assert_same(alone, other)
 
 
-def portions() -> list[list[list[int]]]:
-    """Of a step, by size of the bucket."""
+def portions() -> list[list[list[list[str]]]]:
+    """Of a step, by size of the bucket: names of the parameters of each unit."""
     from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
     found = []
@@ -291,7 +314,8 @@ def portions() -> list[list[list[int]]]:
         settings = self.settings
         for elements in range(500, 20_000, 500):
             self.settings = replace(settings, gather_elements=elements)
-            found.append(list(self._portions()))
+            units = [[getattr(u, "members", [u]) for u in portion] for portion in self._portions()]
+            found.append([[[p.name for p in unit] for unit in portion] for portion in units])
         self.settings = settings
         update(self, *args)
 
@@ -313,15 +337,15 @@ def rows_held(stage: int) -> list[tuple[int, int]]:
     from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
     found = []
-    measure = ZeroStep.norm_and_clip_factor
+    decide = ZeroStep.decide
 
-    def watched(self: ZeroStep, scale: float) -> Any:
+    def watched(self: ZeroStep, *args: Any) -> Any:
         low_rank = [e for e in self.param_states if e.matrix is not None]
         rows = [e.gradient.reduced for e in low_rank if e.gradient.reduced is not None]
         found.extend((part.numel(), part.untyped_storage().nbytes() // 4) for part in rows)
-        return measure(self, scale)
+        return decide(self, *args)
 
-    ZeroStep.norm_and_clip_factor = watched  # type: ignore[method-assign]
+    ZeroStep.decide = watched  # type: ignore[method-assign]
     options = {**LOW_RANK, "residual": "full", "max_full_gradient_bytes": 10**7}
     train(make_engine(ds_config(stage, options)), 1)
     return found

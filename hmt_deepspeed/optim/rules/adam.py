@@ -1,0 +1,65 @@
+"""Adam's moments of a stack take a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.moment_update import moment_update_
+from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.optim.rules.stack import Stack
+
+__all__ = ["count_", "direct_"]
+
+
+def count_(stack: Stack, factor: Tensor, betas: tuple[float, float]) -> None:
+    """Count the step's gradient as evidence, of the matrices that take it.
+
+    Args:
+        factor: (B,), 0 where a matrix takes no step.
+    """
+    taken = (factor != 0).float()
+    for name, beta in zip(("first_evidence", "evidence"), betas, strict=True):
+        evidence = stack[name]
+        share = (taken * (1 - beta)).view(-1, *(1 for _ in evidence.shape[1:]))
+        evidence.lerp_(torch.ones_like(evidence), share)
+
+
+def direct_(
+    stack: Stack,
+    gradient: Tensor,
+    factor: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    step: Tensor,
+    residual_scale: Tensor | None = None,
+) -> Tensor:
+    """Adam's direction and a residual in the place of a gradient, see :func:`moment_update_`.
+
+    Args:
+        gradient: B x rows x (r + k) fp32, contiguous; overwritten. factor: (B,) fp32, what it is multiplied by; 0 where
+            a matrix takes no step.
+        step: number of the step, which keys the rounding of states. residual_scale: (B,) fp32; None for no residual.
+
+    Returns:
+        Squared norm of each row's residual, B x rows fp32.
+    """
+    count_(stack, factor, betas)
+    size, rows = gradient.shape[:2]
+    first, second = (
+        stack.state(name).stored(rows, partial(stack.keys, step, stream))
+        for name, stream in (("exp_avg", Stream.FIRST_STATE), ("exp_avg_sq", Stream.SECOND_STATE))
+    )
+    return moment_update_(
+        gradient,
+        first,
+        second,
+        stack["evidence"].view(size, -1),
+        stack["first_evidence"],
+        *betas,
+        eps,
+        factor=factor,
+        residual_scale=torch.zeros_like(factor) if residual_scale is None else residual_scale,
+    )

@@ -1,0 +1,269 @@
+"""Stacks: matrices alike that take their steps together.
+
+All matrices of equal rule and settings, equal shape as they are projected, equal rank, dtype and rows held here are
+one stack. Each of its tensors has a leading dimension B, one entry a matrix; what a matrix itself has of it, for a
+refresh or a checkpoint, is a view. A matrix alone is a stack of one. One step::
+
+    sums = measure(gradient)            B x sums, each summed over all holders of rows
+    observe(sums)                       the gradient's norm, smoothed energies
+    update, late = advance(gradient)    states; ``late`` summed over all holders
+    change = finish(update, late)       limiter and scale, applied together with the update
+
+Nothing is read from the device. A matrix whose factor is zero takes no step: its states stay as they are, bit for
+bit, whatever its gradient holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.noise import base_keys, step_keys
+from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
+from hmt_deepspeed.optim.rules.state import StateTensor
+
+__all__ = ["MOST_ALIVE", "Change", "Stack", "Stacked", "Stacks", "stacked"]
+
+_S = TypeVar("_S", bound="Stack")
+# fp32 elements of what a part of a stack has beside its gradients while it steps: 256 MiB.
+MOST_ALIVE = 1 << 26
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one with a leading dimension: the one they are views of, side by side, or a copy."""
+    first = tensors[0]
+    whole, step = first._base, first.numel()
+    if len(tensors) == 1 or not first.is_contiguous():
+        return torch.stack(list(tensors)) if len(tensors) > 1 else first.unsqueeze(0)
+    start = first.storage_offset()
+    for place, tensor in enumerate(tensors):
+        if tensor._base is not whole or tensor.storage_offset() != start + place * step:
+            return torch.stack(list(tensors))
+    if whole is None:
+        return torch.stack(list(tensors))
+    return whole.as_strided((len(tensors), *first.shape), (step, *first.stride()), start)
+
+
+class Stacked:
+    """One tensor of each of several owners, side by side: ``whole`` is B x ..., each owner's attribute a view.
+
+    An owner may replace its attribute; :meth:`gather` then takes the new values over.
+    """
+
+    def __init__(self, places: Sequence[tuple[object, str]]) -> None:
+        self.whole = torch.stack([getattr(owner, name) for owner, name in places])
+        self.views = list(self.whole.unbind())
+        for (owner, name), view in zip(places, self.views, strict=True):
+            setattr(owner, name, view)
+
+    def gather(self, places: Sequence[tuple[object, str]]) -> None:
+        """Take over what owners have replaced."""
+        for (owner, name), view in zip(places, self.views, strict=True):
+            found = getattr(owner, name)
+            if found is not view:
+                view.copy_(found)
+                setattr(owner, name, view)
+
+    def part(self, begin: int, end: int) -> Stacked:
+        """Some of them, of the same memory."""
+        other = copy(self)
+        other.whole, other.views = self.whole[begin:end], self.views[begin:end]
+        return other
+
+
+class Change(NamedTuple):
+    """What a step does to the weights of a stack: ``W <- (1 - lr wd) W - lr (update o scale) projection^T``.
+
+    Attributes:
+        update: B x rows x width, fp32 or a gradient's dtype; the whole update where there is no projection.
+        scale: B x 2 fp32: factor on the first r columns and on the others; zeros where no step is taken, not even decay.
+    """
+
+    update: Tensor
+    scale: Tensor
+
+
+class Stack(ABC):
+    """Matrices that take their steps together; a rule's class says how.
+
+    Attributes:
+        members: B of them. tensors: of all, by name, see :meth:`MatrixRule.places`.
+    """
+
+    def __init__(self, members: Sequence[MatrixRule]) -> None:
+        self.members = list(members)
+        self.first = members[0]
+        self.settings, self.rule = self.first.settings, self.first.settings.rule
+        self.shape, self.rank, self.device = self.first.shape, self.first.rank, self.first.device
+        names = [member.name for member in members]
+        self._cut: dict[int, list[Any]] = {}
+        self._room: Tensor | None = None
+        self.base_keys = base_keys(self.settings.seed, names, self.device)
+        places = [dict(member.places()) for member in members]
+        self.tensors = {name: Stacked([place[name] for place in places]) for name in places[0]}
+
+    def gather(self) -> None:
+        """Take over what members have replaced since the last step."""
+        places = [dict(member.places()) for member in self.members]
+        for name, tensors in self.tensors.items():
+            tensors.gather([place[name] for place in places])
+
+    def part(self: _S, begin: int, end: int) -> _S:
+        """Some of the members, as a stack of the same memory."""
+        if (begin, end) == (0, len(self.members)):
+            return self
+        other = copy(self)
+        other.members = self.members[begin:end]
+        other._cut, other._room = {}, None
+        other.first, other.base_keys = other.members[0], self.base_keys[begin:end]
+        other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
+        return other
+
+    def parts(self: _S, most: int) -> list[_S]:
+        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time."""
+        if most not in self._cut:
+            each = max(1, most // max(1, self.first.num_rows * self.first.width))
+            starts = range(0, len(self.members), each)
+            self._cut[most] = [self.part(b, min(b + each, len(self.members))) for b in starts]
+        return self._cut[most]
+
+    def room(self, place: int) -> Tensor:
+        """Memory for the gradient of one member, rows x width fp32: a part of all members', until :meth:`free`."""
+        if self._room is None:
+            shape = (len(self.members), self.first.num_rows, self.first.width)
+            self._room = torch.empty(shape, device=self.device)
+        return self._room[place]
+
+    def free(self) -> None:
+        """Let go of the memory of the gradients."""
+        self._room = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor of all members, B x ..."""
+        return self.tensors[name].whole
+
+    def state(self, name: str) -> StateTensor:
+        """A stored state of all members."""
+        scales = self.tensors.get(f"{name}.scales")
+        parts = [self[f"{name}.data"]] + ([] if scales is None else [scales.whole])
+        return self.first.states()[name].of_many(parts)
+
+    def keys(self, step: Tensor, stream: int) -> Tensor:
+        """Keys of what is random in a step, B x 2 int32, see :func:`step_keys`."""
+        return step_keys(self.base_keys, step, stream)
+
+    def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
+        """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each B x its length, by name in the table."""
+        lengths = self.rule.sum_lengths(early, *self.shape, self.rank)
+        return dict(zip(lengths, sums.split(list(lengths.values()), dim=1), strict=True))
+
+    @property
+    def limits(self) -> bool:
+        """Whether :meth:`finish` needs the sums over all rows."""
+        return any(not one.early for one in self.rule.sums)
+
+    # -- step -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+        """Terms to be summed over all rows before clipping: B x a fixed length, fp32.
+
+        Args:
+            gradient: B x rows x width, reduced, not yet clipped. counted: the rows that no other holder
+                of states counts.
+        """
+
+    @abstractmethod
+    def square_norms(self, sums: Tensor) -> Tensor:
+        """The (estimated) ``||G||_F^2`` from the sums of :meth:`measure`, (B,) fp32."""
+
+    @abstractmethod
+    def observe(
+        self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
+    ) -> None:
+        """Take the sums of :meth:`measure` over all rows.
+
+        Args:
+            scale: what the gradient they measured has been multiplied by: a loss scale, a clipping.
+            taken: 0-dim bool: whether the step is taken; None for yes.
+        """
+
+    @abstractmethod
+    def advance(
+        self,
+        gradient: Tensor,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        step: Tensor,
+        counted: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:
+        """Let the states of the rows held here take the gradient. The caller counts the steps of the members.
+
+        Args:
+            gradient: B x rows x width, reduced; used up. factor: (B,) fp32, unscales and clips it; 0 where
+                a matrix takes no step.
+            step: number of the step, 0-dim int64, which keys random rounding. counted: as in :meth:`measure`.
+
+        Returns:
+            ``(update, sums)``: the update before :meth:`finish`, B x rows x width; and what is to be
+            summed over all holders, B x a fixed length, fp32.
+        """
+
+    @abstractmethod
+    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+        """Limiter and scale, given the sums over all rows; ``factor`` as in :meth:`advance`."""
+
+    # -- energy ---------------------------------------------------------------------------------
+
+    def follow(
+        self, inside: Tensor, total: Tensor, scale: Tensor | float, taken: Tensor | None
+    ) -> None:
+        """Smooth ``||G||^2`` without the scale and the share of it inside the basis, (B,) each; bias-corrected like a
+        moment. A window without a gradient says nothing of either, that of a refresh next to nothing."""
+        usual = 1 - ENERGY_SMOOTHING
+        own = [member.made_basis for member in self.members]
+        weight = (total > 0) & (total < float("inf"))
+        if taken is not None:
+            weight &= taken
+        if any(own) and not all(own):
+            each = [OWN_WEIGHT if made else usual for made in own]
+            weight = weight * upload(each, torch.float32, self.device)
+        else:
+            weight = weight * (OWN_WEIGHT if own[0] else usual)
+        found = torch.stack(
+            (inside / total.clamp_min(_TINY), total / scale**2, torch.ones_like(total)), dim=1
+        )
+        weight = weight.unsqueeze(1)
+        # what is not finite counts as nothing, and nothing times it must not be counted either
+        self["energy"].lerp_(torch.where(weight > 0, found, 0.0), weight)
+
+
+class Stacks:
+    """The stacks of one optimizer. Matrices that stay together keep their memory from step to step."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Stack] = {}
+
+    def of(self, matrices: Iterable[tuple[MatrixRule, Hashable]]) -> list[Stack]:
+        """Matrices in stacks, by what they have in common and by the caller's own reasons to keep them apart."""
+        alike: dict[Hashable, list[MatrixRule]] = {}
+        for matrix, apart in matrices:
+            alike.setdefault((matrix.alike, apart), []).append(matrix)
+        known, self._known = self._known, {}
+        for key, members in alike.items():
+            stack = known.pop(key, None)
+            if stack is None or stack.members != members:
+                stack = members[0].STACK(members)
+            else:
+                stack.gather()
+            self._known[key] = stack
+        return list(self._known.values())

@@ -1,0 +1,158 @@
+"""The step of :class:`~hmt_deepspeed.optim.hmt.HMT`: matrices in stacks, other parameters by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
+from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.kernels.precision import fp32_products
+from hmt_deepspeed.optim.backward.int8_linear import update_together_
+from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
+from hmt_deepspeed.optim.rules.numbers import StepNumbers
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stack, Stacks, stacked
+from hmt_deepspeed.optim.slot import Slot
+
+__all__ = ["StackedStep"]
+
+
+class StackedStep:
+    """Steps of the slots of one optimizer."""
+
+    def __init__(self) -> None:
+        self._stacks, self._numbers = Stacks(), StepNumbers()
+
+    def _parts(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
+        """Matrices that step together, with their slots."""
+        by_matrix = {slot.matrix: slot for slot in slots if slot.matrix is not None}
+        kinds = ((matrix, slot.kind) for matrix, slot in by_matrix.items())
+        for stack in self._stacks.of(kinds):
+            for part in stack.parts(MOST_ALIVE):
+                yield part, [by_matrix[matrix] for matrix in part.members]
+
+    def make_room(self, slots: Sequence[Slot]) -> None:
+        """Let the coming backwards leave their products side by side."""
+        for stack, members in self._parts(slots):
+            for place, slot in enumerate(members):
+                if slot.linear is not None:
+                    slot.linear.room = partial(stack.room, place)
+
+    @fp32_products()
+    def square_norms(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """Squared norms of the gradients that are there, estimated when projected; of the matrices (B,), of others
+        0-dim; fp32."""
+        found = []
+        for stack, members in self._parts(slots):
+            if not any(slot.has_gradient for slot in members):
+                continue
+            gradient, factor = _gradients(stack, members)
+            sums = stack.measure(gradient, slice(None))
+            found.append(torch.where(factor != 0, stack.square_norms(sums), 0.0))
+        for slot in slots:
+            if slot.matrix is None and slot.param.grad is not None:
+                norm = torch.linalg.vector_norm(slot.param.grad, dtype=torch.float32)
+                found.append(norm.square())
+        return found
+
+    @fp32_products()
+    def take(self, slots: Sequence[Slot], step: int, clipped: Tensor | float) -> None:
+        """Update the weights; a parameter without a gradient stays as it is.
+
+        Args:
+            step: number of the step. clipped: what clipping has multiplied the gradients by.
+        """
+        for stack, members in self._parts(slots):
+            if not any(slot.has_gradient for slot in members):
+                continue
+            gradient, factor = _gradients(stack, members)
+            for slot, matrix in zip(members, stack.members, strict=True):
+                matrix.moments.steps += slot.has_gradient
+                if slot.linear is not None:
+                    slot.linear.take()
+            clip = clipped.to(stack.device) if isinstance(clipped, Tensor) else clipped
+            stack.observe(stack.measure(gradient, slice(None)), clip)
+            hyper, number = self._hyper(members[0]), self._numbers.step(step, stack.device)
+            update, sums = stack.advance(
+                gradient, factor, betas=hyper["betas"], eps=hyper["eps"], step=number
+            )
+            del gradient
+            change = stack.finish(update, sums, factor)
+            if stack.first.takes_whole:
+                _apply_whole(members, change, hyper, step)
+            else:
+                _apply(stack, members, change, hyper, number)
+            stack.free()
+        self._take_dense([s for s in slots if s.matrix is None and s.param.grad is not None], step)
+
+    def _hyper(self, slot: Slot) -> dict[str, Any]:
+        """lr, on the device, betas, eps and weight_decay."""
+        hyper, of = slot.hyper, (id(slot.group), slot.assigned.lr_scale)
+        return {**hyper, "lr": self._numbers.lr(hyper["lr"], of, slot.param.device)}
+
+    def _take_dense(self, slots: Sequence[Slot], step: int) -> None:
+        """AdamW's steps: small parameters together, others one by one."""
+        together: dict[Hashable, list[tuple[Slot, SmallParameter]]] = {}
+        for slot in slots:
+            small = slot.as_small()
+            if small.fits:
+                kind = (id(slot.group), slot.assigned.lr_scale, slot.param.device)
+                together.setdefault(kind, []).append((slot, small))
+            else:
+                slot.step_dense(step, self._hyper(slot))
+        for members in together.values():
+            small_ones, hyper = [small for _, small in members], self._hyper(members[0][0])
+            dense_adamw_together_(small_ones, **hyper)
+            for slot, small in members:
+                slot.write_back(small.weight if small.copy is None else small.copy)
+
+
+def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Tensor, Tensor]:
+    """The gradients of a stack, B x rows x width fp32, and 1 for each matrix that has one, 0 for the others."""
+    parts = [slot.reduced() for slot in members]
+    shape = (stack.first.num_rows, stack.first.width)
+    there = [float(part is not None) for part in parts]
+    known = [torch.zeros(shape, device=stack.device) if p is None else p for p in parts]
+    if len({part.dtype for part in known}) > 1:
+        known = [part.float() for part in known]
+    if all(there):
+        return stacked(known).float(), torch.ones(len(parts), device=stack.device)
+    return stacked(known).float(), upload(there, torch.float32, stack.device)
+
+
+def _apply_whole(
+    members: Sequence[Slot], change: Change, hyper: Mapping[str, Any], step: int
+) -> None:
+    """``W <- (1 - lr wd) W - lr D`` of every weight of a stack, one by one."""
+    for slot, update, scale in zip(members, *change, strict=True):
+        assert slot.matrix is not None
+        found = update.t() if slot.matrix.transposed else update
+        slot.apply_whole(found, hyper["lr"], hyper["weight_decay"], step, scale[0])
+
+
+def _apply(
+    stack: Stack, members: Sequence[Slot], change: Change, hyper: Mapping[str, Any], step: Tensor
+) -> None:
+    """The same of low-rank updates, together."""
+    lr, decay = hyper["lr"], hyper["weight_decay"]
+    rounds = members[0].encoded is not None or members[0].rounded
+    keys = stack.keys(step, Stream.WEIGHT_ROUNDING) if rounds else None
+    columns = [matrix.projection for matrix in stack.members]
+    projections = [one for one in columns if one is not None]
+    factors: dict[str, Any] = {"rank": stack.rank, "column_scale": change.scale, "keys": keys}
+    factors["transposed"] = stack.first.transposed
+    if members[0].encoded is not None:
+        encoded = [slot.encoded for slot in members if slot.encoded is not None]
+        update_together_(encoded, change.update, projections, lr, decay, **factors)
+        return
+    weights, copies = [slot.writable() for slot in members], None
+    if members[0].has_master:
+        copies = [slot.param.detach().contiguous() for slot in members]
+    low_rank_updates_(weights, change.update, projections, lr, decay, copies=copies, **factors)
+    for slot, new in zip(members, copies or weights, strict=True):
+        slot.write_back(new)

@@ -1,0 +1,66 @@
+"""One matrix between stacks: the steps of a stack of one, on tensors without the leading dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.probes import ProbeDraws
+
+ALL = slice(None)
+
+
+class Alone:
+    """One step of one matrix, of the rows that it holds.
+
+    Args:
+        matrix: its basis stays as it is until the step ends. factor: what the gradient is multiplied by.
+        hyper: ``betas`` and ``eps``.
+    """
+
+    def __init__(self, matrix: MatrixRule, factor: float = 1.0, **hyper: Any) -> None:
+        self.matrix, self.stack = matrix, matrix.STACK([matrix])
+        self.factor, self.hyper = torch.tensor([factor]), hyper
+
+    def measure(self, gradient: Tensor, counted: slice = ALL) -> Tensor:
+        return self.stack.measure(gradient.unsqueeze(0), counted)[0]
+
+    def square_norm(self, sums: Tensor) -> Tensor:
+        return self.stack.square_norms(sums.unsqueeze(0))[0]
+
+    def observe(self, sums: Tensor, scale: float = 1.0) -> None:
+        self.stack.observe(sums.unsqueeze(0), scale)
+
+    def advance(self, gradient: Tensor, counted: slice = ALL) -> tuple[Tensor, Tensor]:
+        """The update before :meth:`finish` and its sums; ``gradient`` stays as it is."""
+        moments = self.matrix.moments
+        moments.steps += 1
+        given = gradient.clone().unsqueeze(0)
+        step = {**self.hyper, "step": moments.steps, "counted": counted}
+        update, sums = self.stack.advance(given, self.factor, **step)
+        return update[0], sums[0]
+
+    def finish(self, update: Tensor, sums: Tensor) -> Tensor:
+        """The update with its scale applied, rows x width."""
+        change = self.stack.finish(update.unsqueeze(0), sums.unsqueeze(0), self.factor)
+        inside, outside = change.scale[0]
+        rank = self.stack.rank
+        return torch.cat(
+            (change.update[0, :, :rank] * inside, change.update[0, :, rank:] * outside), dim=1
+        )
+
+
+def step(matrix: MatrixRule, gradient: Tensor, factor: float = 1.0, **hyper: Any) -> Tensor:
+    """The update of a step with the gradient as the matrix takes it, all of whose rows are here."""
+    alone = Alone(matrix, factor, **hyper)
+    alone.observe(alone.measure(gradient))
+    return alone.finish(*alone.advance(gradient))
+
+
+def draw_probes(matrix: MatrixRule, step: int = 0) -> None:
+    """The probe columns of a step."""
+    matrix.prepare(step)
+    ProbeDraws().draw([matrix], step)
