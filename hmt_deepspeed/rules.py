@@ -233,7 +233,10 @@ class Rule:
 
 _OF_EVERY_RULE = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
 _OF_APOLLO = frozenset({"rank", "update_interval", "scale", "projected_backward", "target_modules"})
-_EVIDENCE = State("evidence", ("rank",), "fp32", in_budget=False)
+_EVIDENCE = (
+    State("evidence", ("rank",), "fp32", in_budget=False),
+    State("first_evidence", (), "fp32", in_budget=False),
+)
 _OF_ADAM = (State("exp_avg", ("rows", "rank")), State("exp_avg_sq", ("rows", "rank")))
 _ENERGIES = (Sum("inside"), Sum("outside"))  # squared norms of A, and of S or the rest of G
 _RESIDUAL = Sum("residual", early=False)  # its squared norm
@@ -283,7 +286,7 @@ for _rule in (
         carried_out_by=f"{_RULES}.low_rank:LowRankMatrix",
         gradient="projected",
         bases="found",
-        states=tuple(replace(state, recalled=True) for state in (*_OF_ADAM, _EVIDENCE)),
+        states=tuple(replace(state, recalled=True) for state in (*_OF_ADAM, *_EVIDENCE)),
         sums=(*_ENERGIES, _RESIDUAL),
         becomes_dense=True,
         scale=0.25,  # GaLore's and Fira's, at ten times AdamW's learning rate
@@ -302,6 +305,7 @@ for _rule in (
             State("exp_avg", ("rank", "rank")),
             State("exp_avg_sq", ("rank", "rank")),
             State("evidence", ("rank", "rank"), "fp32", in_budget=False),
+            _EVIDENCE[1],
             State("left_basis", ("rows", "rank"), "model"),
         ),
         sums=(*_ENERGIES, Sum("core", ("rank", "rank")), _RESIDUAL),
@@ -321,7 +325,7 @@ for _rule in (
             State("exp_avg_sq_row", ("rows", 1), "fp32"),
             State("exp_avg_sq_col", (1, "rank"), "fp32", recalled=True),
             State("exp_avg_sq_mean", (), "fp32"),
-            replace(_EVIDENCE, recalled=True),
+            *(replace(state, recalled=True) for state in _EVIDENCE),
         ),
         sums=(*_ENERGIES, Sum("columns", ("rank",)), _RESIDUAL),
         becomes_dense=True,
@@ -336,7 +340,7 @@ for _rule in (
         carried_out_by=f"{_RULES}.apollo:ApolloMatrix",
         gradient="whole",
         bases="drawn",
-        states=(*_OF_ADAM, _EVIDENCE),
+        states=(*_OF_ADAM, *_EVIDENCE),
         sums=(Sum("gradient"), *_OF_ROWS),
         side="smaller",
         reads=_OF_APOLLO,
@@ -351,7 +355,7 @@ for _rule in (
         carried_out_by=f"{_RULES}.apollo:ApolloMiniMatrix",
         gradient="whole",
         bases="drawn",
-        states=(*_OF_ADAM, _EVIDENCE),
+        states=(*_OF_ADAM, *_EVIDENCE),
         sums=(Sum("gradient"), *_OF_ROWS),
         side="smaller",
         reads=_OF_APOLLO,

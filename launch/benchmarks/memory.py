@@ -46,7 +46,7 @@ def memory(setting: Setting) -> CaseResult:
             "share",
             "=",
             1.0,
-            note="per matrix two fp32 moments m·r, r fp32 weights of evidence, and the basis n·r in "
+            note="per matrix two fp32 moments m·r, r + 1 fp32 weights of evidence, and the basis n·r in "
             "the model's dtype",
         ),
         Measurement(
@@ -92,7 +92,7 @@ def state_formula(engine: Any) -> int:
     total = 0
     for entry in engine.optimizer.zero.low_rank:
         (m, n), rank = entry.matrix.shape, entry.matrix.rank
-        total += 2 * 4 * m * rank + 4 * rank + basis_size * n * rank
+        total += 2 * 4 * m * rank + 4 * (rank + 1) + basis_size * n * rank
     return total
 
 

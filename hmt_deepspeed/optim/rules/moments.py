@@ -54,7 +54,7 @@ class PreviousMoments:
             "exp_avg_sq" if first else COLUMN_MEANS: self.exp_avg_sq.read(),
             "evidence": self.evidence,
             "steps": self.steps,
-            "first_evidence": float(self.first_evidence),
+            "first_evidence": self.first_evidence,
         }
 
     def tensors(self) -> list[Tensor]:
@@ -152,7 +152,8 @@ class Moments(KeptStates):
     @property
     def nbytes(self) -> int:
         """Bytes of moments and evidence."""
-        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.evidence.nbytes
+        stored = self.exp_avg, self.exp_avg_sq, self.evidence, self.first_evidence
+        return sum(state.nbytes for state in stored)
 
     def column_energies(self, counted: slice) -> Tensor:
         """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held; over all
