@@ -77,7 +77,7 @@ class ProjectedMatrix(MatrixRule):
             return 0
         wanted = self.settings.probes
         if wanted is None:
-            wanted = auto_probes(rank, self.settings.residual)
+            wanted = auto_probes(rank, self.settings.residual, self.device.type == "cuda")
         return min(wanted, self.shape[1] - rank)
 
     @property

@@ -32,7 +32,8 @@ class Projected:
     """Projected backward: columns ``r + k`` that a linear of some shape is projected on.
 
     Attributes:
-        rank, probes, residual: give r and k of every projected linear, see :func:`~hmt_deepspeed.rules.rank_at` and :func:`probes_at`.
+        rank, probes, residual, on_gpu: give r and k of every projected linear, see :func:`~hmt_deepspeed.rules.rank_at` and
+            :func:`probes_at`.
         side: ``right`` saves ``X [Q | P]`` instead of the input, ``left`` spares FLOPs only; ``auto`` is
             GaLore's rule, the smaller side of each matrix, the right one of a square.
         shared: linears that read one input share one basis.
@@ -45,6 +46,7 @@ class Projected:
     rank: int | float
     probes: int | None
     residual: Literal["none", "probe"] = "probe"
+    on_gpu: bool = True
     side: Literal["right", "left", "auto"] = "right"
     shared: bool = False
     whole_at_full: bool = True
@@ -87,12 +89,13 @@ class Projected:
         """(r as far as the matrix has it, k as wanted)."""
         own = {name: (rank, probes) for name, rank, probes in self.others}
         rank = rank_at(self.rank, linear.inputs, linear.outputs)
-        return own.get(_weight(linear, names), (rank, probes_at(rank, self.probes, self.residual)))
+        probes = probes_at(rank, self.probes, self.residual, self.on_gpu)
+        return own.get(_weight(linear, names), (rank, probes))
 
 
-def probes_at(rank: int, probes: int | None, residual: str) -> int:
-    """k at a rank: as given, or "auto" of a residual."""
-    return auto_probes(rank, residual) if probes is None else probes
+def probes_at(rank: int, probes: int | None, residual: str, on_gpu: bool) -> int:
+    """k at a rank: as given, or "auto" of a residual and a device."""
+    return auto_probes(rank, residual, on_gpu) if probes is None else probes
 
 
 def check_rank(prefix: str, rank: object) -> None:

@@ -61,6 +61,7 @@ class OptimizerMode:
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
         max_full_gradient_bytes: None for "auto".
+        on_gpu: the device is a GPU, where "auto" probes are as many as its tensor cores want.
         host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
             have masters too.
     """
@@ -81,6 +82,7 @@ class OptimizerMode:
     share_basis: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     max_full_gradient_bytes: int | None = None
+    on_gpu: bool = True
     host_is_ours: bool = False
 
     def __post_init__(self) -> None:
@@ -161,6 +163,7 @@ class OptimizerMode:
             self.rank,
             self.probes,
             cast(Literal["none", "probe"], self.residual),
+            self.on_gpu,
             side="right" if self.projection == "two_sided" else self.projection,
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
@@ -201,7 +204,7 @@ class OptimizerMode:
 
     def probes_at(self, rank: int) -> int:
         """See :func:`~hmt_deepspeed.planner.model.flops.probes_at`."""
-        return probes_at(rank, self.probes, self.residual)
+        return probes_at(rank, self.probes, self.residual, self.on_gpu)
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {

@@ -167,9 +167,10 @@ def run_facts(
     )
     eager = getattr(config, "_attn_implementation", None) == "eager"
     elements = int(engine.zero_reduce_bucket_size()) if stage else 0
+    on_gpu = torch.device(engine.device).type == "cuda"
     return RunFacts(
         shape,
-        replace(optimizer_mode(options), host_is_ours=host is not None),
+        replace(optimizer_mode(options), host_is_ours=host is not None, on_gpu=on_gpu),
         setup,
         itemsize,
         gradient_itemsize,

@@ -229,7 +229,9 @@ def test_single_matrices_have_ranks_of_their_own():
         for mode in (wide, one, every, narrow)
     ]
     assert built[2] == built[3]
-    columns = 32 + 16 - (16 + 8)  # r + k of the one matrix, whose k is half of r
+    columns = (
+        48 - 32
+    )  # r + k of the one matrix, whose k is half of r, and more for a multiple of 16
     assert built[0][1].projected_bytes - built[1][1].projected_bytes == columns * 2 * 16 * 2
     moments = [model_states(shape, mode).moments for mode in (wide, one)]
     rows = next(p for p in parameters(shape) if "q_proj" in p.name).shape[0]
@@ -281,6 +283,11 @@ def test_updates_are_sent_in_the_dtype_of_their_product():
 def test_gradients_of_low_rank_matrices_are_projected():
     shape = shape_of_config(config("llama"))
     whole = model_states(shape, ADAMW, itemsize=4).gradients
-    projected = model_states(shape, OptimizerMode(rank=16), itemsize=4).gradients
     linears = sum(m * n for m, n in linear_shapes(shape))
-    assert whole - projected == 4 * (linears - sum(m * (16 + 8) for m, _ in linear_shapes(shape)))
+    for on_gpu, probes in ((False, 8), (True, 16)):
+        mode = OptimizerMode(rank=16, on_gpu=on_gpu)
+        projected = model_states(shape, mode, itemsize=4).gradients
+        columns = sum(m * (16 + probes) for m, _ in linear_shapes(shape))
+        assert whole - projected == 4 * (linears - columns)
+    optimizer = HMT(fresh("llama", torch.bfloat16), lr=1e-3, rank=16)
+    assert {matrix.width for matrix in optimizer.matrices.values()} == {16 + 8}
