@@ -7,7 +7,8 @@ so much smaller. Old bases, and low-rank moments that belong to some, are kept i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -44,8 +45,8 @@ class _Kept(NamedTuple):
 class BasisCache:
     """Current bases, which live nowhere else, and old bases and moments, which make room for them.
 
-    A current basis is fetched by :meth:`get` and dropped from the device by the next one; while it is used, the
-    bases that come next are on their way, see :meth:`begin_round`. Old bases (:meth:`remember`) and groups of old
+    A current basis is fetched by :meth:`get` and dropped from the device by the next one, see :meth:`together`; while it
+    is used, the bases that come next are on their way, see :meth:`begin_round`. Old bases (:meth:`remember`) and groups of old
     tensors (:meth:`keep`) stay until ``max_bytes`` are reached; then the least recently used goes first.
 
     Args:
@@ -69,7 +70,8 @@ class BasisCache:
         self._current: dict[str, _Home] = {}
         self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
         self.held: set[str] = set()
-        self._in_use: tuple[str, Tensor] | None = None
+        self._in_use: dict[str, Tensor] = {}
+        self._together: Collection[str] = ()  # stay in use until their block ends
         self._coming: OrderedDict[str, None] = OrderedDict()
         self._expected: list[str] = []  # what the round will ask for, as far as is known
         self._place = 0  # in it: of what comes next
@@ -100,30 +102,40 @@ class BasisCache:
         return True
 
     def get(self, name: str) -> Tensor:
-        """A current basis on the device, to be read only until the next call.
+        """A current basis on the device, to be read only until the next call, or in a block of :meth:`together`.
 
         Raises:
             KeyError: not a current basis.
             TransferError: a copy failed, either way.
         """
-        is_here = self._in_use is not None and self._in_use[0] == name
+        is_here = name in self._in_use
         (self.hits if is_here or name in self._coming else self.misses)[name] += 1
+        for other in [o for o in self._in_use if o != name and o not in self._together]:
+            del self._in_use[other]  # freed before anything new is allocated
         if not is_here:
             self._coming.pop(name, None)
-            self._in_use = None  # freed before anything new is allocated
-            self._in_use = name, self._store.get(self._current[name].key)
-        assert self._in_use is not None
-        basis = self._in_use[1]
+            self._in_use[name] = self._store.get(self._current[name].key)
+        basis = self._in_use[name]
         self._fetch_ahead(name)
         return basis
+
+    @contextmanager
+    def together(self, names: Collection[str]) -> Iterator[None]:
+        """Of these bases those that :meth:`get` brings stay on the device until the block ends."""
+        self._together = names
+        try:
+            yield
+        finally:
+            self._together = ()
+            self._in_use = dict(list(self._in_use.items())[-1:])
+            self._count_device_bytes()
 
     def drop(self, name: str) -> None:
         """Forget a current basis; nothing if there is none of that name."""
         home = self._current.pop(name, None)
         if home is None:
             return
-        if self._in_use is not None and self._in_use[0] == name:
-            self._in_use = None
+        self._in_use.pop(name, None)
         self._coming.pop(name, None)
         self._store.drop(home.key)
         self._count_device_bytes()
@@ -229,7 +241,7 @@ class BasisCache:
 
     def close(self) -> None:
         """Forget everything and free the memory. Idempotent."""
-        self._in_use = None
+        self._in_use.clear()
         self._current.clear()
         self._old.clear()
         self._coming.clear()
@@ -292,18 +304,17 @@ class BasisCache:
 
     def _next(self) -> list[str]:
         """The next different bases that are expected."""
-        busy = None if self._in_use is None else self._in_use[0]
         coming: dict[str, None] = {}
         for name in islice(self._expected, self._place, None):
             if len(coming) == PREFETCH:
                 break
-            if name in self._current and name != busy:
+            if name in self._current and name not in self._in_use:
                 coming[name] = None
         return list(coming)
 
     def _count_device_bytes(self) -> None:
         coming = sum(self._current[name].nbytes for name in self._coming)
-        self.device_bytes = coming + (0 if self._in_use is None else self._in_use[1].nbytes)
+        self.device_bytes = coming + sum(basis.nbytes for basis in self._in_use.values())
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
 

@@ -115,6 +115,24 @@ def test_the_device_holds_one_basis_and_those_on_their_way(make, prefetch):
     assert cache.peak_device_bytes == (prefetch + 1) * PAGE
 
 
+def test_those_used_together_stay_until_the_end_of_their_block(make):
+    cache = filled(make(prefetch=1))
+    cache.begin_round(NAMES)
+    with cache.together({"a", "c"}):
+        for name, pages in (("a", 2), ("b", 3), ("c", 3), ("a", 3)):
+            cache.get(name)
+            assert cache.device_bytes == pages * PAGE
+    assert cache.device_bytes == 2 * PAGE
+    assert misses(cache, ["c", "d"]) == []
+    assert cache.device_bytes == PAGE
+    with cache.together(NAMES):
+        for name in NAMES:
+            cache.get(name)
+        assert cache.device_bytes == len(NAMES) * PAGE
+        cache.drop("b")
+        assert cache.device_bytes == (len(NAMES) - 1) * PAGE
+
+
 def test_what_turns_out_not_to_be_next_is_given_up(make):
     cache = filled(make(prefetch=2))
     cache.begin_round(["a", "b", "c"])

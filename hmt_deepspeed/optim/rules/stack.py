@@ -126,13 +126,18 @@ class Stack(ABC):
         other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
         return other
 
-    def parts(self: _S, most: int) -> list[_S]:
-        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time."""
-        if most not in self._cut:
-            each = max(1, most // max(1, self.first.num_rows * self.first.width))
+    def parts(self: _S, most: int, members: int | None = None) -> list[_S]:
+        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time.
+
+        Args:
+            members: of a part at most; None for no limit.
+        """
+        each = max(1, most // max(1, self.first.num_rows * self.first.width))
+        each = min(each, members or each)
+        if each not in self._cut:
             starts = range(0, len(self.members), each)
-            self._cut[most] = [self.part(b, min(b + each, len(self.members))) for b in starts]
-        return self._cut[most]
+            self._cut[each] = [self.part(b, min(b + each, len(self.members))) for b in starts]
+        return self._cut[each]
 
     def room(self, place: int) -> Tensor:
         """Memory for the gradient of one member, rows x width fp32: a part of all members', until :meth:`free`."""

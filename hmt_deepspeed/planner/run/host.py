@@ -7,9 +7,11 @@ clipping and overflow, the bases of ``hmt.basis_cache``, the copies that ``hmt.s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
 from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, parameters
 from hmt_deepspeed.planner.run.modes import OptimizerMode, Sharding
@@ -17,7 +19,9 @@ from hmt_deepspeed.planner.run.offloaded import Offloaded
 from hmt_deepspeed.planner.run.states import (
     FP32,
     borrowers,
+    gradient_columns,
     kept_bytes,
+    most_rows,
     parameters_by_mode,
     projection_bytes,
     states_by_parameter,
@@ -48,13 +52,16 @@ class CacheRoom:
     """``hmt.basis_cache``.
 
     Attributes:
-        prefetch: bases on their way to the device. old_moments: bases left whose moments each matrix keeps.
+        prefetch: bases on their way to the device. together: matrices whose bases are in use at once, as far as their
+            gradients have ``elements`` together. old_moments: bases left whose moments each matrix keeps.
         old_bases: whether a wider basis is kept.
         staging: page-locked bytes for what is on its way. slab: the others are page-locked by so many.
     """
 
     max_bytes: int
     prefetch: int
+    together: int
+    elements: int
     old_moments: int
     old_bases: bool
     staging: int
@@ -137,13 +144,15 @@ class CachedBases:
     """Bytes of a basis cache.
 
     Attributes:
-        bases, probes: bytes that are not on the device. passing: bytes of the basis in use and of those on
-            their way. pinned: page-locked, once matrices have left as many bases as may be kept.
+        bases, probes: bytes that are not on the device. passing: bytes of the bases in use and of those on
+            their way, at most; stage 3 has the rows of one in use, and others whole. resting: of those on the device
+            between two steps. pinned: page-locked, once matrices have left as many bases as may be kept.
     """
 
     bases: float = 0.0
     probes: float = 0.0
     passing: float = 0.0
+    resting: float = 0.0
     pinned: float = 0.0
 
 
@@ -159,8 +168,7 @@ def cached_bases(
     if mode.residual == "full":  # they stay beside the gradients
         return CachedBases()
     borrowing = borrowers(shape, mode)
-    bases = probes = pages = first_pages = 0
-    in_layer, outside = list[int](), list[int]()  # bytes of the columns, in the order of their use
+    bases = probes = pages = first_pages = largest = 0
     old = 0.0
     for parameter, own in parameters_by_mode(shape, mode):
         if not own.is_low_rank(parameter):
@@ -176,22 +184,117 @@ def cached_bases(
         bases += parameter.count * basis
         probes += parameter.count * beside
         pages += parameter.count * _pages(basis + beside)
-        is_layers = parameter.name.startswith(shape.names.layer)
-        (in_layer if is_layers else outside).append(basis + beside)
+        largest = max(largest, basis + beside)
     if not pages:
         return CachedBases()
-    in_order = in_layer * min(shape.layers, room.prefetch + 2) + outside
-    passing = max(sum(in_order[i : i + 1 + room.prefetch]) for i in range(len(in_order)))
+    matrices = _in_order(shape, mode, sharding, itemsize, room)
+    fetched, gathered, resting = _passing_bytes(matrices, room)
     part = min(1.0, room.max_bytes / pages)
-    held = max(part * first_pages, part * pages + old + _pages(max(in_order)))
+    held = max(part * first_pages, part * pages + old + _pages(largest))
     slab = min(room.slab, room.max_bytes)
     pinned = min(float(room.max_bytes), -(-held // slab) * slab)
     return CachedBases(
         part * bases,
         part * probes,
-        min(part * (bases + probes), float(passing)),
+        min(part * (bases + probes), fetched) + gathered,
+        min(part * (bases + probes), resting),
         room.staging + pinned,
     )
+
+
+class _Matrix(NamedTuple):
+    """A matrix whose columns wait in host memory.
+
+    Attributes:
+        basis: whose it is. alike: equal for matrices that step together, at most ``most`` of them at once.
+        rows: bytes that this rank holds of the columns. whole: of all where ranks hold parts of them, else 0.
+    """
+
+    basis: Hashable
+    alike: Hashable
+    most: int
+    rows: int
+    whole: int
+
+
+def _in_order(
+    shape: ModelShape, mode: OptimizerMode, sharding: Sharding, itemsize: int, room: CacheRoom
+) -> list[_Matrix]:
+    """All matrices of a model with a basis, those of a layer behind those of the layer before."""
+    layer, names, borrowing = shape.names.layer, shape.names, borrowers(shape, mode)
+    leaders = {f"{layer}.{n}.weight": group[0] for group in (names.qkv, names.up) for n in group}
+    found: dict[str, list[_Matrix]] = defaultdict(list)
+    for parameter, own in parameters_by_mode(shape, mode):
+        if not own.is_low_rank(parameter):
+            continue
+        rows = sum(projection_bytes(parameter, own, sharding, itemsize))
+        if not rows:
+            continue
+        m, width = gradient_columns(parameter, own)
+        held = most_rows(m, own.oriented(parameter)[1], sharding.ranks(1))
+        whole = sum(projection_bytes(parameter, own, Sharding(), itemsize))
+        name, of_name = parameter.name, found[parameter.name]
+        if name in borrowing:
+            name = f"{layer}.{leaders[name]}.weight"
+        of_name += [
+            _Matrix(
+                (name, len(of_name) + number),
+                (parameter.shape, width),
+                max(1, min(room.together, room.elements // (held * width))),
+                rows,
+                0 if whole == rows else whole,
+            )
+            for number in range(parameter.count)
+        ]
+    placed = [
+        ((number / len(of_name), place) if name.startswith(layer) else (1.0, place), matrix)
+        for place, (name, of_name) in enumerate(found.items())
+        for number, matrix in enumerate(of_name)
+    ]
+    return [matrix for _, matrix in sorted(placed, key=itemgetter(0))]
+
+
+def _passing_bytes(matrices: Sequence[_Matrix], room: CacheRoom) -> tuple[int, int, int]:
+    """Most bytes of bases on the device: from host memory, gathered there, and those between two steps, where one is in
+    use.
+
+    While probes are drawn those in use follow one another, while weights are updated they are of matrices alike.
+    """
+    owners = list({matrix.basis: matrix for matrix in matrices}.values())
+    draws = [owners[i : i + room.together] for i in range(0, len(owners), room.together)]
+    stacks: dict[Hashable, list[int]] = defaultdict(list)
+    for place, matrix in enumerate(matrices):
+        stacks[matrix.alike].append(place)
+    parts = sorted(
+        places[begin : begin + matrices[places[0]].most]
+        for places in stacks.values()
+        for begin in range(0, len(places), matrices[places[0]].most)
+    )
+    updates = [[matrices[place] for place in part] for part in parts]
+    of_draws, of_updates = (_most_in_use(each, room.prefetch) for each in (draws, updates))
+    one_by_one, _ = _most_in_use([[matrix] for matrix in owners], room.prefetch)
+    return max(of_draws[0], of_updates[0]), max(of_draws[1], of_updates[1]), one_by_one
+
+
+def _most_in_use(parts: Sequence[Sequence[_Matrix]], prefetch: int) -> tuple[int, int]:
+    """(bytes from host memory, gathered bytes) at most, where those of a part stay in use together."""
+    order = [matrix for part in parts for matrix in part]
+    fetched = gathered = place = 0
+    for part in parts:
+        stay: dict[Hashable, int] = {}
+        for matrix in part:
+            place += 1
+            in_use = {**stay, matrix.basis: matrix.rows}
+            coming: dict[Hashable, int] = {}
+            for ahead in range(place, len(order)):
+                if len(coming) == prefetch:
+                    break
+                if order[ahead].basis not in in_use:
+                    coming[order[ahead].basis] = order[ahead].rows
+            fetched = max(fetched, sum(in_use.values()) + sum(coming.values()))
+            stay = stay if matrix.whole else in_use
+        gathered = max(gathered, sum({matrix.basis: matrix.whole for matrix in part}.values()))
+    return fetched, gathered
 
 
 def _left_bytes(

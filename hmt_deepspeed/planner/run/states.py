@@ -30,6 +30,7 @@ __all__ = [
     "gradient_columns",
     "kept_bytes",
     "model_states",
+    "most_rows",
     "parameters_by_mode",
     "projection_bytes",
     "states_by_parameter",
@@ -171,7 +172,7 @@ def _part(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
-def _most_rows(rows: int, columns: int, ranks: int) -> int:
+def most_rows(rows: int, columns: int, ranks: int) -> int:
     """Most rows that a rank's flat part of ``ceil(rows columns / ranks)`` elements touches."""
     part = _part(rows * columns, ranks)
     starts = range(0, rows * columns, part)
@@ -195,7 +196,7 @@ def _matrix_states(
         borrows: it projects on the basis of another.
     """
     rows, columns = gradient_columns(parameter, mode)
-    reduced_rows = _most_rows(rows, mode.oriented(parameter)[1], sharding.ranks(2))
+    reduced_rows = most_rows(rows, mode.oriented(parameter)[1], sharding.ranks(2))
     basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
     kept = kept_bytes(parameter, mode, sharding, itemsize)
     beside = sum(size for state, size in kept.items() if state.stored == "model")
@@ -221,7 +222,7 @@ def kept_bytes(
         itemsize: of the weights. in_fp32: states as they are saved, not as they are held.
     """
     rows, columns = mode.oriented(parameter)
-    held = _most_rows(rows, columns, sharding.ranks(1))
+    held = most_rows(rows, columns, sharding.ranks(1))
     rank, dtype = mode.rank_of(parameter), "fp32" if in_fp32 else mode.states_dtype(parameter)
     return {
         state: state.nbytes(held, columns, rank, dtype, itemsize)

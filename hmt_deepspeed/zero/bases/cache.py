@@ -120,7 +120,7 @@ def basis_metrics(bases: BasisStorage, param_states: Sequence[ParamState]) -> di
     counters = cache.engine.counters
     return {
         **found,
-        "basis_peak_fetched_bytes": cache.peak_device_bytes,
+        "basis_peak_fetched_bytes": cache.peak_device_bytes + bases.peak_gathered_bytes,
         "basis_host_bytes": cache.host_bytes,
         "basis_pinned_bytes": cache.pinned_bytes,
         "basis_bytes_to_host": counters.bytes_out,

@@ -16,13 +16,11 @@ from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
-from hmt_deepspeed.zero.bases.storage import BasisStorage
+from hmt_deepspeed.zero.bases.storage import MOST_WHOLE, BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["BasisGroups"]
-
-_FETCHED = 8  # bases on the device at once while their probes are drawn, where they are stored away
 
 
 class BasisGroups:
@@ -110,8 +108,8 @@ class BasisGroups:
                 self._draws.draw(matrices, self._numbers.step(step, matrices[0].device))
             return
         owners = [p for p in self.low_rank if _owns_basis(p)]
-        for begin in range(0, len(owners), _FETCHED):
-            some = owners[begin : begin + _FETCHED]
+        for begin in range(0, len(owners), MOST_WHOLE):
+            some = owners[begin : begin + MOST_WHOLE]
             with self.bases.all_whole(some):
                 ProbeDraws().draw((p.matrix for p in some if p.matrix is not None), step)
 

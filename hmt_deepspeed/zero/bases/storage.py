@@ -9,7 +9,7 @@ computes again, and of matrices in the order that :meth:`BasisStorage.will_use` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 
@@ -25,7 +25,11 @@ from hmt_deepspeed.zero.bases.moment_history import MomentHistory
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
-__all__ = ["BasisStorage"]
+__all__ = ["MOST_WHOLE", "BasisStorage"]
+
+# Matrices whose bases are whole on the device at once where they are stored elsewhere: while their probes are drawn,
+# and while their weights are updated together.
+MOST_WHOLE = 8
 
 
 class BasisStorage:
@@ -46,6 +50,7 @@ class BasisStorage:
         cache: in host memory, or None.
         history: moments of previous bases, see :class:`MomentHistory`. Beside them the cache keeps a basis that
             a narrower one replaces.
+        peak_gathered_bytes: of whole projections in use that ranks hold parts of, at most.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class BasisStorage:
         # by owner: whole, its version when it came, and the rows that it came from
         self._fetched: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._last: tuple[Columns, Tensor] | None = None  # whole, stored unchanged just now
+        self.peak_gathered_bytes = 0
         self._of_linears = GatherAhead(collectives, _rows_of_group)
         self._of_matrices = GatherAhead(collectives, self._rows)
 
@@ -225,14 +231,30 @@ class BasisStorage:
 
     @contextmanager
     def all_whole(self, param_states: Sequence[ParamState]) -> Iterator[None]:
-        """The same of several matrices, in their order."""
+        """The same of several matrices, in their order; a collective, like :meth:`restore`.
+
+        Args:
+            param_states: at most :data:`MOST_WHOLE`, or all that there are no bases of elsewhere.
+        """
+        sharded, others = dict[str, Columns](), set[str]()
         for param_state in param_states:
-            self.restore(param_state)
-        try:
-            yield
-        finally:
+            if isinstance(param_state.matrix, ProjectedMatrix):
+                columns = param_state.matrix.columns
+                if self.holds_rows(param_state):
+                    sharded[columns.owner] = columns
+                else:
+                    others.add(columns.owner)
+        with nullcontext() if self.cache is None else self.cache.together(others):
             for param_state in param_states:
-                self.store(param_state)
+                self.restore(param_state)
+            wholes = (columns.whole for columns in sharded.values())
+            gathered = sum(whole.nbytes for whole in wholes if whole is not None)
+            self.peak_gathered_bytes = max(self.peak_gathered_bytes, gathered)
+            try:
+                yield
+            finally:
+                for param_state in param_states:
+                    self.store(param_state)
 
     def will_use(self, param_states: Iterable[ParamState] | None) -> None:
         """Say which bases are needed next, so that they are fetched and gathered ahead.

@@ -17,6 +17,7 @@ from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.rules.dense import DenseKeys, SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Stacks
+from hmt_deepspeed.zero.bases.storage import MOST_WHOLE
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates, Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
@@ -142,15 +143,15 @@ class ZeroStep:
     # -- stacks -----------------------------------------------------------------------------------
 
     def _parts(self) -> list[Part]:
-        """The matrices as they step together."""
-        found = []
+        """The matrices as they step together; of bases that are stored away a few are whole at once."""
+        found, members = [], MOST_WHOLE if self.bases.stores else None
         for stack in self._stacks.of(
             (matrix, self._kind(p)) for matrix, p in self._by_matrix.items()
         ):
-            for part in stack.parts(MOST_ALIVE):
-                members = [self._by_matrix[matrix] for matrix in part.members]
-                counted = members[0].gradient.shards.counted(self.shard_rank)
-                found.append(Part(part, members, counted))
+            for part in stack.parts(MOST_ALIVE, members):
+                param_states = [self._by_matrix[matrix] for matrix in part.members]
+                counted = param_states[0].gradient.shards.counted(self.shard_rank)
+                found.append(Part(part, param_states, counted))
         return found
 
     def make_room(self) -> None:

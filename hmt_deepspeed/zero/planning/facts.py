@@ -321,7 +321,7 @@ def bytes_at_rest(facts: RunFacts) -> int:
     cached = CachedBases()
     if setup.engine is not None and setup.engine.cache is not None:
         cached = cached_bases(facts.shape, facts.mode, sharding, facts.itemsize, setup.engine.cache)
-    away = cached.bases + cached.probes - cached.passing
+    away = cached.bases + cached.probes - cached.resting
     return weights + states.probes + states.gradients + states.optimizer - int(away)
 
 

@@ -11,9 +11,11 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import host_memory_share
 from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE
 from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
 from hmt_deepspeed.zero.activations.swap import staging_bytes
 from hmt_deepspeed.zero.bases import cache as basis_cache
+from hmt_deepspeed.zero.bases.storage import MOST_WHOLE
 from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.offload import ssd
 from hmt_deepspeed.zero.offload import worker as host_worker
@@ -71,6 +73,8 @@ def _room(cache: CacheSettings, options: Mapping[str, Any]) -> CacheRoom:
     return CacheRoom(
         cache.max_bytes,
         PREFETCH,
+        MOST_WHOLE,
+        MOST_ALIVE,
         cache.history,
         cache.history > 0 and options["range_finder"] != "svd",
         basis_cache.staging_bytes(cache),

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any], str, dict[str, Any], dict[str, 
     ),
     "cached bases": (1, 2, FIXED, "none", {"basis_cache": CACHE}, BF16),
     "cached bases, stage 3": (2, 3, FIXED, "none", {"basis_cache": CACHE}, BF16),
+    "cached bases, two at once": (1, 2, FIXED, "none", {"basis_cache": CACHE}, BF16),
+    "cached bases, two at once, stage 3": (2, 3, FIXED, "none", {"basis_cache": CACHE}, BF16),
     "cached shared bases": (
         1,
         2,
@@ -146,8 +148,10 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import static_bytes
     from hmt_deepspeed.zero.bases import cache as basis_cache
+    from hmt_deepspeed.zero.bases import groups as basis_groups
     from hmt_deepspeed.zero.engine import resolve as engine_settings
     from hmt_deepspeed.zero.offload import worker as host_worker
+    from hmt_deepspeed.zero.optimizer import step as zero_step
     from hmt_deepspeed.zero.planning import memory as plan_memory
 
     host_worker.PIECE, host_worker.NUM_PIECES, host_worker.NUM_STAGED = 1024, 2, 2
@@ -161,6 +165,8 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
             offload = {"device": place, "nvme_path": f"{folder}/states", "buffer_count": 5}
             config["zero_optimization"]["offload_optimizer"] = offload
         config["hmt"] |= block
+        for module in (basis_groups, zero_step, plan_memory):
+            module.MOST_WHOLE = 2 if "two at once" in name else 8
         room = 5 * SLAB if name == "room for some bases" else 2**20
         engine_settings.host_memory_share = lambda n=room: n
         if "snapshot" in block:
