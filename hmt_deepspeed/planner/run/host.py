@@ -157,13 +157,21 @@ class CachedBases:
 
 
 def cached_bases(
-    shape: ModelShape, mode: OptimizerMode, sharding: Sharding, itemsize: int, room: CacheRoom
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    room: CacheRoom,
+    is_offloaded: bool,
 ) -> CachedBases:
     """Bytes of the bases that wait in host memory.
 
     Where not all have room there, the same part of each is taken to be. What has once been page-locked stays:
     at first every matrix has a basis of its own, also where linears are found to share one, and a new one is
     put beside the one before.
+
+    Args:
+        is_offloaded: masters are in host memory; such weights are updated one by one.
     """
     if mode.residual == "full":  # they stay beside the gradients
         return CachedBases()
@@ -187,7 +195,8 @@ def cached_bases(
         largest = max(largest, basis + beside)
     if not pages:
         return CachedBases()
-    matrices = _in_order(shape, mode, sharding, itemsize, room)
+    alone = is_offloaded and (mode.master_weights == "fp32" or itemsize == FP32)
+    matrices = _in_order(shape, mode, sharding, itemsize, 1 if alone else room.together, room)
     fetched, gathered, resting = _passing_bytes(matrices, room)
     part = min(1.0, room.max_bytes / pages)
     held = max(part * first_pages, part * pages + old + _pages(largest))
@@ -218,7 +227,12 @@ class _Matrix(NamedTuple):
 
 
 def _in_order(
-    shape: ModelShape, mode: OptimizerMode, sharding: Sharding, itemsize: int, room: CacheRoom
+    shape: ModelShape,
+    mode: OptimizerMode,
+    sharding: Sharding,
+    itemsize: int,
+    together: int,
+    room: CacheRoom,
 ) -> list[_Matrix]:
     """All matrices of a model with a basis, those of a layer behind those of the layer before."""
     layer, names, borrowing = shape.names.layer, shape.names, borrowers(shape, mode)
@@ -240,7 +254,7 @@ def _in_order(
             _Matrix(
                 (name, len(of_name) + number),
                 (parameter.shape, width),
-                max(1, min(room.together, room.elements // (held * width))),
+                max(1, min(together, room.elements // (held * width))),
                 rows,
                 0 if whole == rows else whole,
             )

@@ -191,7 +191,8 @@ def make_problem(
     cached, beside = CachedBases(), dict[str, float]()
     if setup.engine is not None:
         if setup.engine.cache is not None:
-            cached = cached_bases(shape, mode, sharding, itemsize, setup.engine.cache)
+            room = setup.engine.cache
+            cached = cached_bases(shape, mode, sharding, itemsize, room, is_offloaded)
         beside = _beside(setup, setup.engine, offloaded, cached, itemsize)
         if setup.engine.has_snapshots:
             place = setup.offload_optimizer

@@ -320,7 +320,8 @@ def bytes_at_rest(facts: RunFacts) -> int:
     weights = states.weights if setup.offload_param == "none" else 0
     cached = CachedBases()
     if setup.engine is not None and setup.engine.cache is not None:
-        cached = cached_bases(facts.shape, facts.mode, sharding, facts.itemsize, setup.engine.cache)
+        room, is_offloaded = setup.engine.cache, setup.offload_optimizer != "none"
+        cached = cached_bases(facts.shape, facts.mode, sharding, facts.itemsize, room, is_offloaded)
     away = cached.bases + cached.probes - cached.resting
     return weights + states.probes + states.gradients + states.optimizer - int(away)
 

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], str, dict[str, Any], dict[str, 
     "cached bases": (1, 2, FIXED, "none", {"basis_cache": CACHE}, BF16),
     "cached bases, stage 3": (2, 3, FIXED, "none", {"basis_cache": CACHE}, BF16),
     "cached bases, two at once": (1, 2, FIXED, "none", {"basis_cache": CACHE}, BF16),
+    "cached bases, two at once, host": (1, 2, FIXED, "cpu", {"basis_cache": CACHE}, BF16),
     "cached bases, two at once, stage 3": (2, 3, FIXED, "none", {"basis_cache": CACHE}, BF16),
     "cached shared bases": (
         1,
