@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "registration",
         "dry_run",
     ),
-    "optim": ("bases", "settings", "rules", "backward", "slot", "decisions", "hmt"),
+    "optim": ("bases", "settings", "rules", "backward", "slot", "stacked_step", "decisions", "hmt"),
     "planner": ("hardware model", "run", "solve", "timeline", "advise", "command"),
 }
 

@@ -23,7 +23,8 @@ from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.zero.offload.states import MASTER, ChunkStates, HostStates, RamStates
 from hmt_deepspeed.zero.offload.worker import HostWorker, chunks
 from hmt_deepspeed.zero.sharding.shards import RowShards
-from hmt_deepspeed.zero.weights.weight import LowRankChange, Weight
+from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
+from hmt_deepspeed.zero.weights.weight import Weight
 
 __all__ = ["HostWeight"]
 

@@ -17,7 +17,8 @@ from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
 from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
-from hmt_deepspeed.zero.weights.weight import GatherPipeline, LowRankChange, Weight
+from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
+from hmt_deepspeed.zero.weights.weight import GatherPipeline, Weight
 
 __all__ = ["MatrixUpdates", "Part"]
 

@@ -2,10 +2,9 @@
 
 One step, for all parameters; the mean over ranks commutes with the projection::
 
-    reduced gradients  ->  overflow decision  ->  new bases of the matrices that refresh
-                       ->  estimated global norm, clip factor
-                       ->  Adam in each projected space, probe residual
-                       ->  weights of this rank's rows  ->  gather  ->  next accumulation window
+    reduced gradients  ->  new bases of the matrices that refresh  ->  estimated global norm, verdict, clip factor
+                       ->  Adam in each projected space, probe residual  ->  weights of this rank's rows
+                       ->  gather  ->  next accumulation window
 """
 
 from __future__ import annotations

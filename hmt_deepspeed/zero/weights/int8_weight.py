@@ -23,7 +23,8 @@ from hmt_deepspeed.optim.backward.int8_linear import (
     update_together_,
 )
 from hmt_deepspeed.zero.sharding.shards import RowShards
-from hmt_deepspeed.zero.weights.weight import LowRankChange, Weight
+from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
+from hmt_deepspeed.zero.weights.weight import Weight
 
 __all__ = ["EncodedWeight", "encode_placed", "left_out_of_broadcast"]
 

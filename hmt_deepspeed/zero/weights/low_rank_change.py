@@ -1,0 +1,76 @@
+"""A low-rank change of weights of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
+from hmt_deepspeed.kernels.noise import Key
+
+__all__ = ["LowRankChange"]
+
+
+@dataclass
+class LowRankChange:
+    """``W_b <- (1 - lr wd) W_b - lr (U_b o scale_b) P_b^T`` of B weights of one shape.
+
+    Attributes:
+        update: U, B x rows x w, or of the other factor's rows where ``transposed``: ``P_b U_b^T``.
+        projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
+            zero a weight stays as it is.
+        keys: of stochastic rounding, B x 2 int32, where there is any. host_keys: the same on the host.
+    """
+
+    update: Tensor
+    projections: Sequence[Tensor]
+    rank: int
+    scale: Tensor
+    keys: Tensor | None
+    host_keys: Sequence[Key]
+    transposed: bool
+    lr: float | Tensor
+    weight_decay: float
+
+    def apply(
+        self, weights: Sequence[Tensor], offset: int = 0, copies: Sequence[Tensor] | None = None
+    ) -> None:
+        """On matrices of rows, see :func:`low_rank_updates_`."""
+        low_rank_updates_(
+            weights,
+            self.update,
+            self.projections,
+            self.lr,
+            self.weight_decay,
+            rank=self.rank,
+            column_scale=self.scale,
+            keys=self.keys,
+            offset=offset,
+            copies=copies,
+            transposed=self.transposed,
+        )
+
+    def each(self) -> Iterator[LowRankChange]:
+        """Of each weight alone."""
+        for b, projection in enumerate(self.projections):
+            part = slice(b, b + 1)
+            yield replace(
+                self,
+                update=self.update[part],
+                projections=[projection],
+                scale=self.scale[part],
+                keys=None if self.keys is None else self.keys[part],
+                host_keys=self.host_keys[part],
+            )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of a weight alone, the scale applied: left and right factor."""
+        update = self.update[0].float()
+        update = torch.cat(
+            (update[:, : self.rank] * self.scale[0, 0], update[:, self.rank :] * self.scale[0, 1]),
+            1,
+        )
+        return (self.projections[0], update) if self.transposed else (update, self.projections[0])
