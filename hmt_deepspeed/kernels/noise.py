@@ -21,6 +21,7 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hmt_deepspeed.kernels.launching import on_its_device, upload
 
@@ -294,5 +295,9 @@ def normals(keys: Tensor, rows: int, columns: int) -> Tensor:
         ValueError: for other keys.
     """
     check_keys(keys, len(keys))
+    if isinstance(
+        keys, FakeTensor
+    ):  # of a dry run: the table is none of its tensors, and would outlive it
+        return keys.new_empty((len(keys), rows, columns), dtype=torch.float32)
     draw = normals_triton if keys.is_cuda and triton is not None else normals_reference
     return draw(keys, rows, columns)

@@ -11,6 +11,7 @@ from harness import Ranks
 from torch import nn
 
 from hmt_deepspeed.zero.offload import worker as host_worker
+from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
 
 ROWS, COLUMNS = 64, 130  # 8320 elements: 32 pieces of 256 and half a one
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -63,7 +64,10 @@ def updated(num_pieces: int, states: tuple[str, ...]) -> dict[str, Any]:
             left, right = (
                 torch.randint(-9, 9, (n, 6), generator=draw).float() for n in (ROWS, COLUMNS)
             )
-            weight.step_rows(left, right, 1e-2, 0.1, step)
+            change = LowRankChange(
+                *(left[None], [right], 6, torch.ones(1, 2), None, [step], False, 1e-2, 0.1)
+            )
+            weight.step_rows([weight], change)
         weight.finish()
         gradient.clear()
     values = {column: held.read(column).clone() for column in states}
