@@ -91,7 +91,7 @@ def train(weights, optimizer, sources, steps):
 def moment_and_basis_bytes(optimizer):
     """Of what is really allocated; the budget leaves out evidence."""
     matrices = optimizer.matrices.values()
-    return sum(m.state_bytes() - m.moments.evidence.nbytes for m in matrices)
+    return sum(m.state_bytes() - m.moments.evidence.nbytes - 4 for m in matrices)
 
 
 def captured(optimizer, sources):

@@ -113,15 +113,15 @@ def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
                 r, matrix = entry["matrix"]["rank"], entry["matrix"]
                 assert end - begin <= -(-m // world) + 1
                 if name == "two_sided":  # the core on every rank, the rows of P here
-                    assert matrix["moments"] == 3 * r * r * 4
+                    assert matrix["moments"] == (3 * r * r + 1) * 4
                     assert matrix["left_basis"].shape == (end - begin, r)
                 elif (
                     name == "factored"
                 ):  # rows of the first moment, row and column means, mean of all
                     numbers = (end - begin) * (r + 1) + r + 1
-                    assert matrix["moments"] == numbers * 4 + r * 4
+                    assert matrix["moments"] == numbers * 4 + (r + 1) * 4
                 else:
-                    assert matrix["moments"] == 2 * (end - begin) * r * size + r * 4
+                    assert matrix["moments"] == 2 * (end - begin) * r * size + (r + 1) * 4
                     assert matrix["left_basis"] is None
     if name != "two_sided":
         for place in range(7):
@@ -130,7 +130,9 @@ def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
             m, r = parts[0]["shards"].m, parts[0]["matrix"]["rank"]
             whole = 2 * m * r * size
             # A row that two ranks touch is held by both.
-            assert sum(p["matrix"]["moments"] - r * 4 for p in parts) <= whole * (1 + world / m)
+            assert sum(p["matrix"]["moments"] - (r + 1) * 4 for p in parts) <= whole * (
+                1 + world / m
+            )
 
 
 @pytest.mark.parametrize("name", SHARDED)

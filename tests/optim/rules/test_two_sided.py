@@ -272,7 +272,8 @@ def test_rank_of_the_whole_side(options):
 
 def test_bytes():
     matrix = new_matrix()
-    # r (m + n) of bases and 2 r^2 of moments, as the paper counts, and as much evidence as one.
-    assert matrix.state_bytes() == 4 * (RANK * (M + N) + 3 * RANK * RANK)
+    # r (m + n) of bases and 2 r^2 of moments, as the paper counts, and as much evidence as one of the second, and a number of
+    # the first.
+    assert matrix.state_bytes() == 4 * (RANK * (M + N) + 3 * RANK * RANK + 1)
     assert matrix.moment_bytes_at(RANK) == 4 * 2 * RANK * RANK
     assert matrix.basis_bytes_at(RANK) == 4 * RANK * (M + N)

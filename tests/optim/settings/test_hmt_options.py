@@ -265,6 +265,6 @@ def test_describe():
     assert rows["embed.weight"].state_bytes == 50 * 16 * 12
     assert rows["up.weight"][1:4] == ("lowrank_adamw", "", 4)
     # Two fp32 moments, evidence, bf16 basis, fp32 master.
-    assert rows["up.weight"].state_bytes == 2 * 40 * 4 * 4 + 4 * 4 + 16 * 4 * 2 + 40 * 16 * 4
+    assert rows["up.weight"].state_bytes == 2 * 40 * 4 * 4 + 5 * 4 + 16 * 4 * 2 + 40 * 16 * 4
     rows = {row.name: row for row in HMT(model, rank=4, master_weights="none").describe()}
     assert rows["embed.weight"].state_bytes == 50 * 16 * 8

@@ -64,7 +64,7 @@ def test_auto_decides_per_matrix():
     assert [m.transposed for m in matrices.values()] == [False, False, True]
     # 2 max(m, n) r and the basis of the smaller side, evidence beside them.
     sizes = [m.state_bytes() for m in matrices.values()]
-    assert sizes == [4 * (2 * 40 * 8 + 24 * 8 + 8), 4 * (3 * 40 * 8 + 8), 4 * (2 * 320 + 128 + 8)]
+    assert sizes == [4 * (2 * 40 * 8 + 24 * 8 + 9), 4 * (3 * 40 * 8 + 9), 4 * (2 * 320 + 128 + 9)]
 
 
 @pytest.mark.parametrize("projection", ["left", "auto", "two_sided"])

@@ -190,7 +190,7 @@ def memory(stage: int, dtype: str) -> dict[str, Any]:
             (e.gradient.shards, e.matrix.rank, e.matrix.width) for e in optimizer.zero.low_rank
         ],
         "held": [
-            sum(t.nbytes for t in (m.exp_avg, m.exp_avg_sq, m.evidence))
+            sum(t.nbytes for t in (m.exp_avg, m.exp_avg_sq, m.evidence, m.first_evidence))
             for m in (e.matrix.moments for e in optimizer.zero.low_rank)
         ],
     }
@@ -313,7 +313,7 @@ def test_gradients_and_states_weigh_what_the_formula_says(
             assert whole is None
             gradient += (end - begin) * width * kind.itemsize
             full += shards.m * shards.n * kind.itemsize
-            moments = 2 * (end - begin) * r * 4 + r * 4
+            moments = 2 * (end - begin) * r * 4 + (r + 1) * 4
             assert held == moments
             basis_rows = -(-shards.n // world) if stage == 3 else shards.n
             state += moments + basis_rows * r * size
