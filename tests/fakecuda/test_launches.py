@@ -23,56 +23,56 @@ HIDDEN = 1024
 # deepspeed: what DeepSpeed itself waits for, in an ordinary step. unpinned: copies to the device from such memory.
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
-bare    1     default               1093        515       2080       3956          0         12         16          0          0
-bare    1     right                 1079        508       1251       3912          0          2         15          0          0
-bare    1     left                  1103        520       1272       3740          0          2         15          0          0
-bare    1     auto                  1095        516       1266       4080          0          2         15          0          0
-bare    1     two_sided             1289        613       1485       4304          0          2         15          0          0
-bare    1     full_residual          938        429       1073       3474          0          2         15          0          0
-bare    1     no_residual            841        389       1012       3660          0          2         15          0          0
-bare    1     random                1246        583       1299       1288          0          0          0          0          0
-bare    1     factored              1247        592       1418       4108          0          2         15          0          0
-bare    1     apollo                 798        359        798        840          0          0          0          0          0
-bare    1     apollo_mini            840        380        840        882          0          0          0          0          0
-bare    1     adamw                  224         72        224        308          0          0          0          0          0
-bare    1     int8_states           1277        543       1453       4128          0          2         15          0          0
-bare    1     int8_factored         1389        599       1564       4296          0          2         15          0          0
-bare    1     bf16_states           1213        543       1387       4032          0          2         15          0          0
-bare    1     int8_weights          1079        508       1250       3884          0          2         15          0          0
-bare    1     no_masters            1114        510       1285       3912          0          2         15          0          0
-bare    1     share_basis            987        462       1296       1048          0          2          0          0          0
-bare    1     module_rules           982        453       1153       3624          0          2         13          0          0
-zero2   1     right                 1177        525       1330       3923          1          3         16          2          0
-zero2   1     two_sided             1387        630       1564       4315          1          3         16          2          0
-zero2   1     int8_weights          1205        539       1358       3951          1          3         16          2          0
-zero2   1     basis_cache           1230        552       1384       4003          1          3         16          2          0
-zero2   1     activations           1177        525       1330       3923          1          3         16          2          0
-zero2   1     fpdt                  1177        525       1330       3923          1          3         22          2          0
-zero2   1     offload               1046        510       1198       3778          2          4         17          2          2
-zero2   1     offload_adamw           62         18         62         62          2          2          2          2          2
-zero3   4     default               1200        563       1290       2431          2          5         10          3          1
-zero3   4     right                 1200        562       1261       2387          2          3          9          3          1
-zero3   4     left                  1152        539       1210       2113          2          3          9          3          1
-zero3   4     auto                  1196        559       1257       2375          2          3          9          3          1
-zero3   4     two_sided             1410        667       1483       2649          2          3          9          3          1
-zero3   4     full_residual          982        455       1022       1859          2          3          9          3          1
-zero3   4     no_residual            946        436       1007       2133          2          3          9          3          1
-zero3   4     random                1262        595       1315       1262          2          2          3          3          1
-zero3   4     factored              1368        646       1429       2597          2          3          9          3          1
-zero3   4     apollo                 862        395        862        862          2          2          3          3          1
-zero3   4     apollo_mini            904        416        904        904          2          2          3          3          1
-zero3   4     adamw                  308        119        308        308          2          2          3          3          1
-zero3   4     int8_states           1288        590       1354       2503          2          3          9          3          1
-zero3   4     int8_factored         1428        660       1492       2685          2          3          9          3          1
-zero3   4     bf16_states           1272        590       1336       2459          2          3          9          3          1
-zero3   4     no_masters            1239        578       1300       2425          2          3          9          3          1
-zero3   4     share_basis           1070        497       1368       1206          2          5          3          3          1
-zero3   4     module_rules          1103        496       1264       1990          2          5          8          3          1
-zero3   4     basis_cache           1239        581       1303       2467          2          3          9          3          1
-zero3   4     activations           1200        562       1261       2387          2          3          9          3          1
-zero3   4     fpdt                  1200        562       1261       2387          2          3         15          3          1
-zero3   4     offload               1115        540       1176       2302          3          4         10          3          3
-zero3   4     offload_adamw           69         20         69         69          3          3          4          3          3
+bare    1     default                206          4       1184       3134          0         12         16          0          0
+bare    1     right                  206          4        368       3090          0          2         15          0          0
+bare    1     left                   202          2        364       2918          0          2         15          0          0
+bare    1     auto                   190          4        352       3242          0          2         15          0          0
+bare    1     two_sided              347          7        534       3427          0          2         15          0          0
+bare    1     full_residual          403         76        543       3001          0          2         15          0          0
+bare    1     no_residual            173          4        335       3057          0          2         15          0          0
+bare    1     random                 537        184        593        585          0          0          0          0          0
+bare    1     factored               257          4        418       3211          0          2         15          0          0
+bare    1     apollo                 426        122        426        471          0          0          0          0          0
+bare    1     apollo_mini            435        122        435        480          0          0          0          0          0
+bare    1     adamw                   32         11         32        118          0          0          0          0          0
+bare    1     int8_states            276          2        445       3220          0          2         15          0          0
+bare    1     int8_factored          306          2        471       3306          0          2         15          0          0
+bare    1     bf16_states            262          2        427       3146          0          2         15          0          0
+bare    1     int8_weights           227          4        389       3097          0          2         15          0          0
+bare    1     no_masters             276         20        438       3139          0          2         15          0          0
+bare    1     share_basis            202          2        508        495          0          2          0          0          0
+bare    1     module_rules           330          5        492       3034          0          2         13          0          0
+zero2   1     right                  261          4        441       3084          0          3         16          2          0
+zero2   1     two_sided              405          7        609       3420          0          3         16          2          0
+zero2   1     int8_weights           282          4        462       3104          0          3         16          2          0
+zero2   1     basis_cache            340         59        521       3186          0          3         16          2          0
+zero2   1     activations            261          4        441       3083          0          3         16          2          0
+zero2   1     fpdt                   261          4        441       3083          0          3         22          2          0
+zero2   1     offload                926        431       1084       3801          2          4         17          2          2
+zero2   1     offload_adamw           43          9         43         43          2          2          2          2          2
+zero3   4     default                354         70        468       1657          1          5         10          3          1
+zero3   4     right                  354         70        439       1612          1          3          9          3          1
+zero3   4     left                   309         47        391       1341          1          3          9          3          1
+zero3   4     auto                   315         49        400       1565          1          3          9          3          1
+zero3   4     two_sided              498         73        595       1819          1          3          9          3          1
+zero3   4     full_residual          428         70        493       1376          1          3          9          3          1
+zero3   4     no_residual            319         70        404       1577          1          3          9          3          1
+zero3   4     random                 585        186        635        609          1          1          2          3          1
+zero3   4     factored               405         70        489       1711          1          3          9          3          1
+zero3   4     apollo                 465        126        465        489          1          1          2          3          1
+zero3   4     apollo_mini            474        126        474        498          1          1          2          3          1
+zero3   4     adamw                   43          7         43         46          1          1          2          3          1
+zero3   4     int8_states            450         70        528       1728          1          3          9          3          1
+zero3   4     int8_factored          480         70        554       1803          1          3          9          3          1
+zero3   4     bf16_states            428         70        510       1680          1          3          9          3          1
+zero3   4     no_masters             458         96        525       1698          1          3          9          3          1
+zero3   4     share_basis            290         20        623        551          1          5          2          3          1
+zero3   4     module_rules           466         47        647       1433          1          5          8          3          1
+zero3   4     basis_cache            393         89        481       1692          1          3          9          3          1
+zero3   4     activations            354         70        439       1612          1          3          9          3          1
+zero3   4     fpdt                   354         70        439       1612          1          3         15          3          1
+zero3   4     offload               1034        497       1100       2350          3          4         10          3          3
+zero3   4     offload_adamw           54         11         54         55          3          3          4          3          3
 """
 # Of each kind one; the others are slow.
 ALWAYS = {
@@ -126,8 +126,9 @@ def test_kernels_of_a_step_compile_and_the_7b_keeps_to_its_budget() -> None:
     """For sm_80; 224 matrices in three shapes."""
     lines = count("right", "16", "32", "--json", "--architecture", "80").splitlines()
     half, whole = (json.loads(line)["steps"] for line in lines if line.startswith("{"))
-    assert half["ordinary"]["step"]["launches"] <= 8495
-    assert whole["ordinary"]["step"]["launches"] <= 16735
+    few, many = (found["ordinary"]["step"]["launches"] for found in (half, whole))
+    assert many <= 600
+    assert many <= 1.15 * few  # q, k, v and gate, up are laid side by side, layer by layer
     assert whole["first"]["step"]["launches"] <= 108991
     for phase in whole["ordinary"].values():
         assert phase["waits"] == phase["unpinned"] == 0
