@@ -158,11 +158,10 @@ class ZeroStep:
         """Let gradients of matrices that step together come to lie side by side, in the coming accumulation window."""
         alone = self.collectives.world == 1
         for part in self._parts() if self.settings.accumulate_dtype == torch.float32 else ():
-            if part.stack.first.takes_whole:
-                continue
+            whole = part.stack.first.takes_whole  # lies in memory of its own
             for place, param_state in enumerate(part.members):
                 gradient = param_state.gradient
-                gradient.room = partial(part.stack.room, place)
+                gradient.room = None if whole else partial(part.stack.room, place)
                 if alone and gradient.linear is not None:
                     gradient.linear.room = gradient.free_room
 
