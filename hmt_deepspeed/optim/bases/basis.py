@@ -89,8 +89,8 @@ def _completed(basis: Tensor, columns: Tensor) -> Tensor:
     # A 16-bit basis is orthonormal to three digits only: a second pass removes what the first left.
     for _ in range(1 if wide is basis else 2):
         _leave(columns, wide)
-    if 4 * num_probes > n - rank:
-        # Nearly as many columns as the complement has: some combination may be all but missing. A shift keeps
+    if 2 * num_probes > n - rank:
+        # More columns than half of what the complement has: some combination may be all but missing. A shift keeps
         # Cholesky from failing and makes the columns better conditioned by a factor of 300 instead of
         # orthonormal (shifted Cholesky-QR, 1809.11085), twice; what that enlarges of the basis is taken out.
         for _ in range(2):
