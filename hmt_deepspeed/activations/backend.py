@@ -29,7 +29,7 @@ from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, Site
 from hmt_deepspeed.activations.replay import ReplayMode
-from hmt_deepspeed.activations.tape import Tapes
+from hmt_deepspeed.activations.tapes import Tapes
 from hmt_deepspeed.attribution import Attribution
 from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.kernels.backward import is_transformed

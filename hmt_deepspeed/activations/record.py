@@ -22,9 +22,9 @@ from hmt_deepspeed.activations.tape import (
     Several,
     Step,
     Tape,
-    TapeBuilder,
     geometry_of,
 )
+from hmt_deepspeed.activations.tapes import TapeBuilder
 from hmt_deepspeed.sites import is_computing_projection
 
 __all__ = ["RecordMode"]

@@ -101,8 +101,10 @@ class HMTZeroOptimizer(OptimizerInterface):
     # -- construction ---------------------------------------------------------------------------
 
     def _build(self, options: dict[str, Any], uneven_leaves: bool) -> None:
-        """Build each part, and register how it is undone."""
-        settings, collectives = self.settings, self.collectives
+        settings, collectives = (
+            self.settings,
+            self.collectives,
+        )  # of each part: build it, and register its undoing
         if self.parameter_offload is not None:
             self._undo.callback(detach_coordinator, self.parameter_offload)
         host = self._host_worker()
@@ -298,7 +300,7 @@ class HMTZeroOptimizer(OptimizerInterface):
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """States held by this rank, by parameter."""
+        """States held by this rank."""
         self.synchronize()
         return {p.gradient.param: state_access.local_state(p) for p in self.zero.param_states}
 
