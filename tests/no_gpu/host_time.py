@@ -1,9 +1,9 @@
 """Milliseconds of Python that a training step costs the host: tiny matrices, kernels that do nothing.
 
-    python tests/fakecuda/host_time.py                    the engine at stage 2, 32 layers (224 matrices)
-    python tests/fakecuda/host_time.py --stage 3 --option state_dtype=int8
-    python tests/fakecuda/host_time.py --adamw            DeepSpeed's engine with torch's fused AdamW
-    python tests/fakecuda/host_time.py --profile          where the time goes
+    python tests/no_gpu/host_time.py                    the engine at stage 2, 32 layers (224 matrices)
+    python tests/no_gpu/host_time.py --stage 3 --option state_dtype=int8
+    python tests/no_gpu/host_time.py --adamw            DeepSpeed's engine with torch's fused AdamW
+    python tests/no_gpu/host_time.py --profile          where the time goes
 
 What a GPU would have to wait for, if it were faster than its host: CPU time of the training thread, medians.
 """

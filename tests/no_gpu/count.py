@@ -1,7 +1,7 @@
 """Launches, host waits and unpinned copies of a step on a CUDA device that is not there.
 
-python tests/fakecuda/count.py right 32            the bare optimizer, 7B widths, 32 layers
-python tests/fakecuda/count.py right 32 --json     for programs
+python tests/no_gpu/count.py right 32            the bare optimizer, 7B widths, 32 layers
+python tests/no_gpu/count.py right 32 --json     for programs
 """
 
 from __future__ import annotations
