@@ -14,7 +14,6 @@ from hmt_deepspeed.kernels.precision import fp32_products
 
 __all__ = [
     "keyed_generator",
-    "keyed_seed",
     "orthonormal",
     "probe_columns",
     "random_basis",
@@ -26,19 +25,10 @@ __all__ = [
 _WIDENED = {False: CHUNK_ELEMENTS, True: 1 << 26}
 
 
-def keyed_seed(seed: int, *parts: object) -> int:
-    """A 63-bit seed from ``seed`` and any labels, the same in every process and on every rank.
-
-    Seeds are keyed by parameter name and step, never by order of enumeration, so the numbers drawn
-    do not depend on world size, sharding or how many parameters come before.
-    """
-    return base_key(seed, *parts)
-
-
 def keyed_generator(device: torch.device, seed: int, *parts: object) -> torch.Generator:
-    """A torch generator on ``device`` seeded by :func:`keyed_seed`."""
+    """A torch generator on ``device`` seeded by :func:`base_key`."""
     generator = torch.Generator(device=device)
-    generator.manual_seed(keyed_seed(seed, *parts))
+    generator.manual_seed(base_key(seed, *parts))
     return generator
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.optim.bases.basis import keyed_seed, transfer_second_moment
+from hmt_deepspeed.kernels.noise import base_key
+from hmt_deepspeed.optim.bases.basis import transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
 __all__ = ["COLUMN_MEANS", "Moments", "PreviousMoments", "Recalled"]
@@ -202,7 +203,7 @@ class Moments(KeptStates):
 
     def _write(self, mean: Tensor, second: Tensor) -> None:
         for state, value, which in ((self.exp_avg, mean, 0), (self.exp_avg_sq, second, 1)):
-            state.write(value, keyed_seed(self.seed, self.name, "state", which, self.steps))
+            state.write(value, base_key(self.seed, self.name, "state", which, self.steps))
 
     # -- checkpoint -----------------------------------------------------------------------------
 

@@ -101,10 +101,8 @@ class HMTZeroOptimizer(OptimizerInterface):
     # -- construction ---------------------------------------------------------------------------
 
     def _build(self, options: dict[str, Any], uneven_leaves: bool) -> None:
-        settings, collectives = (
-            self.settings,
-            self.collectives,
-        )  # of each part: build it, and register its undoing
+        """Build each part, and register how it is undone."""
+        settings, collectives = self.settings, self.collectives
         if self.parameter_offload is not None:
             self._undo.callback(detach_coordinator, self.parameter_offload)
         host = self._host_worker()

@@ -6,11 +6,10 @@ import sys
 import pytest
 import torch
 
-from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
+from hmt_deepspeed.kernels.noise import Stream, base_key, base_keys, normals, step_keys
 from hmt_deepspeed.optim.bases import basis as module
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
-    keyed_seed,
     probe_columns,
     random_basis,
     transfer_second_moment,
@@ -151,11 +150,11 @@ def test_probes_are_uniform_in_the_complement(num_probes):
 
 
 def test_seeds_are_keyed_by_labels_in_every_process():
-    assert keyed_seed(0, "a", 1) != keyed_seed(0, "a", 2) != keyed_seed(1, "a", 2)
-    assert 0 <= keyed_seed(0, "a") < 1 << 63
-    code = "from hmt_deepspeed.optim.bases.basis import keyed_seed; print(keyed_seed(7, 'w', 'probes', 3))"
+    assert base_key(0, "a", 1) != base_key(0, "a", 2) != base_key(1, "a", 2)
+    assert 0 <= base_key(0, "a") < 1 << 63
+    code = "from hmt_deepspeed.kernels.noise import base_key; print(base_key(7, 'w', 'probes', 3))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == keyed_seed(7, "w", "probes", 3)
+    assert int(done.stdout) == base_key(7, "w", "probes", 3)
     first, again = (torch.randn(4, generator=generator("w", 3)) for _ in range(2))
     assert torch.equal(first, again)
 
