@@ -214,7 +214,8 @@ class Slot:
         if self.has_master:
             copy = self.param.detach().contiguous().view(-1)
         gradient = None if self.param.grad is None else self.param.grad.reshape(-1)
-        return SmallParameter(weight, gradient, self._dense_state(), copy)
+        base = base_key(self.seed, self.name) if self.rounded else 0
+        return SmallParameter(weight, gradient, self._dense_state(), copy, base)
 
     def writable(self) -> Tensor:
         """Contiguous target of the update: the weights themselves or an fp32 master."""

@@ -107,7 +107,8 @@ class StackedStep:
                 slot.step_dense(step, self._hyper(slot))
         for members in together.values():
             small_ones, hyper = [small for _, small in members], self._hyper(members[0][0])
-            dense_adamw_together_(small_ones, **hyper)
+            number = self._numbers.step(step, small_ones[0].weight.device)
+            dense_adamw_together_(small_ones, number=number, **hyper)
             for slot, small in members:
                 slot.write_back(small.weight if small.copy is None else small.copy)
 

@@ -7,7 +7,7 @@ two optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from hmt_deepspeed.kernels.gradient_product import add_gradient_product
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = ["InputGroup", "ProjectedLinear", "SharedInputs"]
+
+# Elements of columns that groups of linears have in one piece of memory, unless those of one group are more.
+_JOINED = 1 << 27
 
 _InputKey = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
@@ -55,8 +58,8 @@ class InputGroup:
         """Members with a projected backward in this accumulation window."""
         return [linear for linear in self.linears if linear.active]
 
-    def join(self) -> Tensor:
-        """Columns of the active members side by side, those of a shared projection once; sets their spans."""
+    def parts(self) -> list[Tensor]:
+        """Columns of the active members, those of a shared projection once; sets the members' spans."""
         parts: list[Tensor] = []
         begin = 0
         for linear in self.active:
@@ -67,6 +70,11 @@ class InputGroup:
             linear.span = (begin, begin + columns.shape[1])
             begin = linear.span[1]
             parts.append(columns)
+        return parts
+
+    def join(self) -> Tensor:
+        """These columns side by side."""
+        parts = self.parts()
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def product(self, x: Tensor, linear: ProjectedLinear) -> Tensor:
@@ -93,6 +101,26 @@ class InputGroup:
         flat = x.detach().reshape(-1, x.shape[-1]).to(columns.dtype)
         with computing_projection():
             return flat @ columns
+
+
+def _join_together(groups: Sequence[tuple[InputGroup, list[Tensor]]]) -> None:
+    """Lay the columns of groups side by side, those of several groups in one launch.
+
+    Args:
+        groups: with their :meth:`InputGroup.parts`, of one number of rows, dtype and device.
+    """
+    rows, begin = len(groups[0][1][0]), 0
+    while begin < len(groups):
+        widths: list[int] = []
+        for _, parts in groups[begin:]:
+            width = sum(part.shape[1] for part in parts)
+            if widths and rows * (sum(widths) + width) > _JOINED:
+                break
+            widths.append(width)
+        piece, begin = groups[begin : begin + len(widths)], begin + len(widths)
+        joined = torch.cat([part for _, parts in piece for part in parts], dim=1)
+        for (group, _), columns in zip(piece, joined.split(widths, dim=1), strict=True):
+            group.columns = columns
 
 
 class ProjectedLinear:
@@ -187,20 +215,28 @@ class SharedInputs:
         """Whether a window has been observed, or there is nothing to observe."""
         return not self._learning or not self.linears
 
+    def gather_of(self, group: InputGroup) -> Callable[[InputGroup], Tensor] | None:
+        """What gives a group's whole columns; None where they are here."""
+        return self.gather
+
     def lay_out(self) -> None:
         """Build every group's columns from its active members' projections; shared ones once."""
         self.form_groups()
-        seen: set[int] = set()
-        for linear in self.linears:
-            group = linear.group
-            if id(group) in seen:
-                continue
-            seen.add(id(group))
+        several: dict[Hashable, list[tuple[InputGroup, list[Tensor]]]] = {}
+        for group in {id(linear.group): linear.group for linear in self.linears}.values():
             group.forget()
-            group.gather = self.gather
+            group.gather, group.columns = self.gather_of(group), None
             active = group.active
-            made = any(not isinstance(linear.projection, Tensor) for linear in active)
-            group.columns = None if made or not active else group.join()
+            if not active or any(not isinstance(one.projection, Tensor) for one in active):
+                continue
+            parts = group.parts()
+            if len(parts) == 1:
+                group.columns = parts[0]
+            elif group.gather is None:  # else its rows are joined as they are gathered
+                kind = parts[0].shape[0], parts[0].dtype, parts[0].device
+                several.setdefault(kind, []).append((group, parts))
+        for groups in several.values():
+            _join_together(groups)
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that is laid out by ``place`` of it, the same values elsewhere."""

@@ -3,14 +3,15 @@ and states no fp32 copy is ever whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.noise import Key, Stream, host_step_key
-from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.kernels.launching import device_table
+from hmt_deepspeed.kernels.noise import Key, Stream, host_step_key, step_keys
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.optim.rules.formulas import adamw_
 from hmt_deepspeed.optim.rules.state import StateTensor
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
@@ -29,6 +30,8 @@ DenseState = tuple[StateTensor, StateTensor, Tensor]  # exp_avg, exp_avg_sq, 0-d
 # fp32 elements of each of four tensors alive at once, on a CPU and elsewhere: 16 and 128 MiB. Whole blocks of an
 # INT8 state.
 CHUNK_ELEMENTS = {True: 1 << 22, False: 1 << 25}
+# Elements of a rounded parameter whose fp32 values are alive beside those of others: biases and norms.
+MOST_ROUNDED = 1 << 20
 
 
 class DenseKeys(NamedTuple):
@@ -58,26 +61,37 @@ class SmallParameter(NamedTuple):
     """A parameter, or a shard of one, that steps together with others.
 
     Attributes:
-        weight: flat, contiguous, fp32. gradient: flat, of any float dtype; None is zero. state: fp32.
+        weight: flat, contiguous, fp32, or bf16 that is rounded stochastically. gradient: flat, of any float dtype;
+            None is zero. state: fp32.
         copy: of 16 bits, contiguous, of as many elements: is given the new values. Or None.
+        base: key of the parameter, see :func:`hmt_deepspeed.kernels.noise.base_key`. offset: of the first element in
+            the whole parameter.
     """
 
     weight: Tensor
     gradient: Tensor | None
     state: DenseState
     copy: Tensor | None
+    base: int = 0
+    offset: int = 0
+
+    @property
+    def rounds(self) -> bool:
+        return self.weight.dtype == torch.bfloat16
 
     @property
     def fits(self) -> bool:
-        """Whether it may step with others: fp32, and small enough for an fp32 gradient whole."""
-        stored = {self.weight.dtype, *(state.dtype for state in self.state[:2])}
-        small = self.weight.numel() <= CHUNK_ELEMENTS[self.weight.device.type == "cpu"]
-        return small and stored == {torch.float32, "fp32"}
+        """Whether it may step with others: states of fp32, and small enough for fp32 copies whole."""
+        most = CHUNK_ELEMENTS[self.weight.device.type == "cpu"]
+        small = self.weight.numel() <= (min(most, MOST_ROUNDED) if self.rounds else most)
+        stored = {state.dtype for state in self.state[:2]}
+        return small and stored == {"fp32"} and (self.rounds or self.weight.dtype == torch.float32)
 
 
 def dense_adamw_together_(
     params: Sequence[SmallParameter],
     *,
+    number: Tensor | int,
     factor: Tensor | None = None,
     taken: Tensor | None = None,
     **hyper: Any,
@@ -85,9 +99,17 @@ def dense_adamw_together_(
     """:func:`dense_adamw_` of several parameters that fit, in a few launches for all.
 
     Args:
+        number: of the step, which keys the rounding; 0-dim int64 on the device, or a number.
         factor, taken: as there. hyper: lr, betas, eps, weight_decay.
     """
-    weights = [param.weight for param in params]
+    rounded = list(_rounded_alike([param for param in params if param.rounds]))
+    values = {
+        id(p): value for alike, stack in rounded for p, value in zip(alike, stack, strict=True)
+    }
+    weights = [values.get(id(param), param.weight) for param in params]
+    if rounded:
+        widened = [p for p in params if p.rounds]
+        torch._foreach_copy_([values[id(p)] for p in widened], [p.weight for p in widened])
     gradients = [torch.empty_like(weight) for weight in weights]
     there = [
         (g, p.gradient) for g, p in zip(gradients, params, strict=True) if p.gradient is not None
@@ -109,10 +131,29 @@ def dense_adamw_together_(
         **hyper,
         skipped=None if taken is None else (~taken).float(),
     )
-    copied = [param for param in params if param.copy is not None]
+    copied = [
+        (p.copy, weight) for p, weight in zip(params, weights, strict=True) if p.copy is not None
+    ]
+    for alike, stack in rounded:
+        bases = device_table(tuple(param.base for param in alike), stack.device)
+        out = torch.empty_like(stack, dtype=torch.bfloat16)
+        keys = step_keys(bases, number, Stream.WEIGHT_ROUNDING)
+        stochastic_rounds(stack, out, keys, offset=alike[0].offset)
+        copied += [(param.weight, new) for param, new in zip(alike, out, strict=True)]
     if copied:
-        targets = [param.copy for param in copied if param.copy is not None]
-        torch._foreach_copy_(targets, [param.weight for param in copied])
+        torch._foreach_copy_([target for target, _ in copied], [new for _, new in copied])
+
+
+def _rounded_alike(
+    params: Sequence[SmallParameter],
+) -> Iterator[tuple[list[SmallParameter], Tensor]]:
+    """Those of one size and offset, and memory for their fp32 values, B x numel."""
+    kinds: dict[tuple[int, int], list[SmallParameter]] = {}
+    for param in params:
+        kinds.setdefault((param.weight.numel(), param.offset), []).append(param)
+    for (numel, _), alike in kinds.items():
+        shape = (len(alike), numel)
+        yield alike, torch.empty(shape, dtype=torch.float32, device=alike[0].weight.device)
 
 
 def dense_adamw_(

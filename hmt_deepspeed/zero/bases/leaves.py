@@ -6,12 +6,16 @@ communicate: bases of its linears are whole on every rank, and its gradients lea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
+from hmt_deepspeed.optim.backward.projected_linear import (
+    InputGroup,
+    ProjectedLinear,
+    SharedInputs,
+)
 from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 
@@ -75,10 +79,8 @@ class ShardedInputs(SharedInputs):
                 self._last = None
         super().meet(x, linear)
 
-    def lay_out(self) -> None:
-        super().lay_out()
-        for linear in self._whole:
-            linear.group.gather = None
+    def gather_of(self, group: InputGroup) -> Callable[[InputGroup], Tensor] | None:
+        return None if group.linears[0] in self._whole else self.gather
 
     def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
         """Restore groups; those of a checkpoint without leaves are split."""

@@ -281,7 +281,7 @@ class ZeroStep:
             # unused in this accumulation window: DeepSpeed's ZeRO counts it as zero too
             reduced = param_state.gradient.reduced
             gradient = None if reduced is None else reduced.reshape(-1)
-            small = weight.as_small(gradient, state)
+            small = weight.as_small(gradient, state, param_state.base_key)
             if small is not None and small.fits:
                 kind = (id(param_state.group), param_state.assignment.lr_scale)
                 together.setdefault(kind, []).append((param_state, small))
@@ -290,7 +290,8 @@ class ZeroStep:
                 weight.step_dense(gradient, state, keys, **how, **self._hyper(param_state))
         for members in together.values():
             hyper = self._hyper(members[0][0])
-            dense_adamw_together_([small for _, small in members], **how, **hyper)
+            number = self._numbers.step(step_count, self._device)
+            dense_adamw_together_([small for _, small in members], number=number, **how, **hyper)
 
     def _hyper(self, param_state: ParamState) -> dict[str, Any]:
         """lr, on the device but for a weight on the host, betas, eps and weight_decay."""

@@ -180,19 +180,26 @@ class Weight:
         own = self.master is None or self._master_is_shard()
         return self.param.dtype, self.by_rows, self._offloaded, own, self.shards.aligned
 
-    def as_small(self, gradient: Tensor | None, state: DenseState) -> SmallParameter | None:
-        """The shard for a step with others; None of one that is not on the device, or is its own master.
+    def as_small(
+        self, gradient: Tensor | None, state: DenseState, base: int
+    ) -> SmallParameter | None:
+        """The shard for a step with others; None of one that is not on the device.
 
         Args:
             gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
+            base: key of the parameter.
         """
-        if self.master is None or self._offloaded or self.master.device != self.device:
+        if self._offloaded or (self.master is not None and self.master.device != self.device):
             return None
-        copy = None
-        if not self._master_is_shard():
-            with self.shard(overwrite=True) as copy:
-                pass
-        return SmallParameter(self.master, gradient, state, copy)
+        with self.shard(overwrite=True) as shard:
+            pass
+        if self.master is None:
+            return SmallParameter(
+                shard, gradient, state, None, base, self.shards.flat(self.rank)[0]
+            )
+        return SmallParameter(
+            self.master, gradient, state, None if self._master_is_shard() else shard
+        )
 
     def step_dense(
         self, gradient: Tensor | None, state: DenseState, keys: DenseKeys, **hyper: Any

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from hmt_deepspeed.optim.backward import projected_linear
 from hmt_deepspeed.optim.backward.linear import can_project, unpatch_linear
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
 
@@ -156,6 +157,23 @@ def test_q_k_v_share_one_product_and_o_does_not():
     again.lay_out()
     assert again.groups() == shared.groups()
     assert fresh[1].span == (6, 12)
+
+
+@pytest.mark.parametrize("most", [0, 1200, 1 << 27])
+def test_columns_of_groups_lie_side_by_side_in_pieces(monkeypatch, most):
+    """Three groups: of 32 x 18 columns each."""
+    monkeypatch.setattr(projected_linear, "_JOINED", most)
+    models = [Attention() for _ in range(3)]
+    sites, shared = patched([linear for model in models for linear in model.linears()])
+    for model in models:
+        model(data(4, D))
+    shared.lay_out()
+    groups = [sites[first].group for first in (0, 4, 8)]
+    pieces = {group.columns.untyped_storage().data_ptr() for group in groups}
+    assert len(pieces) == {0: 3, 1200: 2, 1 << 27: 1}[most]
+    for place, group in enumerate(groups):
+        own = [columns(6, 4 * place + member) for member in range(3)]
+        torch.testing.assert_close(group.columns, torch.cat(own, dim=1), rtol=0, atol=0)
 
 
 def test_groups_are_learned_once():

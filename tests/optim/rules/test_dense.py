@@ -122,17 +122,22 @@ def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str)
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_small_parameters_step_together_as_alone(skips: bool) -> None:
-    """Gradients of several dtypes, and none; copies of weights in 16 bits. A step that is skipped has a NaN."""
-    sizes, found = (7, 300, 1, NUMEL), []
-    kinds = (torch.float32, torch.bfloat16, torch.float16, None)
-    copies = (None, torch.bfloat16, torch.float16, None)
+    """Gradients of several dtypes, and none; copies of weights in 16 bits, and weights that are rounded. A step that
+    is skipped has a NaN."""
+    sizes, found = (7, 300, 1, NUMEL, 300, 300, 300), []
+    kinds = (torch.float32, torch.bfloat16, torch.float16, None) + 3 * (torch.bfloat16,)
+    copies = (None, torch.bfloat16, torch.float16, None, None, None, None)
+    rounded = {4: 0, 5: 0, 6: 100}  # offset in the whole parameter
     for together in (False, True):
         params = []
-        for size, dtype in zip(sizes, copies, strict=True):
-            weight = randn(size)[:size].clone()
+        for place, (size, dtype) in enumerate(zip(sizes, copies, strict=True)):
+            weight = randn(size + place)[:size].clone()
             copy = None if dtype is None else weight.to(dtype)
+            if place in rounded:
+                weight = weight.bfloat16()
             state = new_dense_state((size,), "fp32", size, CPU)
-            params.append(SmallParameter(weight, None, state, copy))
+            base, offset = base_key(0, str(place)), rounded.get(place, 0)
+            params.append(SmallParameter(weight, None, state, copy, base, offset))
         for step in range(3):
             taken = torch.tensor(step != 1 or not skips)
             how = {"factor": taken * torch.tensor(0.5), "taken": taken, **HYPER}
@@ -143,10 +148,11 @@ def test_small_parameters_step_together_as_alone(skips: bool) -> None:
                     gradient[0] = float("nan")
                 given.append(param._replace(gradient=gradient))
             if together:
-                dense_adamw_together_(given, **how)
+                dense_adamw_together_(given, number=step, **how)
                 continue
             for param in given:
-                dense_adamw_(param.weight, param.gradient, param.state, keys(step), **how)
+                own, how["offset"] = DenseKeys.of(param.base, step), param.offset
+                dense_adamw_(param.weight, param.gradient, param.state, own, **how)
                 if param.copy is not None:
                     param.copy.copy_(param.weight)
         for param in params:
@@ -159,20 +165,28 @@ def test_small_parameters_step_together_as_alone(skips: bool) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "states"),
-    [(torch.bfloat16, "fp32"), (torch.float32, "bf16"), (torch.float32, "int8")],
-)
-def test_what_rounds_or_is_large_does_not_step_with_others(
-    monkeypatch: Any, dtype: torch.dtype, states: str
-) -> None:
-    weight = randn(0).to(dtype)
-    small = SmallParameter(weight, None, new_dense_state((NUMEL,), states, NUMEL, CPU), None)
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_states_of_fewer_bits_do_not_step_with_others(states: str) -> None:
+    small = SmallParameter(randn(0), None, new_dense_state((NUMEL,), states, NUMEL, CPU), None)
     assert not small.fits
-    fits = SmallParameter(randn(0), None, new_dense_state((NUMEL,), "fp32", NUMEL, CPU), None)
-    assert fits.fits
-    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
-    assert not fits.fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "changed"),
+    [
+        (torch.float32, "CHUNK_ELEMENTS", {True: CHUNK}),
+        (torch.bfloat16, "CHUNK_ELEMENTS", {True: CHUNK}),
+        (torch.bfloat16, "MOST_ROUNDED", CHUNK),
+    ],
+)
+def test_what_is_large_does_not_step_with_others(
+    monkeypatch: Any, dtype: torch.dtype, limit: str, changed: Any
+) -> None:
+    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), "fp32", NUMEL, CPU)
+    small = SmallParameter(weight, None, state, None)
+    assert small.fits
+    monkeypatch.setattr(dense, limit, changed)
+    assert not small.fits
 
 
 class Largest(TorchDispatchMode):
