@@ -105,7 +105,7 @@ def step_keys(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
 
     Args:
         base: (N,), int64: :func:`base_key` of each name.
-        step: number, or 0-dim int64 on the device of ``base``.
+        step: number, or 0-dim or (N,) int64 on the device of ``base``.
         stream: of :class:`Stream`, or any number from 0 to 63.
 
     Returns:

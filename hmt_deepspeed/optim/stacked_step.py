@@ -143,8 +143,7 @@ def _apply(
     lr, decay = hyper["lr"], hyper["weight_decay"]
     rounds = members[0].encoded is not None or members[0].rounded
     keys = stack.keys(step, Stream.WEIGHT_ROUNDING) if rounds else None
-    columns = [matrix.projection for matrix in stack.members]
-    projections = [one for one in columns if one is not None]
+    projections = stack.projections()
     factors: dict[str, Any] = {"rank": stack.rank, "column_scale": change.scale, "keys": keys}
     factors["transposed"] = stack.first.transposed
     if members[0].encoded is not None:

@@ -16,12 +16,13 @@ __all__ = [
     "keyed_generator",
     "orthonormal",
     "probe_columns",
+    "random_bases",
     "random_basis",
     "transfer_second_moment",
     "widened",
 ]
 
-# Elements of 16-bit bases that are held in fp32 at once, on a CPU and on CUDA (256 MiB).
+# Elements of bases that are held in fp32 at once, on a CPU and on CUDA (256 MiB).
 _WIDENED = {False: CHUNK_ELEMENTS, True: 1 << 26}
 
 
@@ -39,6 +40,13 @@ def random_basis(n: int, rank: int, keys: Tensor) -> Tensor:
         keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
     """
     return orthonormal(normals(keys, n, rank))
+
+
+def random_bases(n: int, rank: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`random_basis` in a dtype, B x n x rank, a few at a time."""
+    together = max(1, _WIDENED[keys.is_cuda] // max(n * rank, 1))
+    parts = [random_basis(n, rank, some).to(dtype) for some in keys.split(together)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @fp32_products()

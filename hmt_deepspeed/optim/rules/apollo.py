@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
+from hmt_deepspeed.kernels.noise import Stream, normals
 from hmt_deepspeed.optim.rules.adam import direct_
 from hmt_deepspeed.optim.rules.formulas import growth_factor, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
@@ -32,6 +32,11 @@ class ApolloStack(Stack):
     """Steps of matrices alike under :class:`ApolloMatrix`."""
 
     first: ApolloMatrix
+
+    def projections(self) -> list[Tensor]:
+        """Of the auxiliary space, fp32: entries N(0, 1/rank)."""
+        keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
+        return list(normals(keys, self.shape[1], self.rank).div_(self.rank**0.5).unbind())
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
         """``||G||^2``."""
@@ -59,8 +64,7 @@ class ApolloStack(Stack):
         ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
         each = factor.view(-1, 1, 1)
         gradient = torch.where(each != 0, gradient.float() * each, 0.0)
-        drawn = [m.seeded_basis(m.rank, m.draw) for m in self.members]
-        projected = gradient @ torch.stack(drawn)
+        projected = gradient @ torch.stack(self.projections())
         directions = projected.clone()
         direct_(self, directions, (factor != 0).float(), betas, eps, step)
         moved, seen = directions.norm(dim=2), projected.norm(dim=2)
@@ -102,7 +106,6 @@ class ApolloMatrix(MatrixRule):
         self.candidates = settings.ranks(*self.shape)
         (self.rank,) = self.candidates
         self.draw = 0
-        self._base_key = base_keys(settings.seed, [self.name], self.device)
         moments = (self.num_rows, self.rank)
         self.moments = Moments(moments, self.state_dtype, self.device, self.name, settings.seed)
 
@@ -123,11 +126,6 @@ class ApolloMatrix(MatrixRule):
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
         """Nothing is drawn per step."""
-
-    def seeded_basis(self, rank: int, number: int) -> Tensor:
-        """Projection ``number``, n x rank fp32, entries N(0, 1/rank)."""
-        keys = step_keys(self._base_key, number, Stream.AUXILIARY_SPACE)
-        return normals(keys, self.shape[1], rank)[0].div_(rank**0.5)
 
     @property
     def scale(self) -> float:

@@ -162,10 +162,6 @@ class MatrixRule(ABC):
             refreshed: the gradient of this very step has made the basis.
         """
 
-    @abstractmethod
-    def seeded_basis(self, rank: int, number: int) -> Tensor:
-        """Random basis ``number``, fp32: of a matrix before its first refresh, or of one that redraws."""
-
     # -- energy ---------------------------------------------------------------------------------
 
     def forget_energy(self) -> None:

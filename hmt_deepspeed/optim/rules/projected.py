@@ -19,6 +19,7 @@ from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     probe_columns,
+    random_bases,
     random_basis,
     widened,
 )
@@ -50,6 +51,7 @@ class ProjectedMatrix(MatrixRule):
         columns: where the projection lives; the leader's where a basis is shared, and its name seeds
             bases and probes.
         candidates: legal ranks. draw: number of the basis of the ``random`` range finder.
+        window: step of the accumulation window, which keys the probes.
     """
 
     SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
@@ -60,7 +62,7 @@ class ProjectedMatrix(MatrixRule):
         self.measured = False
         self.full_rank = False
         self.draw = 0
-        self._window = 0  # step of the window: seeds the probes
+        self.window = 0
         self._base_keys: dict[str, Tensor] = {}
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_states()
@@ -130,8 +132,8 @@ class ProjectedMatrix(MatrixRule):
             return None
         if not self.redraws:
             return self.columns.whole if self.columns.fetch is None else self.columns.fetch()
-        basis = self._drawn_basis()
-        return torch.cat((basis, self._probes(basis)), dim=1)
+        keys = self._keys(self.columns.owner, self.window, Stream.PROBES)
+        return with_probes(self._drawn_basis()[None], self.num_probes, keys)[0]
 
     def make_projection(self) -> Tensor:
         """:attr:`projection` of a rule that redraws."""
@@ -149,10 +151,6 @@ class ProjectedMatrix(MatrixRule):
     def _drawn_basis(self) -> Tensor:
         return self._seeded_right(self.rank, self.draw).to(self.dtype)
 
-    def _probes(self, basis: Tensor) -> Tensor:
-        keys = self._keys(self.columns.owner, self._window, Stream.PROBES)
-        return probe_columns(basis[None], self.num_probes, keys)[0].to(self.dtype)
-
     def _keys(self, name: str, number: int, stream: Stream) -> Tensor:
         """The key of a name's draw ``number``: 1 x 2."""
         if name not in self._base_keys:  # else a copy to the device for every draw
@@ -164,7 +162,8 @@ class ProjectedMatrix(MatrixRule):
         return self.settings.range_finder == "random"
 
     def seeded_basis(self, rank: int, number: int) -> Tensor:
-        """Random orthonormal basis ``number`` of this matrix, fp32, as :meth:`adopt` takes it."""
+        """Random orthonormal basis ``number`` of this matrix, fp32, as :meth:`adopt` takes it: before the first
+        refresh, or of a rule that redraws."""
         return self._seeded_right(rank, number)
 
     def _seeded_right(self, rank: int, number: int) -> Tensor:
@@ -173,7 +172,7 @@ class ProjectedMatrix(MatrixRule):
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
         """Note the coming step; :func:`draw_probes` draws."""
-        self._window, self.made_basis = step, refreshed
+        self.window, self.made_basis = step, refreshed
 
     def search_basis(
         self,
@@ -306,6 +305,12 @@ class ProjectedMatrix(MatrixRule):
         return torch.as_tensor(state["basis"])
 
 
+def with_probes(bases: Tensor, num_probes: int, keys: Tensor) -> Tensor:
+    """``[Q | P]`` of bases B x n x r, in their dtype."""
+    probes = probe_columns(bases, num_probes, keys).to(bases.dtype)
+    return torch.cat((bases, probes), dim=2)
+
+
 def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:
     """``Q_old^T Q_new`` in fp32; None is the identity, the basis of a full-rank matrix."""
     return old.float().t() if new is None else old.float().t() @ new.float()
@@ -347,8 +352,21 @@ class ProjectedStack(Stack):
 
     def bases(self) -> Tensor:
         """B x n x r, in the basis dtype."""
+        if self.first.redraws:
+            return self.drawn_bases(self.shape[1], Stream.BASIS)
         found = [m.basis for m in self.members if isinstance(m, ProjectedMatrix)]
         return stacked([basis for basis in found if basis is not None])
+
+    def drawn_bases(self, n: int, stream: Stream) -> Tensor:
+        """Of members that redraw, B x n x r in the basis dtype: each its own number."""
+        return random_bases(n, self.rank, self.keys(self.draws(), stream), self.first.dtype)
+
+    def projections(self) -> list[Tensor]:
+        if self.first.redraws:
+            keys = self.keys(self.first.window, Stream.PROBES)
+            return list(with_probes(self.bases(), self.first.num_probes, keys).unbind())
+        found = [matrix.projection for matrix in self.members]
+        return [columns for columns in found if columns is not None]
 
     def measure(self, gradient: Tensor, counted: slice) -> Tensor:
         """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.launching import device_table, upload
 from hmt_deepspeed.kernels.noise import base_keys, step_keys
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.state import StateTensor
@@ -160,9 +160,21 @@ class Stack(ABC):
         parts = [self[f"{name}.data"]] + ([] if scales is None else [scales.whole])
         return self.first.states()[name].of_many(parts)
 
-    def keys(self, step: Tensor, stream: int) -> Tensor:
-        """Keys of what is random in a step, B x 2 int32, see :func:`step_keys`."""
+    def keys(self, step: Tensor | int, stream: int) -> Tensor:
+        """Keys of what is random in a step, B x 2 int32, see :func:`step_keys`.
+
+        Args:
+            step: its number, or (B,) int64 of each member.
+        """
         return step_keys(self.base_keys, step, stream)
+
+    def draws(self) -> Tensor:
+        """Numbers of the members' seeded bases, (B,) int64 on the device."""
+        return device_table(tuple(member.draw for member in self.members), self.device)
+
+    @abstractmethod
+    def projections(self) -> list[Tensor]:
+        """Columns that gradients are projected on, n x width of each member; those of a rule that redraws are made."""
 
     def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
         """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each B x its length, by name in the table."""

@@ -31,6 +31,9 @@ class TwoSidedStack(LowRankStack):
 
     def left_bases(self) -> Tensor:
         """B x rows x r, fp32."""
+        if self.first.redraws:
+            whole = self.drawn_bases(self.shape[0], Stream.LEFT_BASIS)
+            return whole[:, slice(*self.first.rows)].float()
         found = [m.left_basis for m in self.members if isinstance(m, TwoSidedMatrix)]
         return stacked(found).float()
 

@@ -73,8 +73,7 @@ class MatrixUpdates:
                 self._apply_whole(param_state, part.transposed, update, scale[0])
             return
         with self.bases.all_whole(part.members):
-            found = [matrix.projection for matrix in part.stack.members]
-            projections = [columns for columns in found if columns is not None]
+            projections = part.stack.projections()
             if self.sharded and (part.transposed or not part.members[0].weight.by_rows):
                 self._send(part, change, projections)
             else:

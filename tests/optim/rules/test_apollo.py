@@ -11,7 +11,7 @@ from twins import assert_same_steps
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules import formulas as rules
-from hmt_deepspeed.optim.rules.apollo import ApolloMatrix
+from hmt_deepspeed.optim.rules.apollo import ApolloStack
 
 TALL, WIDE = (20, 12), (12, 20)
 BETAS = (0.9, 0.95)
@@ -66,7 +66,9 @@ def test_steps_are_the_authors(monkeypatch, shape, method, scale_type, rank, sca
     for _ in range(steps // gap + 1):
         projector.update_ortho_matrix(series[0], side)
         drawn.append(projector.ortho_matrix if side == "left" else projector.ortho_matrix.t())
-    monkeypatch.setattr(ApolloMatrix, "seeded_basis", lambda self, rank, number: drawn[number])
+    monkeypatch.setattr(
+        ApolloStack, "projections", lambda self: [drawn[matrix.draw] for matrix in self.members]
+    )
 
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(shape))
@@ -106,14 +108,24 @@ def test_steps_of_tensors_are_the_twins(shape, max_norm):
 
 
 def test_projection_is_gaussian_of_variance_one_over_r():
-    weight = nn.Parameter(torch.zeros(512, 400))
-    matrix = HMT([weight], method="apollo", rank=16)
-    matrix.describe()
-    drawn = matrix.matrices["param_0"].seeded_basis(16, 3)
-    assert abs(drawn.std().item() * 4 - 1) < 0.03
-    assert abs(drawn.mean().item()) < 0.01
-    assert torch.equal(drawn, matrix.matrices["param_0"].seeded_basis(16, 3))
-    assert not torch.equal(drawn, matrix.matrices["param_0"].seeded_basis(16, 4))
+    weights = [nn.Parameter(torch.zeros(512, 400)) for _ in range(2)]
+    optimizer = HMT(weights, method="apollo", rank=16)
+    optimizer.describe()
+    members = list(optimizer.matrices.values())
+
+    def drawn(*numbers):
+        for matrix, number in zip(members, numbers, strict=True):
+            matrix.draw = number
+        return ApolloStack(members).projections()
+
+    one, other = drawn(3, 3)
+    assert one.shape == (400, 16)
+    assert abs(one.std().item() * 4 - 1) < 0.03
+    assert abs(one.mean().item()) < 0.01
+    assert not torch.equal(one, other)
+    again, next_one = drawn(3, 4)
+    assert torch.equal(again, one)
+    assert not torch.equal(next_one, other)
 
 
 def test_default_ranks():
