@@ -130,7 +130,8 @@ class Rule:
         reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
         fixed_rank: the only rank. auto_share: share of the smaller side that ``"rank": "auto"`` is; with neither it
             is chosen among candidates.
-        scale: of ``"scale": "auto"``. lr_ratio: with it, factor on AdamW's learning rate, also of what is beside.
+        scale: of ``"scale": "auto"``. beside_ratio: with it, factor on the learning rate of embeddings, heads and
+            vectors beside the matrices.
         usual_lr: a learning rate to start from.
     """
 
@@ -152,7 +153,7 @@ class Rule:
     fixed_rank: int | None = None
     auto_share: float | None = None
     scale: float = 1.0
-    lr_ratio: float = 1.0
+    beside_ratio: float = 1.0
     usual_lr: float = 0.001
 
     def __post_init__(self) -> None:
@@ -242,6 +243,8 @@ _ENERGIES = (Sum("inside"), Sum("outside"))  # squared norms of A, and of S or t
 _RESIDUAL = Sum("residual", early=False)  # its squared norm
 _OF_ROWS = tuple(Sum(name, early=False) for name in ("moved", "seen", "update"))
 _RULES = "hmt_deepspeed.optim.rules"
+# At AdamW's learning rate: GaLore's and Fira's 0.25 at ten times it for matrices, half of those ten for the others.
+_SCALE, _BESIDE = 2.5, 5.0
 
 RULES: dict[str, Rule] = {}
 
@@ -289,8 +292,8 @@ for _rule in (
         states=tuple(replace(state, recalled=True) for state in (*_OF_ADAM, *_EVIDENCE)),
         sums=(*_ENERGIES, _RESIDUAL),
         becomes_dense=True,
-        scale=0.25,  # GaLore's and Fira's, at ten times AdamW's learning rate
-        lr_ratio=10.0,
+        scale=_SCALE,
+        beside_ratio=_BESIDE,
     ),
     Rule(
         name="lowrank_adamw, two-sided",
@@ -309,8 +312,8 @@ for _rule in (
             State("left_basis", ("rows", "rank"), "model"),
         ),
         sums=(*_ENERGIES, Sum("core", ("rank", "rank")), _RESIDUAL),
-        scale=0.25,
-        lr_ratio=10.0,
+        scale=_SCALE,
+        beside_ratio=_BESIDE,
     ),
     Rule(
         name="lowrank_adamw, factored",
@@ -330,8 +333,8 @@ for _rule in (
         sums=(*_ENERGIES, Sum("columns", ("rank",)), _RESIDUAL),
         becomes_dense=True,
         note="factored",
-        scale=0.25,
-        lr_ratio=10.0,
+        scale=_SCALE,
+        beside_ratio=_BESIDE,
     ),
     Rule(
         name="apollo",

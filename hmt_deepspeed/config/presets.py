@@ -15,7 +15,7 @@ Preset = Literal["balanced", "memory", "paper"]
 Block = dict[str, Any]
 
 PRESETS: dict[Preset, Block] = {
-    # AdamW's learning rate and loss at less than half of its moments: the fields' own defaults
+    # AdamW's learning rate and loss at no more than half of its moments: the fields' own defaults
     "balanced": {},
     # the least bytes: 8-bit states at an eighth of the width, of embeddings and head too, no masters, the HMT
     # paper's table of activations

@@ -43,8 +43,8 @@ class HMT(Optimizer):
         U = Adam(A)
         W <- (1 - lr wd) W - lr scale (U Q^T + c phi o S P^T)
 
-    Without a ``scale`` it is GaLore's 0.25 at ten times ``lr``, embeddings, heads and vectors included; decay is not
-    multiplied.
+    Without a ``scale`` it is 2.5, GaLore's 0.25 at ten times AdamW's rate, and embeddings, heads and vectors take five
+    times ``lr``; decay is not multiplied.
 
     Given a module, its low-rank linears get the projected backward: ``[A | S]`` comes out of backward
     and the weight gradient is formed only in the accumulation window before a basis refresh. Given tensors, groups

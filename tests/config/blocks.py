@@ -9,7 +9,7 @@ DEFAULTS = {
     "projection": "right",
     "rank": "auto",
     "rank_candidates": "auto",
-    "energy_threshold": 0.7,
+    "energy_threshold": 0.8,
     "energy_estimate": "out_of_sample",
     "rank_budget": "auto",
     "full_rank_budget": 0.0,

@@ -11,7 +11,7 @@ def test_a_gpu_has_the_next_number_that_makes_all_columns_a_multiple_of_16(
     rank: int, residual: str
 ) -> None:
     on_cpu = auto_probes(rank, residual, on_gpu=False)
-    assert on_cpu == max(8, rank // 2 if residual == "probe" else 0)
+    assert on_cpu == max(8, rank // 4 if residual == "probe" else 0)
     on_gpu = auto_probes(rank, residual, on_gpu=True)
     assert (rank + on_gpu) % 16 == 0
     assert on_cpu <= on_gpu < on_cpu + 16

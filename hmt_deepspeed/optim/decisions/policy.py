@@ -62,7 +62,7 @@ def build_policy(groups: Sequence[Sequence[MatrixRule]], options: Mapping[str, A
 
 
 # Of what AdamW's moments take, where no budget is given: of a Llama's matrices, a quarter of the width takes 0.32.
-USUAL_BUDGET = 0.4
+USUAL_BUDGET = 0.5
 # Share of its gradient's energy that a matrix must gain, or make room for, to change its rank under a budget:
 # less is noise of the last spectra, and every change of rank costs moments.
 LEAST_GAIN = 0.02

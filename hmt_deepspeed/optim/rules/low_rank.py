@@ -163,5 +163,4 @@ class LowRankMatrix(ProjectedMatrix):
         """Factor on the update; without one given the rule's, and AdamW's own step where all columns are spanned."""
         if self.settings.scale is not None:
             return self.settings.scale
-        rule = self.settings.rule
-        return 1 / rule.lr_ratio if self.is_full_at(self.rank) else rule.scale
+        return 1.0 if self.is_full_at(self.rank) else self.settings.rule.scale

@@ -31,7 +31,7 @@ class Assignment:
 
     Attributes:
         settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-        lr_scale: factor on the learning rate, see :attr:`MatrixSettings.lr_scale`.
+        lr_scale: factor on the learning rate, see :attr:`MatrixSettings.beside_ratio`; 1 of a matrix.
     """
 
     name: str
@@ -168,7 +168,7 @@ class _Choice:
     def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
         """Assign by shape, then by the first module rule that matches, then by the target modules."""
         settings = self.settings
-        scale = settings.lr_scale if settings and _is_beside(name, shape, self.heads) else 1.0
+        scale = settings.beside_ratio if settings and _is_beside(name, shape, self.heads) else 1.0
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
             reason = reason if settings else f"method is {DENSE}"
@@ -178,12 +178,11 @@ class _Choice:
         rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
         if rule is not None:
             reason = "" if rule[1] else f"module_rules {rule[0]!r}"
-            rate = 1.0 if rule[1] is None else rule[1].lr_scale
-            return Assignment(name, shape, rule[1], reason, rate)
+            return Assignment(name, shape, rule[1], reason)
         reason = self._reason_dense(name)
         if settings is None or reason:
             return Assignment(name, shape, None, reason, scale)
-        return Assignment(name, shape, settings, lr_scale=settings.lr_scale)
+        return Assignment(name, shape, settings)
 
     def _reason_dense(self, name: str) -> str:
         """Why a matrix that no module rule matches is left to AdamW; empty if it is not."""

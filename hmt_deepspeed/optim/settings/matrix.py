@@ -21,7 +21,7 @@ class MatrixSettings:
     rank: fixed rank, a share of the smaller side, or None: what the rule has by itself, or a choice among
     ``rank_candidates`` (None: shares of the smaller side) by ``energy_threshold``. A matrix has it as far as
     :meth:`ranks` says.
-    scale: factor on the update; None is the rule's, at ``lr_ratio`` times the learning rate.
+    scale: factor on the update; None is the rule's.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     state_dtype: storage of the states, see :meth:`states_dtype`. written: keys of the values that a module rule
     gives, for messages.
@@ -59,9 +59,9 @@ class MatrixSettings:
         return f"{self.key('residual')} is 'full'" if self.residual == "full" else ""
 
     @property
-    def lr_scale(self) -> float:
-        """Factor on the learning rate."""
-        return self.rule.lr_ratio if self.scale is None else 1.0
+    def beside_ratio(self) -> float:
+        """Factor on the learning rate of embeddings, heads and vectors beside the matrices."""
+        return self.rule.beside_ratio if self.scale is None else 1.0
 
     @property
     def takes_projection(self) -> bool:

@@ -156,11 +156,11 @@ def _rule(param_state: ParamState) -> list[str]:
     """The rule and why; of a matrix the projected side and what its backward makes."""
     reason = param_state.assignment.reason
     told = [f"{param_state.assignment.rule}: {reason}" if reason else param_state.assignment.rule]
-    rate = param_state.assignment.lr_scale
-    if rate != 1 and param_state.matrix is not None:
-        rate *= param_state.matrix.scale
-    told += [] if rate == 1 else [f"learning rate x {rate:g}"]
     matrix, settings = param_state.matrix, param_state.assignment.settings
+    rate = param_state.assignment.lr_scale
+    if matrix is not None and settings is not None and settings.beside_ratio != 1:
+        rate = matrix.scale
+    told += [] if rate == 1 else [f"learning rate x {rate:g}"]
     if matrix is None or settings is None:
         return told
     if settings.rule.gradient == "core":

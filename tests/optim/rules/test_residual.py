@@ -125,9 +125,9 @@ def test_full_residual_learns():
 
 @pytest.mark.parametrize(
     ("residual", "rank", "probes"),
-    [("probe", 32, 16), ("probe", 8, 8), ("probe", 60, 4), ("none", 32, 8), ("full", 32, 0)],
+    [("probe", 48, 12), ("probe", 8, 8), ("probe", 60, 4), ("none", 32, 8), ("full", 32, 0)],
 )
-def test_probes_are_half_of_the_rank_where_they_carry_the_residual(residual, rank, probes):
+def test_probes_are_a_quarter_of_the_rank_where_they_carry_the_residual(residual, rank, probes):
     weight = nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.randn(64, 64)
     optimizer = HMT([weight], rank=rank, residual=residual, range_finder="random")

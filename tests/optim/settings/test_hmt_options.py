@@ -30,7 +30,7 @@ def test_options_and_settings():
     settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
     assert (settings.rank, settings.probes, settings.scale) == (None, None, None)
     matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
-    assert matrix.scale == 0.1  # at ten times the rate, of a basis that spans all columns
+    assert matrix.scale == 1.0  # AdamW's own step, of a basis that spans all columns
     options = HMT([nn.Parameter(torch.ones(2))], probes=3).options
     assert matrix_settings(options).probes == 3
 

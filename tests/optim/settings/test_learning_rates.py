@@ -11,7 +11,7 @@ from torch import nn
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.rules import DEFAULT, rule_of
 
-LR_RATIO, PUBLISHED_SCALE = rule_of(DEFAULT).lr_ratio, rule_of(DEFAULT).scale
+SCALE, BESIDE_RATIO = rule_of(DEFAULT).scale, rule_of(DEFAULT).beside_ratio
 
 LR, DECAY = 1e-3, 0.1
 
@@ -45,14 +45,12 @@ def moved(**fields: Any) -> dict[str, float]:
     }
 
 
-def test_at_adamws_rate_everything_has_the_published_ones() -> None:
+def test_at_adamws_rate_matrices_and_what_is_beside_have_their_factors() -> None:
     sizes = moved(rank=4, residual="none")
     # one step of Adam in 4 of 16 columns, each of the basis' columns of size one
-    assert sizes["fc.weight"] == pytest.approx(
-        LR_RATIO * PUBLISHED_SCALE * (4 / 16) ** 0.5, rel=1e-3
-    )
+    assert sizes["fc.weight"] == pytest.approx(SCALE * (4 / 16) ** 0.5, rel=1e-3)
     for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias", "norm.weight", "norm.bias"):
-        assert sizes[name] == pytest.approx(LR_RATIO, rel=1e-3), name
+        assert sizes[name] == pytest.approx(BESIDE_RATIO, rel=1e-3), name
     assert sizes["lora_A.weight"] == pytest.approx(1.0, rel=1e-3)
 
 
@@ -70,7 +68,7 @@ def test_a_module_rule_has_the_plain_rate() -> None:
     sizes = moved(module_rules=rules)
     assert sizes["lm_head.weight"] == pytest.approx(1.0, rel=1e-3)
     assert sizes["embed_tokens.weight"] < 2.0
-    assert sizes["norm.weight"] == pytest.approx(LR_RATIO, rel=1e-3)
+    assert sizes["norm.weight"] == pytest.approx(BESIDE_RATIO, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_a_module_rule_has_the_plain_rate() -> None:
 def test_embeddings_and_heads_in_low_rank_are_matrices_like_others(fields: dict[str, Any]) -> None:
     sizes = moved(rank=4, residual="none", **fields)
     for name in ("embed_tokens.weight", "lm_head.weight"):
-        assert sizes[name] == pytest.approx(LR_RATIO * PUBLISHED_SCALE * 0.5, rel=1e-3)
+        assert sizes[name] == pytest.approx(SCALE * 0.5, rel=1e-3)
 
 
 def test_at_full_rank_it_is_adamws_own_step() -> None:

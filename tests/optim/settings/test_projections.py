@@ -160,7 +160,7 @@ def test_at_full_rank_the_default_is_adamws_own_step():
         optimizer.step()
         matrix = optimizer.matrices["param_0"]
         scales.append((matrix.full_rank, matrix.rank, matrix.scale))
-    assert scales == [(False, 4, 0.25)] * 2 + [(True, 32, 0.1)] * 2
+    assert scales == [(False, 4, 2.5)] * 2 + [(True, 32, 1.0)] * 2
 
 
 @pytest.mark.parametrize("projection", ["left", "auto", "two_sided"])
