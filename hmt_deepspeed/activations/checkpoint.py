@@ -326,5 +326,6 @@ def _save(
 
     is_held = any(holders.values())
     with saved_tensors_hooks(pack, unpack) if is_held else nullcontext():
-        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-    return lambda: node.saved_tensors
+        saver: Any = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
+    # Up to torch 2.11 it is the output that keeps its node, and what that saved, alive.
+    return lambda: saver.grad_fn.saved_tensors

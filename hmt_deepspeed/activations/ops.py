@@ -32,12 +32,26 @@ def _inner_products_added(_: Shape, a: Shape, *__: Any, out_val: Shape, **___: A
     return _inner_products(a, out_val=out_val)
 
 
-_HEADS_FIRST = flop_registry[aten._scaled_dot_product_flash_attention]
+def _heads_first(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Two products; batch x heads x tokens x width, of keys and values perhaps fewer heads."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
-# FLOPs from shapes, of what torch's registry leaves out, or reads from the device.
+
+def _heads_first_backward(_: Shape, q: Shape, k: Shape, v: Shape, *__: Any, **___: Any) -> int:
+    """Five products: the scores again, and the gradients of probabilities, queries, keys and values."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+_ATTENTIONS = [
+    f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")
+]
+_ENDINGS = ("", "_for_cpu", "_overrideable")
+
+# FLOPs from shapes, of what torch's registry leaves out, reads from the device or, up to torch 2.11, refuses: fewer
+# heads of keys than of queries.
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _HEADS_FIRST,
-    "_scaled_dot_product_fused_attention_overrideable": _HEADS_FIRST,
+    **{name + end: _heads_first for name in _ATTENTIONS for end in _ENDINGS},
+    **{f"{name}{end}_backward": _heads_first_backward for name in _ATTENTIONS for end in _ENDINGS},
     "_flash_attention_forward": _attention,
     "_efficient_attention_forward": lambda q, k, v, _, *rest, **kwargs: _attention(
         q, k, v, *rest, **kwargs
@@ -140,7 +154,9 @@ def traits_of(func: Any) -> Traits:
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of a heavy operation's call; 0 for one of unknown formula."""
+    """Floating-point operations of an operation's call; 0 for one of unknown formula."""
+    if _formula_of(func) is None:
+        return 0
     first = out[0] if isinstance(out, (list, tuple)) else out
     return _flops(
         func, _shapes(args), tuple(zip(kwargs, _shapes(kwargs.values()), strict=True)), first.shape
@@ -159,8 +175,15 @@ def _shapes(values: Iterable[Any]) -> tuple[Any, ...]:
     )
 
 
+@cache
+def _formula_of(func: Any) -> Callable[..., int] | None:
+    packet = getattr(func, "_overloadpacket", None)
+    name = "" if packet is None else func._schema.name.partition("::")[2]
+    return _FORMULAS.get(name) or flop_registry.get(packet)
+
+
 @lru_cache(maxsize=4096)
 def _flops(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], out: Shape) -> int:
-    formula = _FORMULAS.get(func._schema.name.partition("::")[2])
-    formula = formula or flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **dict(kwargs), out_val=out))
+    formula = _formula_of(func)
+    assert formula is not None
+    return int(formula(*args, **dict(kwargs), out_val=out))

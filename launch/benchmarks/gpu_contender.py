@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.setting import (
     DTYPES,
@@ -36,6 +36,7 @@ from benchmarks.setting import (
 )
 from benchmarks.setting import refreshes as refreshing
 from benchmarks.timing import Samples, median_of, now, timed
+from hmt_deepspeed.activations.ops import flops
 from hmt_deepspeed.report.metrics import peak_host_bytes
 
 WARMUP = 4  # of either kind two: kernels are compiled, pools filled
@@ -189,6 +190,19 @@ def take_samples(contender: Contender, run: Callable[[], None], steps: int) -> S
     return samples
 
 
+class CountFlops(TorchDispatchMode):
+    """Of torch's operations; torch's own counter also follows modules, which FPDT's chunks lead astray."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += flops(func, args, kwargs or {}, out)
+        return out
+
+
 def trace(run: Callable[[], None], path: str | None) -> dict[str, float]:
     """Launches of a step and the share of its time in which the GPU computes, over two steps."""
     begin = now()
@@ -238,12 +252,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "host_bytes": peak_host_bytes(),
         "planned_seconds": contender.planned_seconds(),
     }
-    flops = []
+    counts = []
     for _ in range(2):  # one of them refreshes
-        with FlopCounterMode(display=False) as counter:
+        with CountFlops() as counter:
             run()
-        flops.append(counter.get_total_flops())
-    return {**found, "flops": min(flops), **(trace(run, spec["trace"]) if cuda else {})}
+        counts.append(counter.total)
+    return {**found, "flops": min(counts), **(trace(run, spec["trace"]) if cuda else {})}
 
 
 def _refresh_seconds(contender: Contender, samples: Samples, first: float) -> float:
