@@ -33,7 +33,7 @@ KEEPS_SAMPLES = True  # a case adds to what earlier runs of it found
 USES_ENGINE: set[str] = set()  # each contender starts its own
 GPU_MEMORY = 24.0  # GiB
 SEQUENCE, RANK, VOCABULARY, LARGEST_MICRO_BATCH = 2048, 128, 32000, 16
-STEPS = 14  # half of them refresh one matrix: each of a layer's seven once
+STEPS = 28  # half of them refresh one matrix: each of a layer's seven twice
 LONG = 128 * 1024  # tokens
 
 
@@ -300,7 +300,7 @@ def _utilization(label: str, found: Mapping[str, Any]) -> list[Measurement]:
     mfu, hfu = (flops_utilization(flops, 1 / rate, peak) for flops in (per_token, hardware))
     note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
     lines = [Measurement(f"{label}: MFU", mfu, "share", note=note)]
-    note = "FLOPs run in one step, counted by torch.utils.flop_counter; Triton kernels are not seen"
+    note = "FLOPs of torch's operations in one step; Triton kernels are not seen"
     return [*lines, Measurement(f"{label}: HFU", hfu, "share", note=note)]
 
 

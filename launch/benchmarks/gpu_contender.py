@@ -39,7 +39,7 @@ from benchmarks.timing import Samples, median_of, now, timed
 from hmt_deepspeed.activations.ops import flops
 from hmt_deepspeed.report.metrics import peak_host_bytes
 
-WARMUP = 4  # of either kind two: kernels are compiled, pools filled
+WARMUP = 10  # kernels are compiled, and the allocator's pools grow for as long as this on an H100
 MOST_FIRST = 100  # steps that the first round of bases may take
 MOST_TRIED = 4  # times as many steps as are wanted
 TRACED = 2
