@@ -369,7 +369,7 @@ def test_calls_do_not_block_the_host(on_gpu):
 @pytest.mark.gpu
 @needs_gpu
 def test_pools_are_pinned(on_gpu):
-    memory = on_gpu.pool._memory  # torch asks about the beginning of a storage, this is a piece of one
+    memory = on_gpu.pool._memory  # a piece of a storage, and torch asks about the beginning of that
     whole = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     assert torch.frombuffer(whole, dtype=torch.uint8).is_pinned()
 
