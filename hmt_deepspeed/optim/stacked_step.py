@@ -31,8 +31,8 @@ class StackedStep:
     def _parts(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
         """Matrices that step together, with their slots."""
         by_matrix = {slot.matrix: slot for slot in slots if slot.matrix is not None}
-        kinds = ((matrix, slot.kind) for matrix, slot in by_matrix.items())
-        for stack in self._stacks.of(kinds):
+        kinds = [slot.kind for slot in by_matrix.values()]
+        for stack in self._stacks.of(list(by_matrix), kinds):
             for part in stack.parts(MOST_ALIVE):
                 yield part, [by_matrix[matrix] for matrix in part.members]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def held(optimizer: Any) -> dict[str, Tensor]:
             first, second, own["steps"] = state.dense_state
             own |= {"exp_avg": first.data, "exp_avg_sq": second.data}
         if matrix is not None:
-            own |= {name: getattr(*place) for name, place in matrix.places()}
+            own |= {name: attrgetter(path)(matrix) for name, path in matrix.paths().items()}
             own |= {"draw": torch.tensor(matrix.draw)}
             columns = getattr(matrix, "columns", None)
             for kind in ("whole", "local"):

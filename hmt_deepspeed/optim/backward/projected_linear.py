@@ -56,7 +56,7 @@ class InputGroup:
     @property
     def active(self) -> list[ProjectedLinear]:
         """Members with a projected backward in this accumulation window."""
-        return [linear for linear in self.linears if linear.active]
+        return [linear for linear in self.linears if linear.projection is not None]
 
     def parts(self) -> list[Tensor]:
         """Columns of the active members, those of a shared projection once; sets the members' spans."""
@@ -223,7 +223,7 @@ class SharedInputs:
         """Build every group's columns from its active members' projections; shared ones once."""
         self.form_groups()
         several: dict[Hashable, list[tuple[InputGroup, list[Tensor]]]] = {}
-        for group in {id(linear.group): linear.group for linear in self.linears}.values():
+        for group in dict.fromkeys(linear.group for linear in self.linears):
             group.forget()
             group.gather, group.columns = self.gather_of(group), None
             active = group.active

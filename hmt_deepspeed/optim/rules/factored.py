@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,13 @@ class FactoredMoments(Moments):
         mean: of everything, 0-dim. All are fp32 running means, uncorrected.
     """
 
+    STATES: ClassVar[Mapping[str, str]] = {
+        "exp_avg": "exp_avg",
+        ROW_MEANS: "row_means",
+        COLUMN_MEANS: "exp_avg_sq",
+        MEAN: "mean",
+    }
+
     def __init__(
         self, shape: tuple[int, int], dtype: str, device: torch.device, name: str, seed: int
     ) -> None:
@@ -52,15 +59,6 @@ class FactoredMoments(Moments):
 
     def _means(self, *shape: int) -> StateTensor:
         return StateTensor(shape, "fp32", False, self.device)
-
-    def states(self) -> dict[str, StateTensor]:
-        first, columns = self.exp_avg, self.exp_avg_sq
-        return {
-            "exp_avg": first,
-            ROW_MEANS: self.row_means,
-            COLUMN_MEANS: columns,
-            MEAN: self.mean,
-        }
 
     @property
     def nbytes(self) -> int:

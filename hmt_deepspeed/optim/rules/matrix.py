@@ -10,7 +10,8 @@ works on rows, with bases of the columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -125,23 +126,27 @@ class MatrixRule(ABC):
         for state in self.states().values():
             state.move(place)
 
-    def places(self) -> Iterator[tuple[str, tuple[object, str]]]:
-        """Where this matrix has what its steps change, by name: owner and attribute of each tensor."""
-        for name, state in self.states().items():
-            yield f"{name}.data", (state, "data")
-            if state.scales is not None:
-                yield f"{name}.scales", (state, "scales")
-        yield from ((name, (self.moments, name)) for name in self.moments.EVIDENCE)
-        yield "energy", (self, "energy")
-        yield "limited_norm", (self, "limited_norm")
+    def paths(self) -> dict[str, str]:
+        """Where this matrix has what its steps change: by name the dotted path of attributes to each tensor."""
+        found = {}
+        for name, attribute in self.moments.STATES.items():
+            found[f"{name}.data"] = f"moments.{attribute}.data"
+            if getattr(self.moments, attribute).scales is not None:
+                found[f"{name}.scales"] = f"moments.{attribute}.scales"
+        found |= {name: f"moments.{name}" for name in self.moments.EVIDENCE}
+        return {**found, "energy": "energy", "limited_norm": "limited_norm"}
 
-    @property
+    @cached_property
     def alike(self) -> Hashable:
-        """Equal for matrices that can be in one stack."""
+        """Equal for matrices that can be in one stack; :meth:`_resized` says that it is another."""
         return (
             type(self), id(self.settings), self.shape, self.rows, self.rank, self.width, self.takes_whole,
             self.transposed, self.dtype, self.device, self.state_dtype,
         )  # fmt: skip
+
+    def _resized(self) -> None:
+        """To be called where the rank or the width has changed."""
+        vars(self).pop("alike", None)
 
     @property
     def steps(self) -> int:
@@ -200,6 +205,7 @@ class MatrixRule(ABC):
         """Restore; states by rows hold those of this object."""
         self.moments.load_state_dict(state)
         self.rank = int(state["rank"])
+        self._resized()
         self.limited_norm = self._number(state["limited_norm"])
         self.energy = torch.stack([self._number(state[key]) for key in _ENERGIES])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,7 @@ class Moments(KeptStates):
         r x r fp32. first_evidence: of the first, 0-dim fp32. steps: steps begun, those that the device skipped included.
     """
 
+    STATES: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     EVIDENCE = ("evidence", "first_evidence")
 
     def __init__(
@@ -145,10 +146,6 @@ class Moments(KeptStates):
         self.exp_avg = StateTensor(shape, self.dtype, True, self.device)
         self.exp_avg_sq = StateTensor(shape, self.dtype, False, self.device)
         self.evidence = torch.zeros(shape if self.two_sided else shape[1:], device=self.device)
-
-    def states(self) -> dict[str, StateTensor]:
-        """The stored means by Adam's names."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     @property
     def nbytes(self) -> int:

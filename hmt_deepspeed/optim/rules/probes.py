@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,11 +17,21 @@ from hmt_deepspeed.optim.rules.stack import Stacked
 __all__ = ["ProbeDraws"]
 
 
+class _Draw(NamedTuple):
+    """Matrices whose columns are of one kind: the first, the columns, these side by side, and :func:`base_keys`."""
+
+    first: ProjectedMatrix
+    columns: list[Columns]
+    stacked: Stacked
+    keys: Tensor
+
+
 class ProbeDraws:
     """Draws the probe columns of many matrices at once; those of equal shape lie side by side in memory."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[list[Columns], Stacked, Tensor]] = {}
+        self._of: list[tuple[Hashable, Columns]] = []
+        self._known: dict[Hashable, _Draw] = {}
 
     def draw(self, matrices: Iterable[MatrixRule], step: Tensor | int) -> None:
         """Draw those of a step in place, keyed by the name of the basis's owner.
@@ -28,26 +39,29 @@ class ProbeDraws:
         Args:
             matrices: those that are no owners, are redrawn, have no probes or are not here are passed over.
         """
-        alike: dict[Hashable, list[ProjectedMatrix]] = {}
+        projected = [matrix for matrix in matrices if isinstance(matrix, ProjectedMatrix)]
+        of = [(matrix.alike, matrix.columns) for matrix in projected]
+        if of != self._of:
+            self._of = of
+            self._form(projected)
+        for first, _, stacked, base in self._known.values():
+            stacked.gather()
+            whole, rank, keys = stacked.whole, first.rank, step_keys(base, step, Stream.PROBES)
+            whole[..., rank:] = probe_columns(whole[..., :rank], first.num_probes, keys)
+
+    def _form(self, matrices: Iterable[ProjectedMatrix]) -> None:
+        """Put the matrices whose columns are of one kind together; those that were so before keep their memory."""
+        together: dict[Hashable, list[ProjectedMatrix]] = {}
         for matrix in matrices:
-            if not isinstance(matrix, ProjectedMatrix) or not matrix.num_probes:
-                continue
-            whole = matrix.columns.whole
-            if matrix.columns.owner == matrix.name and whole is not None and len(whole):
+            whole, is_owner = matrix.columns.whole, matrix.columns.owner == matrix.name
+            if matrix.num_probes and is_owner and whole is not None and len(whole):
                 seed, kind = matrix.settings.seed, (whole.dtype, whole.device)
-                alike.setdefault((whole.shape, matrix.rank, kind, seed), []).append(matrix)
+                together.setdefault((whole.shape, matrix.rank, kind, seed), []).append(matrix)
         known, self._known = self._known, {}
-        for key, owners in alike.items():
-            columns, rank = [matrix.columns for matrix in owners], owners[0].rank
-            places = [(one, "whole") for one in columns]
-            found = known.pop(key, None)
-            if found is None or found[0] != columns:
+        for key, owners in together.items():
+            found, columns = known.pop(key, None), [matrix.columns for matrix in owners]
+            if found is None or found.columns != columns:
                 names = [matrix.name for matrix in owners]
                 keys = base_keys(owners[0].settings.seed, names, owners[0].device)
-                found = columns, Stacked(places), keys
-            else:
-                found[1].gather(places)
+                found = _Draw(owners[0], columns, Stacked(columns, "whole"), keys)
             self._known[key] = found
-            whole = found[1].whole
-            drawn = step_keys(found[2], step, Stream.PROBES)
-            whole[..., rank:] = probe_columns(whole[..., :rank], owners[0].num_probes, drawn)

@@ -224,6 +224,7 @@ class ProjectedMatrix(MatrixRule):
         self.full_rank = basis is None
         self.rank = self.shape[1] if basis is None else basis.shape[1]
         self.num_probes = 0 if basis is None else self.probes_for(self.rank)
+        self._resized()
 
     def _install(self, basis: Tensor | None) -> None:
         self._resize(basis)

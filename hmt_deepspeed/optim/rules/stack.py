@@ -16,8 +16,9 @@ bit, whatever its gradient holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,26 +56,37 @@ class Stacked:
     """One tensor of each of several owners, side by side: ``whole`` is B x ..., each owner's attribute a view.
 
     An owner may replace its attribute; :meth:`gather` then takes the new values over.
+
+    Args:
+        path: of attributes from an owner to its tensor, dotted.
     """
 
-    def __init__(self, places: Sequence[tuple[object, str]]) -> None:
-        self.whole = torch.stack([getattr(owner, name) for owner, name in places])
+    def __init__(self, owners: Sequence[object], path: str) -> None:
+        self._owners, self._read = list(owners), attrgetter(path)
+        self._holder, _, self._name = path.rpartition(".")
+        self.whole = torch.stack(list(map(self._read, owners)))
         self.views = list(self.whole.unbind())
-        for (owner, name), view in zip(places, self.views, strict=True):
-            setattr(owner, name, view)
+        for owner, view in zip(owners, self.views, strict=True):
+            self._place(owner, view)
 
-    def gather(self, places: Sequence[tuple[object, str]]) -> None:
+    def _place(self, owner: object, view: Tensor) -> None:
+        setattr(attrgetter(self._holder)(owner) if self._holder else owner, self._name, view)
+
+    def gather(self) -> None:
         """Take over what owners have replaced."""
-        for (owner, name), view in zip(places, self.views, strict=True):
-            found = getattr(owner, name)
-            if found is not view:
-                view.copy_(found)
-                setattr(owner, name, view)
+        found = list(map(self._read, self._owners))
+        if all(map(is_, found, self.views)):
+            return
+        for owner, tensor, view in zip(self._owners, found, self.views, strict=True):
+            if tensor is not view:
+                view.copy_(tensor)
+                self._place(owner, view)
 
     def part(self, begin: int, end: int) -> Stacked:
         """Some of them, of the same memory."""
         other = copy(self)
         other.whole, other.views = self.whole[begin:end], self.views[begin:end]
+        other._owners = self._owners[begin:end]
         return other
 
 
@@ -94,7 +106,7 @@ class Stack(ABC):
     """Matrices that take their steps together; a rule's class says how.
 
     Attributes:
-        members: B of them. tensors: of all, by name, see :meth:`MatrixRule.places`.
+        members: B of them. tensors: of all, by name, see :meth:`MatrixRule.paths`.
     """
 
     def __init__(self, members: Sequence[MatrixRule]) -> None:
@@ -106,14 +118,12 @@ class Stack(ABC):
         self._cut: dict[int, list[Any]] = {}
         self._room: Tensor | None = None
         self.base_keys = base_keys(self.settings.seed, names, self.device)
-        places = [dict(member.places()) for member in members]
-        self.tensors = {name: Stacked([place[name] for place in places]) for name in places[0]}
+        self.tensors = {n: Stacked(members, path) for n, path in self.first.paths().items()}
 
     def gather(self) -> None:
         """Take over what members have replaced since the last step."""
-        places = [dict(member.places()) for member in self.members]
-        for name, tensors in self.tensors.items():
-            tensors.gather([place[name] for place in places])
+        for tensors in self.tensors.values():
+            tensors.gather()
 
     def part(self: _S, begin: int, end: int) -> _S:
         """Some of the members, as a stack of the same memory."""
@@ -269,18 +279,34 @@ class Stacks:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Stack] = {}
+        self._of: tuple[list[MatrixRule], list[Hashable], list[Hashable]] = [], [], []
 
-    def of(self, matrices: Iterable[tuple[MatrixRule, Hashable]]) -> list[Stack]:
-        """Matrices in stacks, by what they have in common and by the caller's own reasons to keep them apart."""
-        alike: dict[Hashable, list[MatrixRule]] = {}
-        for matrix, apart in matrices:
-            alike.setdefault((matrix.alike, apart), []).append(matrix)
+    def of(self, matrices: Sequence[MatrixRule], apart: Sequence[Hashable]) -> list[Stack]:
+        """Matrices in stacks, by what they have in common.
+
+        Args:
+            apart: of each the caller's own reasons to keep it apart: equal for matrices that may be together.
+        """
+        of = list(matrices), [matrix.alike for matrix in matrices], list(apart)
+        if of != self._of:
+            self._of = of
+            self._form(*of)
+        for stack in self._known.values():
+            stack.gather()
+        return list(self._known.values())
+
+    def _form(
+        self,
+        matrices: Sequence[MatrixRule],
+        alike: Sequence[Hashable],
+        apart: Sequence[Hashable],
+    ) -> None:
+        together: dict[Hashable, list[MatrixRule]] = {}
+        for matrix, *kinds in zip(matrices, alike, apart, strict=True):
+            together.setdefault(tuple(kinds), []).append(matrix)
         known, self._known = self._known, {}
-        for key, members in alike.items():
+        for key, members in together.items():
             stack = known.pop(key, None)
             if stack is None or stack.members != members:
                 stack = members[0].STACK(members)
-            else:
-                stack.gather()
             self._known[key] = stack
-        return list(self._known.values())

@@ -154,15 +154,17 @@ class KeptStates(ABC):
 
     Attributes:
         steps: begun, those that the device skipped included.
+        STATES: attributes that are stored states, by their names in the table.
         EVIDENCE: names of the attributes that are fp32 tensors of their own, and that every step changes.
     """
 
     steps: int
+    STATES: ClassVar[Mapping[str, str]]
     EVIDENCE: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def states(self) -> dict[str, StateTensor]:
-        """Those that are stored in a state dtype, by their names in the table."""
+        """Stored states by their names in the table."""
+        return {name: getattr(self, attribute) for name, attribute in self.STATES.items()}
 
     @property
     @abstractmethod

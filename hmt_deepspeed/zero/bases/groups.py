@@ -52,19 +52,22 @@ class BasisGroups:
         self._refresh, self._collectives = refresh, collectives
         self._options, self._warn = options, warn
         self._draws, self._numbers = ProbeDraws(), StepNumbers()
+        self._matrices = [p.matrix for p in low_rank if p.matrix is not None]
         self.form()
 
     def form(self) -> None:
         """Group the matrices whose linears read the same input, as far as is known by now."""
-        matrices = [p.matrix for p in self.low_rank if p.matrix is not None]
         readers = self.shared.groups() if self._options["share_basis"] else []
         fixed = self._options["max_full_gradient_bytes"] != "auto"
-        self.schedule = regroup(self.schedule, matrices, readers, fixed, self._warn)
+        self.schedule = regroup(self.schedule, self._matrices, readers, fixed, self._warn)
         self.groups = self.schedule.groups
         for index in {i for group in self.groups if len(group) > 1 for i in group}:
             self.bases.restore(self.low_rank[index])
-        members = [[matrices[i] for i in group] for group in self.groups]
+        members = [[self._matrices[i] for i in group] for group in self.groups]
         share_bases(members)
+        for number, group in enumerate(self.groups):
+            for index in group:
+                self.low_rank[index].gradient.owner = self._owner(number)
         self.bases.keep_only(self.low_rank)
         self.policy = build_policy(members, self._options)
 
@@ -77,18 +80,14 @@ class BasisGroups:
             step: number of optimizer steps taken.
         """
         due = self._due(step)
-        for number, group in enumerate(self.groups):
-            for index in group:
-                self.low_rank[index].gradient.owner = self._owner(number)
         # Of matrices that share a basis its owner draws the probes.
-        self.bases.will_use([p for p in self.low_rank if _owns_basis(p)])
-        for index, param_state in enumerate(self.low_rank):
-            matrix = param_state.matrix
-            assert matrix is not None
-            if index in due and matrix.redraws:
+        self.bases.will_use(p for p in self.low_rank if _owns_basis(p))
+        for index in sorted(due):
+            if self._matrices[index].redraws:
                 due.discard(index)
-                with self.bases.whole(param_state):
+                with self.bases.whole(self.low_rank[index]):
                     self._redraw(index, step)
+        for matrix in self._matrices:
             matrix.prepare(step)
         self._draw_probes(step)
         for index, param_state in enumerate(self.low_rank):
@@ -103,9 +102,9 @@ class BasisGroups:
     def _draw_probes(self, step: int) -> None:
         """Probe columns of the coming step; of bases that are stored away a few at a time."""
         if not self.bases.stores:
-            matrices = [p.matrix for p in self.low_rank if p.matrix is not None]
-            if matrices:
-                self._draws.draw(matrices, self._numbers.step(step, matrices[0].device))
+            if self._matrices:
+                number = self._numbers.step(step, self._matrices[0].device)
+                self._draws.draw(self._matrices, number)
             return
         owners = [p for p in self.low_rank if _owns_basis(p)]
         for begin in range(0, len(owners), MOST_WHOLE):
@@ -126,8 +125,7 @@ class BasisGroups:
 
     def _redraw(self, index: int, step: int) -> None:
         """The next basis of a rule that draws it from a seed: no gradient is needed."""
-        matrix = self.low_rank[index].matrix
-        assert matrix is not None
+        matrix = self._matrices[index]
         number = self.schedule.num_refreshes[index]
         if isinstance(matrix, ProjectedMatrix):
             basis = matrix.seeded_basis(matrix.rank, number).to(matrix.dtype)

@@ -236,6 +236,9 @@ class BasisStorage:
         Args:
             param_states: at most :data:`MOST_WHOLE`, or all that there are no bases of elsewhere.
         """
+        if not self.stores:
+            yield
+            return
         sharded, others = dict[str, Columns](), set[str]()
         for param_state in param_states:
             if isinstance(param_state.matrix, ProjectedMatrix):
@@ -262,6 +265,8 @@ class BasisStorage:
         Args:
             param_states: in the order of use; None: those of the coming forward and backward.
         """
+        if not self.stores:
+            return
         self._last = None
         if param_states is None:
             self._of_matrices.expect(())

@@ -99,8 +99,11 @@ class Gradient:
 
     def nbytes(self) -> int:
         """Bytes of gradient alive in this object, on the device."""
-        tensors = (self.arrived, self.local, self.reduced, self.full)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        nbytes = 0
+        for tensor in (self.arrived, self.local, self.reduced, self.full):
+            if tensor is not None:
+                nbytes += tensor.nbytes
+        return nbytes
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Take what ``place`` gives for what has accumulated on the device.

@@ -78,7 +78,9 @@ class GradientReducer:
 
     def plan(self) -> None:
         """Fix the buckets of the coming window: last parameters first, as backward will meet them."""
-        signature = [(g.width, g.refreshing) for g in self.gradients]
+        signature = [
+            (None if g.matrix is None else g.matrix.alike, g.refreshing) for g in self.gradients
+        ]
         if getattr(self, "_signature", None) != signature:
             self._signature = signature
             parts = self.collectives.world if self.sharded else 1

@@ -179,7 +179,7 @@ class HostWeight(Weight):
             return rows[offset + begin - first * n :][: end - begin]
 
         step = self._addition(change.lr, change.weight_decay)
-        self._begin(step, product, change.host_keys[0])
+        self._begin(step, product, change.host_key(0))
 
     def finish(self) -> None:
         """Returns when the update is done; what the caller's stream does next sees the new weights.

@@ -104,7 +104,6 @@ class MatrixUpdates:
             self._numbers.step(self._step_count, part.stack.device),
         )
         keys = part.stack.keys(number, Stream.WEIGHT_ROUNDING) if weights[0].rounds else None
-        host_keys = [p.rounding_key(self._step_count) for p in part.members]
         by_rows = weights[0].by_rows
         if by_rows:
             begin, end = weights[0].shards.rows(self.shard_rank)
@@ -118,7 +117,7 @@ class MatrixUpdates:
             part.stack.rank,
             scale,
             keys,
-            host_keys,
+            lambda b: part.members[b].rounding_key(self._step_count),
             part.transposed,
             hyper["lr"],
             hyper["weight_decay"],

@@ -271,9 +271,10 @@ class HMTZeroOptimizer(OptimizerInterface):
     def _take(self, scale: float, checked: bool) -> None:
         """A step, which the device skips where gradients, whose losses had the scale, are ``checked`` and not finite."""
         self.zero.basis_groups.refresh(self.zero.step_count)
-        norm, factor, taken = self._step.decide(scale, checked)
+        parts = self._step.parts()
+        norm, factor, taken = self._step.decide(parts, scale, checked)
         self._global_grad_norm = norm
-        self._step.update(factor, taken, self.zero.step_count)
+        self._step.update(parts, factor, taken, self.zero.step_count)
         if taken is None:
             self._conclude(False, scale)
         else:

@@ -53,6 +53,7 @@ class ZeroStep:
         self._stacks, self._numbers = Stacks(), StepNumbers()
         in_order = [self.param_states[place] for place in order]
         self._by_matrix = {p.matrix: p for p in in_order if p.matrix is not None}
+        self._kinds = [_kind(p) for p in self._by_matrix.values()]
         self._dense = [p for p in in_order if p.matrix is None]
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self._all = [p.name for p in self.param_states]
@@ -86,17 +87,18 @@ class ZeroStep:
         return list(squares.split(1))
 
     @fp32_products()
-    def decide(self, scale: float, checked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def decide(
+        self, parts: Sequence[Part], scale: float, checked: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Estimated ``||G||`` over all parameters, the factor that unscales and clips, and whether the step is taken.
 
         Args:
-            scale: what the losses were multiplied by. checked: whether gradients that are not finite skip the step.
+            parts: of :meth:`parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip the step.
 
         Returns:
             The norm without the loss scale and the factor, 0-dim fp32, the latter 0 in a step that is skipped; and
             0-dim bool, None without a check. All are on the device, and the same on every rank.
         """
-        parts = self._parts()
         sums = [part.stack.measure(part.gradients(), part.counted) for part in parts]
         sums.append(self._dense_square_norms())
         total = torch.cat([found.flatten() for found in sums])
@@ -142,12 +144,10 @@ class ZeroStep:
 
     # -- stacks -----------------------------------------------------------------------------------
 
-    def _parts(self) -> list[Part]:
+    def parts(self) -> list[Part]:
         """The matrices as they step together; of bases that are stored away a few are whole at once."""
         found, members = [], MOST_WHOLE if self.bases.stores else None
-        for stack in self._stacks.of(
-            (matrix, self._kind(p)) for matrix, p in self._by_matrix.items()
-        ):
+        for stack in self._stacks.of(list(self._by_matrix), self._kinds):
             for part in stack.parts(MOST_ALIVE, members):
                 param_states = [self._by_matrix[matrix] for matrix in part.members]
                 counted = param_states[0].gradient.shards.counted(self.shard_rank)
@@ -157,7 +157,7 @@ class ZeroStep:
     def make_room(self) -> None:
         """Let gradients of matrices that step together come to lie side by side, in the coming accumulation window."""
         alone = self.collectives.world == 1
-        for part in self._parts() if self.settings.accumulate_dtype == torch.float32 else ():
+        for part in self.parts() if self.settings.accumulate_dtype == torch.float32 else ():
             whole = part.stack.first.takes_whole  # lies in memory of its own
             for place, param_state in enumerate(part.members):
                 gradient = param_state.gradient
@@ -165,16 +165,7 @@ class ZeroStep:
                 if alone and gradient.linear is not None:
                     gradient.linear.room = gradient.free_room
 
-    def _kind(self, param_state: ParamState) -> Hashable:
-        """Equal for parameters whose matrices may be in one stack."""
-        if isinstance(param_state.weight, HostWeight):
-            return (
-                param_state.name
-            )  # alone: the host updates them in the order in which they are needed
-        group = id(param_state.group), param_state.assignment.lr_scale
-        return *group, param_state.weight.together
-
-    def _portions(self) -> Iterator[list[Part | ParamState]]:
+    def _portions(self, parts: Sequence[Part]) -> Iterator[list[Part | ParamState]]:
         """What is updated, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
 
         A rule that takes whole gradients makes an fp32 update as large as its weight.
@@ -182,7 +173,7 @@ class ZeroStep:
         units: list[tuple[int, Part | ParamState]] = [
             (self._places[p.name], p) for p in self._dense
         ]
-        units += [(self._places[part.members[0].name], part) for part in self._parts()]
+        units += [(self._places[part.members[0].name], part) for part in parts]
         most = self.settings.gather_elements if self.sharded else 0
         portion: list[Part | ParamState] = []
         alive = 0
@@ -201,20 +192,22 @@ class ZeroStep:
     # -- update -----------------------------------------------------------------------------------
 
     @fp32_products()
-    def update(self, factor: Tensor, taken: Tensor | None, step_count: int) -> None:
+    def update(
+        self, parts: Sequence[Part], factor: Tensor, taken: Tensor | None, step_count: int
+    ) -> None:
         """Moments, weights of the rows held here, and their gather; uses the gradients up.
 
         Weights in host memory are left to :meth:`finish`.
 
         Args:
-            factor, taken: of :meth:`decide`. step_count: number of steps begun, which keys random rounding.
+            parts: as there. factor, taken: of :meth:`decide`. step_count: number of steps begun, which keys random rounding.
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        portions = list(self._portions())
-        parts = [unit for portion in portions for unit in portion if isinstance(unit, Part)]
-        self.bases.will_use(param_state for part in parts for param_state in part.members)
+        portions = list(self._portions(parts))
+        units = [unit for portion in portions for unit in portion if isinstance(unit, Part)]
+        self.bases.will_use(param_state for part in units for param_state in part.members)
         updates = MatrixUpdates(
             self._zero, gather, self._gather_weight, self._hyper, self._numbers, step_count
         )
@@ -356,3 +349,11 @@ class ZeroStep:
         shards, flat = param_state.weight.shards, param_state.gradient.param.detach().view(-1)
         with param_state.weight.shard() as shard:
             gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
+
+
+def _kind(param_state: ParamState) -> Hashable:
+    """Equal for parameters whose matrices may be in one stack."""
+    if isinstance(param_state.weight, HostWeight):
+        return param_state.name  # alone: updated in the order in which they are needed
+    group = id(param_state.group), param_state.assignment.lr_scale
+    return *group, param_state.weight.together

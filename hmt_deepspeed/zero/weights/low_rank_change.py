@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class LowRankChange:
         update: U, B x rows x w, or of the other factor's rows where ``transposed``: ``P_b U_b^T``.
         projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
             zero a weight stays as it is.
-        keys: of stochastic rounding, B x 2 int32, where there is any. host_keys: the same on the host.
+        keys: of stochastic rounding, B x 2 int32, where there is any. host_key: gives that of one weight on the host.
     """
 
     update: Tensor
@@ -30,7 +31,7 @@ class LowRankChange:
     rank: int
     scale: Tensor
     keys: Tensor | None
-    host_keys: Sequence[Key]
+    host_key: Callable[[int], Key]
     transposed: bool
     lr: float | Tensor
     weight_decay: float
@@ -63,8 +64,11 @@ class LowRankChange:
                 projections=[projection],
                 scale=self.scale[part],
                 keys=None if self.keys is None else self.keys[part],
-                host_keys=self.host_keys[part],
+                host_key=partial(self._host_key_from, b),
             )
+
+    def _host_key_from(self, first: int, place: int) -> Key:
+        return self.host_key(first + place)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Of a weight alone, the scale applied: left and right factor."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,8 +69,13 @@ class Weight:
     @property
     def num_elements(self) -> int:
         """Elements of the shard."""
-        begin, end = self.shards.flat(self.rank)
+        begin, end = self._range
         return end - begin
+
+    @cached_property
+    def _range(self) -> tuple[int, int]:
+        """Of the flat elements that are the shard."""
+        return self.shards.flat(self.rank)
 
     @contextmanager
     def shard(self, overwrite: bool = False) -> Iterator[Tensor]:
@@ -86,14 +92,22 @@ class Weight:
             with resident(self.param, overwrite) as part:
                 yield part[: self.num_elements]
         else:
-            begin, end = self.shards.flat(self.rank)
-            yield self.param.detach().view(-1)[begin:end]
+            yield self._in_memory()
+
+    def _in_memory(self, columns: int | None = None) -> Tensor:
+        """:meth:`shard` of weights that are not on an SSD, in rows of so many columns, or flat."""
+        shape = (-1,) if columns is None else (-1, columns)
+        begin, end = (0, self.num_elements) if self.partitioned else self._range
+        values = (self.param.ds_tensor if self.partitioned else self.param).detach()
+        if end - begin < values.numel():
+            values = values.view(-1)[begin:end]
+        return values.view(shape)
 
     def _master_is_shard(self) -> bool:
         if self.master is None or self.param.dtype != torch.float32 or on_ssd(self.param):
             return False
-        with self.shard() as shard:
-            return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
+        shard = self._in_memory()
+        return self.master.device == shard.device and self.master.data_ptr() == shard.data_ptr()
 
     def move_master(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move a master that is not the weights themselves.
@@ -191,15 +205,10 @@ class Weight:
         """
         if self._offloaded or (self.master is not None and self.master.device != self.device):
             return None
-        with self.shard(overwrite=True) as shard:
-            pass
         if self.master is None:
-            return SmallParameter(
-                shard, gradient, state, None, base, self.shards.flat(self.rank)[0]
-            )
-        return SmallParameter(
-            self.master, gradient, state, None if self._master_is_shard() else shard
-        )
+            return SmallParameter(self._in_memory(), gradient, state, None, base, self._range[0])
+        copy = None if self._master_is_shard() else self._in_memory()
+        return SmallParameter(self.master, gradient, state, copy)
 
     def step_dense(
         self, gradient: Tensor | None, state: DenseState, keys: DenseKeys, **hyper: Any
@@ -251,14 +260,13 @@ class Weight:
             for weight, one in zip(weights, change.each(), strict=True):
                 weight._step_rows_alone(one)
             return
-        with ExitStack() as open_shards:
-            shards = [open_shards.enter_context(w.shard(first.has_master)) for w in weights]
-            masters = [weight.master for weight in weights if weight.master is not None]
-            rows = [values.view(-1, first.shards.n) for values in masters or shards]
-            copies = None
-            if masters and not first._master_is_shard():
-                copies = [shard.view(-1, first.shards.n) for shard in shards]
-            change.apply(rows, first.shards.flat(first.rank)[0], copies)
+        n, begin = first.shards.n, first._range[0]
+        masters = [weight.master.view(-1, n) for weight in weights if weight.master is not None]
+        if masters and first._master_is_shard():
+            change.apply(masters, begin)
+            return
+        shards = [weight._in_memory(n) for weight in weights]
+        change.apply(masters or shards, begin, shards if masters else None)
 
     def _step_rows_alone(self, change: LowRankChange) -> None:
         """Of a shard on the host, or of one that begins or ends inside a row."""
@@ -269,7 +277,7 @@ class Weight:
             own = self.shards.rows_to_shard(low_rank_product(*change.factors()), self.rank)
             taken = (change.scale[0, 0] != 0).float()
             apply_whole_(values, own, change.lr, change.weight_decay, taken)
-        self._write(values, change.host_keys[0])
+        self._write(values, change.host_key(0))
 
     @staticmethod
     def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:

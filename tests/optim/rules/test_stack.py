@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def advance(stack: Stack, gradient: Tensor, factor: Tensor, step: int) -> Change
 
 def held(matrix: MatrixRule) -> dict[str, Tensor]:
     """All that a step changes of a matrix."""
-    return {name: getattr(*place).clone() for name, place in matrix.places()}
+    return {name: attrgetter(path)(matrix).clone() for name, path in matrix.paths().items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], exact: bool) -> None:
@@ -194,7 +195,7 @@ def test_a_matrix_that_changes_rank_moves_to_another_stack_and_goes_on() -> None
                     one.adopt(one.seeded_basis(rank, step))
         for matrix in (*members, *alone):
             draw_probes(matrix, step)
-        found = stacks.of((matrix, None) for matrix in members)
+        found = stacks.of(members, [None] * len(members))
         sizes.append(sorted(len(stack.members) for stack in found))
         for stack in found:
             change = advance(
@@ -213,21 +214,21 @@ def test_a_matrix_that_changes_rank_moves_to_another_stack_and_goes_on() -> None
 
 def test_those_that_stay_together_keep_their_memory() -> None:
     members, stacks = matrices("right"), Stacks()
-    (first,) = stacks.of((matrix, None) for matrix in members)
+    (first,) = stacks.of(members, [None] * len(members))
     whole = first["exp_avg.data"]
     assert members[1].states()["exp_avg"].data.data_ptr() == whole[1].data_ptr()
-    (again,) = stacks.of((matrix, None) for matrix in members)
+    (again,) = stacks.of(members, [None] * len(members))
     assert again is first
     # what a refresh or a checkpoint has replaced is taken over, into the same memory
     advance(first, gradients(members, 0), torch.tensor(FACTORS), 0)
     members[1].load_state_dict(members[0].state_dict())
-    (loaded,) = stacks.of((matrix, None) for matrix in members)
+    (loaded,) = stacks.of(members, [None] * len(members))
     assert loaded is first
     assert first["exp_avg.data"].data_ptr() == whole.data_ptr()
     assert torch.equal(whole[1], whole[0])
     assert members[1].states()["exp_avg"].data.data_ptr() == whole[1].data_ptr()
     # another order is another stack
-    (turned,) = stacks.of((matrix, None) for matrix in reversed(members))
+    (turned,) = stacks.of(members[::-1], [None] * len(members))
     assert turned is not first
     assert torch.equal(turned["exp_avg.data"], whole.flip(0))
 
@@ -236,9 +237,10 @@ def test_what_is_not_alike_is_apart() -> None:
     one, other = matrices("right"), matrices("right")  # of settings of their own
     left = matrices("left")
     bf16 = matrices("right", "bf16")
-    found = Stacks().of((matrix, None) for matrix in (*one, *other, *left, *bf16))
+    several = (*one, *other, *left, *bf16)
+    found = Stacks().of(several, [None] * len(several))
     assert [stack.members for stack in found] == [one, other, left, bf16]
-    apart = Stacks().of((matrix, matrix.name == "b") for matrix in one)
+    apart = Stacks().of(one, [matrix.name == "b" for matrix in one])
     assert [[m.name for m in stack.members] for stack in apart] == [["a", "c"], ["b"]]
 
 

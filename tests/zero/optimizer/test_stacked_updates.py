@@ -54,7 +54,7 @@ def trained(name: str, most: int) -> list[tuple[dict[str, Tensor], set[int]]]:
         model = wide_llama() if name == "int8" else tiny_llama()
         engine = mode_engine(fields, stage, model=model, **changes)
         train(engine, 6)
-        sizes = {len(part.members) for part in engine.optimizer._step._parts()}
+        sizes = {len(part.members) for part in engine.optimizer._step.parts()}
         found.append((held(engine.optimizer), sizes))
         engine.destroy()
     return found

@@ -314,7 +314,9 @@ def portions() -> list[list[list[list[str]]]]:
         settings = self.settings
         for elements in range(500, 20_000, 500):
             self.settings = replace(settings, gather_elements=elements)
-            units = [[getattr(u, "members", [u]) for u in portion] for portion in self._portions()]
+            units = [
+                [getattr(u, "members", [u]) for u in portion] for portion in self._portions(args[0])
+            ]
             found.append([[[p.name for p in unit] for unit in portion] for portion in units])
         self.settings = settings
         update(self, *args)
