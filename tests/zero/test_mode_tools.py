@@ -290,6 +290,12 @@ def test_the_start_table_names_rule_side_rank_and_states(described: Any) -> None
     assert said("factored", "fp32 states, factored")
     assert said("int8", "int8 states")
     assert said("small", "fp32 states (under 4096 elements)")
+    assert said("defaults", "learning rate x 2.5")
+    beside = [row for row in described["defaults"][0] if row.treatment[0].startswith("adamw")]
+    assert beside
+    assert all("learning rate x 5" in row.treatment for row in beside)
+    for name in ("left", "apollo_mini"):  # with a scale that is given
+        assert not any("learning rate" in w for row in words(name) for w in row.treatment)
     dense = [row for row in described["int8"][0] if row.shape == "any"]
     states = [{w for w in row.treatment if "states" in w} for row in dense]
     assert {"int8 states"} in states
