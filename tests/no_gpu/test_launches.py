@@ -66,7 +66,7 @@ zero3   4     int8_states            450         70        528       1728       
 zero3   4     int8_factored          480         70        554       1803          1          3          9          3          1
 zero3   4     bf16_states            428         70        510       1680          1          3          9          3          1
 zero3   4     no_masters             458         96        525       1698          1          3          9          3          1
-zero3   4     share_basis            290         20        623        551          1          5          2          3          1
+zero3   4     share_basis            290         20        623        552          1          5          2          3          1
 zero3   4     module_rules           466         47        647       1433          1          5          8          3          1
 zero3   4     basis_cache            393         89        481       1692          1          3          9          3          1
 zero3   4     activations            354         70        439       1612          1          3          9          3          1
