@@ -25,10 +25,62 @@ try:
 except ImportError:  # platforms without Triton have no CUDA device to run it on
     triton = None
 
-__all__ = ["Factors", "as_factors", "low_rank_product"]
+__all__ = ["Factors", "ScaledRows", "as_factors", "low_rank_product"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 1 << 24  # 128 rows of a tile are then less than 2^31 elements apart
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """``diag(s_b) G_b`` of B matrices, which stay as they are and where they are.
+
+    matrices: of one shape, dtype and strides: fp32, bf16 or fp16. scale: B x rows, fp32, contiguous.
+    """
+
+    matrices: Sequence[Tensor]
+    scale: Tensor
+
+    def times(self, factor: Tensor) -> ScaledRows:
+        """The same times a factor of each matrix, (B,) fp32."""
+        return ScaledRows(self.matrices, self.scale * factor.unsqueeze(1))
+
+    def part(self, members: slice) -> ScaledRows:
+        """Of some of the matrices."""
+        return ScaledRows(self.matrices[members], self.scale[members])
+
+    def whole(self, member: int) -> Tensor:
+        """Of one matrix, fp32; zeros where the scale is zero, whatever the matrix holds."""
+        scale = self.scale[member].unsqueeze(1)
+        return torch.where(scale != 0, self.matrices[member] * scale, 0.0)
+
+    def check(self, rows: int, n: int, count: int) -> None:
+        """Raises ValueError unless these are rows x n beside updates of ``count`` weights."""
+        kinds = {(m.dtype, m.shape, m.stride()) for m in self.matrices}
+        first = self.matrices[0] if self.matrices else None
+        if (
+            first is None
+            or len(kinds) != 1
+            or first.shape != (rows, n)
+            or first.dtype not in _DTYPES
+        ):
+            raise ValueError(
+                f"matrices beside must be {rows} x {n} of one dtype and strides, fp32, bf16 or fp16, got {kinds}"
+            )
+        if len(self.matrices) != count or max(first.stride()) > _MOST_COLUMNS:
+            raise ValueError(
+                f"{count} weights take as many matrices, whose elements are at most 2^24 apart, got "
+                f"{len(self.matrices)} with strides {first.stride()}"
+            )
+        scale = self.scale
+        if (
+            scale.shape != (count, rows)
+            or scale.dtype != torch.float32
+            or not scale.is_contiguous()
+        ):
+            raise ValueError(
+                f"scale of rows must be {count} x {rows}, fp32 and contiguous, got {tuple(scale.shape)}, {scale.dtype}"
+            )
 
 
 @dataclass(frozen=True)

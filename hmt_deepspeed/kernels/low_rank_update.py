@@ -5,6 +5,9 @@ factors and their dtypes are those of :mod:`hmt_deepspeed.kernels.low_rank_facto
 fp32 tile by tile and never stored, so a weight is read once and written once, and a 16-bit copy of a master
 in the same pass. A bf16 weight is rounded stochastically, see :mod:`hmt_deepspeed.kernels.stochastic_rounding`.
 
+Where rows of whole gradients are a part of the update, ``U_b P_b^T + diag(s_b) G_b`` is subtracted: they are read where
+they are.
+
 On CUDA all matrices are one launch, which finds them by a table of addresses.
 
 Shapes: B weights rows x n, ``update`` B x rows x w, B projections n x w.
@@ -25,7 +28,7 @@ from hmt_deepspeed.kernels.launching import (
     on_its_device,
     tile_for,
 )
-from hmt_deepspeed.kernels.low_rank_factors import Factors
+from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows
 from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round_reference
 
@@ -56,13 +59,18 @@ _TILES = {
 }
 
 
-def launch_options(dtype: torch.dtype, capability: int, aligned: bool) -> dict[str, int]:
+def launch_options(
+    dtype: torch.dtype, capability: int, aligned: bool, beside: bool = False
+) -> dict[str, int]:
     """What the kernel is compiled with for factors of a dtype on an architecture.
 
-    aligned: 16 divides addresses in bytes, rows in elements.
+    aligned: 16 divides addresses in bytes, rows in elements. beside: rows of whole matrices are a part of the update.
     """
     widen = multiplies_in_fp32(dtype, capability)
-    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
+    tile = {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
+    if beside:
+        tile |= {"BLOCK_ROWS": 64} if aligned else {"BLOCK_ROWS": 64, "BLOCK_N": 64}
+    return tile
 
 
 def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, decay: float) -> None:
@@ -74,6 +82,17 @@ def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, deca
         value.mul_(decay).add_(scratch_like(value, torch.float32).copy_(product), alpha=-lr)
 
 
+def _add_rows_(
+    value: Tensor, beside: ScaledRows, member: int, chunk: slice, transposed: bool, lr: float
+) -> None:
+    """``value <- value - lr diag(s) G`` for some rows of a weight."""
+    matrix, scale = beside.matrices[member], beside.scale[member]
+    if transposed:
+        value.addcmul_(matrix.t()[chunk].float(), scale.unsqueeze(0), value=-lr)
+    else:
+        value.addcmul_(matrix[chunk].float(), scale[chunk].unsqueeze(1), value=-lr)
+
+
 def low_rank_updates_reference_(
     weights: Sequence[Tensor],
     factors: Factors,
@@ -82,6 +101,7 @@ def low_rank_updates_reference_(
     keys: Tensor | None,
     offset: int = 0,
     copies: Sequence[Tensor] | None = None,
+    beside: ScaledRows | None = None,
 ) -> None:
     """Torch twin of the kernel; see :func:`low_rank_updates_`. Reads its numbers on the host."""
     lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
@@ -93,6 +113,8 @@ def low_rank_updates_reference_(
         for chunk in row_chunks(*weight.shape):
             value = weight[chunk].float()  # of an fp32 weight its own memory
             add_product_(value, left[chunk], right.t(), lr, decay)
+            if beside is not None:
+                _add_rows_(value, beside, b, chunk, factors.transposed, lr)
             if weight.dtype == torch.bfloat16:
                 first = offset + chunk.start * weight.shape[1]
                 stochastic_round_reference(value, weight[chunk], tuple(halves[b]), first)
@@ -114,10 +136,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["offset"])
     def _low_rank_update_kernel(  # type: ignore[no-untyped-def]
         table_ptr, update_ptr, scale_ptr, keys_ptr, lr, weight_decay, members, rows, n, width, rank,
-        update_member, update_row, projection_row, offset,
+        update_member, update_row, projection_row, offset, beside_ptr, beside_row, beside_column,
         LOAD_LR: tl.constexpr, LOAD_DECAY: tl.constexpr,
-        WEIGHT: tl.constexpr, COPY: tl.constexpr, PROJECTION: tl.constexpr, ALIGNED: tl.constexpr,
-        TRANSPOSED: tl.constexpr, PRODUCT: tl.constexpr, WIDEN: tl.constexpr,
+        WEIGHT: tl.constexpr, COPY: tl.constexpr, PROJECTION: tl.constexpr, BESIDE: tl.constexpr,
+        ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr, PRODUCT: tl.constexpr, WIDEN: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
         # Programs that share rows run side by side, so those of the left factor are read from L2.
@@ -150,6 +172,24 @@ if triton is not None:
                 tl.float32, bitcast=True
             )
         value = decay * weight - lr * product
+        if BESIDE is not None:
+            # the scale is of rows of the update, which are columns of a weight that is projected from the left
+            if TRANSPOSED:
+                factor = tl.load(
+                    beside_ptr + member * n + first_column + column,
+                    mask=column < n - first_column,
+                    other=0.0,
+                )[None, :]
+            else:
+                factor = tl.load(
+                    beside_ptr + member * rows + first_row + row,
+                    mask=row < rows - first_row,
+                    other=0.0,
+                )[:, None]
+            given = pointer_jit(table_ptr, 3 * members + member, BESIDE, ALIGNED)
+            given += first_row * beside_row + first_column * beside_column
+            given += (row * beside_row)[:, None] + (column * beside_column)[None, :]
+            value -= lr * factor * tl.load(given, mask=mask, other=0.0).to(tl.float32)
         if tl.int16 == WEIGHT:
             index = position.to(tl.uint32) + (first + offset).to(tl.uint32)
             low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
@@ -176,6 +216,7 @@ if triton is not None:
         keys: Tensor | None,
         offset: int = 0,
         copies: Sequence[Tensor] | None = None,
+        beside: ScaledRows | None = None,
     ) -> None:
         """Triton launcher; see :func:`low_rank_updates_`."""
         (rows, n), first = weights[0].shape, weights[0]
@@ -183,9 +224,15 @@ if triton is not None:
             return
         targets = weights if copies is None else copies
         addresses = [t.data_ptr() for t in (*weights, *targets)] + factors.projection_addresses()
+        beside_row, beside_column, kind = 0, 0, None
+        if beside is not None:
+            addresses += [matrix.data_ptr() for matrix in beside.matrices]
+            given = beside.matrices[0].t() if factors.transposed else beside.matrices[0]
+            (beside_row, beside_column), kind = given.stride(), given.dtype
         aligned = not any(address % 16 for address in addresses)
         rows_aligned = aligned and not n % 16 and factors.rows_aligned
-        tile = launch_options(factors.product_dtype, capability_of(first.device), rows_aligned)
+        capability, reads_rows = capability_of(first.device), beside is not None
+        tile = launch_options(factors.product_dtype, capability, rows_aligned, reads_rows)
         copy = None if copies is None else copies[0].dtype
         grid = (
             len(weights) * triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),
@@ -205,11 +252,15 @@ if triton is not None:
             *factors.update.stride()[:2],
             factors.projections[0].stride(0),
             (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
+            None if beside is None else beside.scale,
+            beside_row,
+            beside_column,
             LOAD_LR=isinstance(lr, Tensor),
             LOAD_DECAY=isinstance(weight_decay, Tensor),
             WEIGHT=tl.int16 if first.dtype == torch.bfloat16 else tl.float32,
             COPY={None: None, torch.bfloat16: tl.int16}.get(copy, tl.float16),
             PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
+            BESIDE=None if kind is None else TRITON_DTYPES[kind],
             ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
             PRODUCT=TRITON_DTYPES[factors.product_dtype],
@@ -232,6 +283,7 @@ def low_rank_updates_(
     offset: int = 0,
     copies: Sequence[Tensor] | None = None,
     transposed: bool = False,
+    beside: ScaledRows | None = None,
 ) -> None:
     """``W_b <- (1 - lr wd) W_b - lr (U_b S_b) P_b^T`` for each b, summed in fp32.
 
@@ -252,6 +304,7 @@ def low_rank_updates_(
         copies: B matrices of the weights' shape, bf16 or fp16, contiguous: are given the updated values of
             fp32 weights, rounded to nearest.
         transposed: the update is B x n x w, projections are rows x w, and ``P_b (U_b S_b)^T`` is subtracted.
+        beside: ``lr diag(s_b) G_b`` is subtracted, too; with ``transposed`` its transpose. w may then be 0.
 
     Raises:
         ValueError: for other dtypes, shapes, strides or bf16 weights without keys.
@@ -266,10 +319,14 @@ def low_rank_updates_(
         check_keys(keys, len(weights))
     if copies is not None:
         _check_copies(weights, copies)
+    if beside is not None:
+        beside.check(update.shape[1], weights[0].shape[0 if transposed else 1], len(weights))
     if weights[0].is_cuda and triton is not None:
-        low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, offset, copies)
+        low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, offset, copies, beside)
     else:
-        low_rank_updates_reference_(weights, factors, lr, weight_decay, keys, offset, copies)
+        low_rank_updates_reference_(
+            weights, factors, lr, weight_decay, keys, offset, copies, beside
+        )
 
 
 def new_keys(key: int | None, device: torch.device) -> Tensor | None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.low_rank_projection import project
-from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
+from hmt_deepspeed.kernels.noise import base_key
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
-from hmt_deepspeed.optim.rules.apply import apply_whole_, apply_whole_rounded_
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import (
     DenseKeys,
@@ -144,18 +143,12 @@ class Slot:
         return [g for g in (pending, self.param.grad) if g is not None]
 
     def reduced(self) -> Tensor | None:
-        """The accumulated gradient as the rule takes it: rows x width; None without a gradient."""
+        """The accumulated gradient as the rule takes it: rows x width, where rows are whole the user's own; None without
+        a gradient."""
         assert self.matrix is not None
         gradient = self.full_gradient()
         if self.matrix.takes_whole:
-            # p.grad stays the user's
-            return (
-                None
-                if gradient is None
-                else torch.empty_like(
-                    gradient, dtype=torch.float32, memory_format=torch.contiguous_format
-                ).copy_(gradient)
-            )
+            return gradient
         total = None if self.linear is None else self.linear.pending
         if gradient is not None:
             columns = self.matrix.projection
@@ -172,20 +165,6 @@ class Slot:
         )
 
     # -- step -----------------------------------------------------------------------------------
-
-    def apply_whole(
-        self, update: Tensor, lr: float | Tensor, decay: float, step: int, scale: Tensor
-    ) -> None:
-        """``W <- (1 - lr wd) W - lr scale update``, of the weight's shape; nothing where the scale is zero."""
-        key = host_step_key(base_key(self.seed, self.name), step, Stream.WEIGHT_ROUNDING)
-        if self.encoded is not None:
-            self.encoded.update_whole_(update, lr, decay, key, scale)
-        elif self.rounded:
-            apply_whole_rounded_(self.param, update, lr, decay, key, scale=scale)
-        else:
-            weight = self.writable()
-            apply_whole_(weight, update, lr, decay, scale)
-            self.write_back(weight)
 
     def _dense_state(self) -> DenseState:
         if self.dense is None:

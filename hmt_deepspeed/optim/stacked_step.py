@@ -11,12 +11,20 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import upload
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
-from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.backward.int8_linear import update_together_
 from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stack, Stacks, stacked
+from hmt_deepspeed.optim.rules.stack import (
+    MOST_ALIVE,
+    Change,
+    Gradients,
+    Stack,
+    Stacks,
+    alike,
+    stacked,
+)
 from hmt_deepspeed.optim.slot import Slot
 
 __all__ = ["StackedStep"]
@@ -83,12 +91,48 @@ class StackedStep:
             )
             del gradient
             change = stack.finish(update, sums, factor)
-            if stack.first.takes_whole:
-                _apply_whole(members, change, hyper, step)
-            else:
-                _apply(stack, members, change, hyper, number)
+            self._apply(stack, members, change, hyper, step)
             stack.free()
         self._take_dense([s for s in slots if s.matrix is None and s.param.grad is not None], step)
+
+    def _apply(
+        self,
+        stack: Stack,
+        members: Sequence[Slot],
+        change: Change,
+        hyper: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """``W <- (1 - lr wd) W - lr D`` of every weight of a stack, together."""
+        lr, decay, transposed = hyper["lr"], hyper["weight_decay"], stack.first.transposed
+        encoded = [slot.encoded for slot in members if slot.encoded is not None]
+        if encoded and change.beside is not None:  # full rank
+            for b, (slot, one) in enumerate(zip(members, encoded, strict=True)):
+                update, taken = change.whole(b, None), (change.scale[b, 0] != 0).float()
+                key = host_step_key(base_key(slot.seed, slot.name), step, Stream.WEIGHT_ROUNDING)
+                one.update_whole_(update.t() if transposed else update, lr, decay, key, taken)
+            return
+        keys = None
+        if encoded or members[0].rounded:
+            number = self._numbers.step(step, stack.device)
+            keys = stack.keys(number, Stream.WEIGHT_ROUNDING)
+        columns = stack.update_columns(change)
+        factors: dict[str, Any] = {
+            "rank": min(stack.rank, columns[0].shape[1]),
+            "column_scale": change.scale,
+            "keys": keys,
+            "transposed": transposed,
+        }
+        if encoded:
+            update_together_(encoded, change.update, columns, lr, decay, **factors)
+            return
+        weights, copies = [slot.writable() for slot in members], None
+        if members[0].has_master:
+            copies = [slot.param.detach().contiguous() for slot in members]
+        factors |= {"copies": copies, "beside": change.beside}
+        low_rank_updates_(weights, change.update, columns, lr, decay, **factors)
+        for slot, new in zip(members, copies or weights, strict=True):
+            slot.write_back(new)
 
     def _hyper(self, slot: Slot) -> dict[str, Any]:
         """lr, on the device, betas, eps and weight_decay."""
@@ -113,46 +157,20 @@ class StackedStep:
                 slot.write_back(small.weight if small.copy is None else small.copy)
 
 
-def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Tensor, Tensor]:
-    """The gradients of a stack, B x rows x width fp32, and 1 for each matrix that has one, 0 for the others."""
+def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Gradients, Tensor]:
+    """The gradients of a stack, fp32 where they lie side by side, and 1 for each matrix that has one, 0 for the others."""
     parts = [slot.reduced() for slot in members]
-    shape = (stack.first.num_rows, stack.first.width)
-    there = [float(part is not None) for part in parts]
-    known = [torch.zeros(shape, device=stack.device) if p is None else p for p in parts]
-    if len({part.dtype for part in known}) > 1:
-        known = [part.float() for part in known]
-    if all(there):
-        return stacked(known).float(), torch.ones(len(parts), device=stack.device)
-    return stacked(known).float(), upload(there, torch.float32, stack.device)
-
-
-def _apply_whole(
-    members: Sequence[Slot], change: Change, hyper: Mapping[str, Any], step: int
-) -> None:
-    """``W <- (1 - lr wd) W - lr D`` of every weight of a stack, one by one."""
-    for slot, update, scale in zip(members, *change, strict=True):
-        assert slot.matrix is not None
-        found = update.t() if slot.matrix.transposed else update
-        slot.apply_whole(found, hyper["lr"], hyper["weight_decay"], step, scale[0])
-
-
-def _apply(
-    stack: Stack, members: Sequence[Slot], change: Change, hyper: Mapping[str, Any], step: Tensor
-) -> None:
-    """The same of low-rank updates, together."""
-    lr, decay = hyper["lr"], hyper["weight_decay"]
-    rounds = members[0].encoded is not None or members[0].rounded
-    keys = stack.keys(step, Stream.WEIGHT_ROUNDING) if rounds else None
-    projections = stack.projections()
-    factors: dict[str, Any] = {"rank": stack.rank, "column_scale": change.scale, "keys": keys}
-    factors["transposed"] = stack.first.transposed
-    if members[0].encoded is not None:
-        encoded = [slot.encoded for slot in members if slot.encoded is not None]
-        update_together_(encoded, change.update, projections, lr, decay, **factors)
-        return
-    weights, copies = [slot.writable() for slot in members], None
-    if members[0].has_master:
-        copies = [slot.param.detach().contiguous() for slot in members]
-    low_rank_updates_(weights, change.update, projections, lr, decay, copies=copies, **factors)
-    for slot, new in zip(members, copies or weights, strict=True):
-        slot.write_back(new)
+    given = [part for part in parts if part is not None]
+    if len(given) == len(parts):
+        factor = torch.ones(len(parts), device=stack.device)
+    else:
+        there = [float(part is not None) for part in parts]
+        factor = upload(there, torch.float32, stack.device)
+        zeros = torch.zeros_like(given[0])
+        given = [zeros if part is None else part for part in parts]
+    known = alike(given)
+    if stack.reads_whole_rows:
+        return known, factor
+    if stack.first.takes_whole:  # they are the user's, and are used up
+        return torch.stack(known).float(), factor
+    return stacked(known).float(), factor

@@ -59,25 +59,35 @@ def fixed(name: str, kernel: Any, types: str, constants: dict[str, Any]) -> Case
 
 
 def update_case(
-    weight: str, update: str, projection: str, copy: str | None, transposed: bool
+    weight: str,
+    update: str,
+    projection: str,
+    copy: str | None,
+    transposed: bool,
+    beside: str | None = None,
 ) -> Case:
     product = "bf16" if "bf16" in (update, projection) else min(update, projection)
 
     def variant(capability: int, aligned: bool) -> Variant:
         keys = "*i32" if weight == "bf16" else "none"
-        return f"*i64 *{update} *fp32 {keys} *fp32 fp32 {STACK}", {
+        rows = "none i32 i32" if beside is None else "*fp32 i64 i64"
+        return f"*i64 *{update} *fp32 {keys} *fp32 fp32 {STACK} {rows}", {
             "LOAD_LR": True,
             "LOAD_DECAY": False,
             "WEIGHT": tl.int16 if weight == "bf16" else tl.float32,
             "COPY": {None: None, "bf16": tl.int16, "fp16": tl.float16}[copy],
             "PROJECTION": TRITON_DTYPES[FLOATS[projection]],
+            "BESIDE": None if beside is None else TRITON_DTYPES[FLOATS[beside]],
             "ALIGNED": aligned,
             "TRANSPOSED": transposed,
             "PRODUCT": TRITON_DTYPES[FLOATS[product]],
-            **low_rank_update.launch_options(FLOATS[product], capability, aligned),
+            **low_rank_update.launch_options(
+                FLOATS[product], capability, aligned, beside is not None
+            ),
         }
 
     name = f"update {weight} by {update} {projection}{' copy' if copy else ''}{' left' if transposed else ''}"
+    name += f", rows of {beside} beside" if beside else ""
     return Case(name, low_rank_update._low_rank_update_kernel, variant, product=True)
 
 
@@ -98,13 +108,18 @@ def int8_update_case(projection: str, transposed: bool) -> Case:
     return Case(name, int8_low_rank_update._update_kernel, variant, product=True)
 
 
-def project_case(gradient: str, projection: str) -> Case:
+def project_case(gradient: str, projection: str, together: bool = False) -> Case:
     def variant(capability: int, aligned: bool) -> Variant:
         dtypes = FLOATS[gradient], FLOATS[projection]
-        types = f"*{gradient} *{projection} *fp32 i32 i32 i32 {STRIDES}"
-        return types, low_rank_projection.launch_options(*dtypes, capability, aligned)
+        operands = "*i64 none *fp32 *fp32" if together else f"*{gradient} *{projection} *fp32 none"
+        return f"{operands} i32 {SIZES} {STRIDES}", {
+            "GRADIENT": TRITON_DTYPES[dtypes[0]],
+            "PROJECTION": TRITON_DTYPES[dtypes[1]],
+            "ALIGNED": together and aligned,
+            **low_rank_projection.launch_options(*dtypes, capability, aligned),
+        }
 
-    name = f"project {gradient} by {projection}"
+    name = f"project {gradient} by {projection}{' together' if together else ''}"
     return Case(name, low_rank_projection._project_kernel, variant, product=True)
 
 
@@ -181,12 +196,25 @@ CASES = [
     update_case("bf16", "fp32", "bf16", None, True),
     update_case("bf16", "bf16", "bf16", None, False),
     update_case("bf16", "fp32", "fp32", None, False),
+    *(
+        update_case("fp32", "fp32", projection, "bf16", left, beside)
+        for projection in ("bf16", "fp32")
+        for left in (False, True)
+        for beside in ("bf16", "fp32")
+    ),
+    update_case("bf16", "fp32", "bf16", None, False, "bf16"),
+    update_case("bf16", "fp32", "fp32", None, True, "bf16"),
     *(int8_update_case(p, left) for p in ("bf16", "fp16", "fp32") for left in (False, True)),
     project_case("bf16", "bf16"),
     project_case("fp16", "fp16"),
     project_case("bf16", "fp32"),
     project_case("fp32", "bf16"),
     project_case("fp32", "fp32"),
+    *(
+        project_case(gradient, projection, True)
+        for gradient in ("bf16", "fp32")
+        for projection in ("bf16", "fp32")
+    ),
     dequant_case("bf16", "i8", "bf16"),
     dequant_case("bf16", "u8", "fp32"),
     dequant_case("fp16", "i8", "fp16"),

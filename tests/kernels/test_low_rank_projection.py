@@ -7,7 +7,12 @@ import torch
 from interpreted import assert_as_accurate, run_interpreted, strided
 
 from hmt_deepspeed.kernels import chunks, low_rank_projection
-from hmt_deepspeed.kernels.low_rank_projection import project, project_reference
+from hmt_deepspeed.kernels.low_rank_projection import (
+    project,
+    project_reference,
+    project_together,
+    project_together_reference,
+)
 
 SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (32, 64, 64), (33, 555, 70)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +54,63 @@ def test_refuses(gradient, projection):
         project(gradient, projection)
 
 
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)))
+def test_together_as_alone(dtypes):
+    pairs = [inputs(65, 130, 33, seed) for seed in range(3)]
+    gradients, projections = (
+        [tensor.to(dtype) for tensor in tensors]
+        for tensors, dtype in zip(zip(*pairs, strict=True), dtypes, strict=True)
+    )
+    images, squares = project_together(gradients, projections)
+    for place, (gradient, projection) in enumerate(zip(gradients, projections, strict=True)):
+        assert torch.equal(images[place], project(gradient, projection))
+        torch.testing.assert_close(squares[place], gradient.double().square().sum(1).float())
+
+
+@pytest.mark.parametrize(
+    ("gradients", "projections"),
+    [
+        ([torch.ones(3, 4)], [torch.ones(4, 2)] * 2),
+        ([torch.ones(3, 4), torch.ones(2, 4)], [torch.ones(4, 2)] * 2),
+        ([torch.ones(3, 4), torch.ones(4, 3).t()], [torch.ones(4, 2)] * 2),
+        ([torch.ones(3, 4), torch.ones(3, 4).half()], [torch.ones(4, 2)] * 2),
+        ([torch.ones(3, 4)] * 2, [torch.ones(4, 2), torch.ones(2, 4).t()]),
+        ([torch.ones(3, 4)] * 2, [torch.ones(4, 2), torch.ones(4, 2).half()]),
+        ([torch.ones(3, 4)] * 2, [torch.ones(4, 0)] * 2),
+        ([torch.ones(3, 4).double()] * 2, [torch.ones(4, 2)] * 2),
+    ],
+)
+def test_refuses_together(gradients, projections):
+    with pytest.raises(ValueError):
+        project_together(gradients, projections)
+
+
+def check_together(device="cpu"):
+    """Rows of the gradients contiguous, padded, or those of a transpose."""
+    for rows, n, width in SHAPES:
+        for number, dtypes in enumerate(itertools.product(DTYPES, DTYPES)):
+            pairs = [inputs(rows, n, width, seed) for seed in (n, n + 1, n + 2)]
+            gradients = [gradient.to(dtypes[0]) for gradient, _ in pairs]
+            projections = [projection.to(dtypes[1]) for _, projection in pairs]
+            twins, _ = project_together_reference(gradients, projections)
+            place = [
+                lambda t: t,
+                strided,
+                lambda t: t.t().contiguous().t(),
+            ][number % 3]
+            images, squares = low_rank_projection.project_together_triton(
+                [place(gradient.to(device)) for gradient in gradients],
+                [projection.to(device) for projection in projections],
+            )
+            for b, (gradient, projection) in enumerate(zip(gradients, projections, strict=True)):
+                exact = gradient.double() @ projection.double()
+                terms = gradient.double().abs() @ projection.double().abs()
+                assert_as_accurate(images[b].cpu(), twins[b], exact, terms)
+                expected = gradient.double().square().sum(1)
+                # fp32 sums of n positive terms
+                assert ((squares[b].cpu() - expected).abs() <= n * 2.0**-23 * expected).all()
+
+
 def check_kernel(device="cpu"):
     for rows, n, width in SHAPES:
         for dtypes in itertools.product(DTYPES, DTYPES):
@@ -73,7 +135,13 @@ def test_kernel():
     run_interpreted(__file__, "check_kernel")
 
 
+def test_kernel_together():
+    pytest.importorskip("triton")
+    run_interpreted(__file__, "check_together")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernel_on_gpu():
     check_kernel("cuda")
+    check_together("cuda")

@@ -6,7 +6,7 @@ from interpreted import assert_as_accurate, run_interpreted
 
 from hmt_deepspeed.kernels import chunks, low_rank_update
 from hmt_deepspeed.kernels.launching import device_table
-from hmt_deepspeed.kernels.low_rank_factors import Factors, low_rank_product
+from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows, low_rank_product
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
 from hmt_deepspeed.kernels.noise import key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
@@ -187,6 +187,9 @@ def scaled_formula(given, b, lr, decay):
 
 def cloned(given, device="cpu"):
     def place(value):
+        if isinstance(value, ScaledRows):
+            matrices = [matrix.to(device) for matrix in value.matrices]
+            return ScaledRows(matrices, value.scale.to(device))
         if isinstance(value, list):
             placed = {id(tensor): tensor.to(device, copy=True) for tensor in value}
             return [placed[id(tensor)] for tensor in value]
@@ -240,6 +243,85 @@ def test_a_matrix_of_a_stack_moves_as_it_does_alone():
         }
         low_rank_updates_(**arguments, rank=given["rank"], lr=0.125, weight_decay=0.5)
         assert torch.equal(alone["weights"][b], after["weights"][b])
+
+
+def with_rows(given, matrix_dtype, number):
+    """The same with rows of whole matrices beside: contiguous, or those of a transpose."""
+    generator = torch.Generator().manual_seed(5)
+    rows, n = given["weights"][0].shape
+    if given["transposed"]:
+        rows, n = n, rows
+    matrices = [torch.randn(rows, n, generator=generator).to(matrix_dtype) for _ in range(4)]
+    if number % 2:
+        matrices = [matrix.t().contiguous().t() for matrix in matrices]
+    matrices[1][2, 1] = float("inf")
+    return given | {"beside": ScaledRows(matrices, torch.randn(4, rows, generator=generator))}
+
+
+def check_rows(given, after, lr, decay):
+    """Where the products are of fp32."""
+    beside = given["beside"]
+    for b in (0, 2, 3):
+        exact, terms = scaled_formula(given, b, lr, decay)
+        rows = lr * beside.matrices[b].double() * beside.scale[b].double().unsqueeze(1)
+        rows = rows.t() if given["transposed"] else rows
+        # fp32 sums of 39 terms, and bf16 to either neighbour
+        unit = 42 * 2.0**-24 + (2.0**-7 if given["weights"][b].dtype == torch.bfloat16 else 0)
+        error = (after["weights"][b].double() - (exact - rows)).abs()
+        assert (error <= unit * (terms + rows.abs())).all()
+        if given["copies"] is not None:
+            assert torch.equal(after["copies"][b], after["weights"][b].to(given["copies"][b].dtype))
+    assert torch.equal(after["weights"][1], given["weights"][1])
+
+
+FP32_MODES = [mode for mode in MODES if mode[2] == torch.float32]
+
+
+@pytest.mark.parametrize("width", [37, 0])
+@pytest.mark.parametrize("matrix_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", FP32_MODES)
+def test_rows_beside(mode, matrix_dtype, width, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1000)
+    given = with_rows(narrowed(members(*mode), width), matrix_dtype, len(mode))
+    after = cloned(given)
+    low_rank_updates_(**after, lr=0.125, weight_decay=0.5, offset=11)
+    check_rows(given, after, 0.125, 0.5)
+
+
+def narrowed(given, width):
+    """The first columns of the factors."""
+    given["projections"] = [projection[:, :width] for projection in given["projections"]]
+    return given | {"update": given["update"][..., :width], "rank": min(given["rank"], width)}
+
+
+@pytest.mark.parametrize(
+    ("matrices", "scale"),
+    [
+        ([torch.ones(4, 6)], torch.ones(2, 4)),
+        ([torch.ones(4, 6)] * 2, torch.ones(2, 6)),
+        ([torch.ones(4, 6)] * 2, torch.ones(2, 4).double()),
+        ([torch.ones(4, 6)] * 2, torch.ones(4, 2).t()),
+        ([torch.ones(6, 4)] * 2, torch.ones(2, 4)),
+        ([torch.ones(4, 6).double()] * 2, torch.ones(2, 4)),
+        ([torch.ones(4, 6), torch.ones(4, 6).half()], torch.ones(2, 4)),
+        ([torch.ones(4, 6), torch.ones(6, 4).t()], torch.ones(2, 4)),
+        ([], torch.ones(2, 4)),
+    ],
+)
+def test_refuses_rows_beside(matrices, scale):
+    arguments = {
+        "weights": [torch.ones(4, 6), torch.ones(4, 6)],
+        "update": torch.ones(2, 4, 2),
+        "projections": [torch.ones(6, 2)] * 2,
+        "rank": 1,
+        "column_scale": torch.ones(2, 2),
+        "keys": None,
+        "lr": 0.1,
+        "weight_decay": 0,
+    }
+    low_rank_updates_(**arguments, beside=ScaledRows([torch.ones(4, 6)] * 2, torch.ones(2, 4)))
+    with pytest.raises(ValueError):
+        low_rank_updates_(**arguments, beside=ScaledRows(matrices, scale))
 
 
 @pytest.mark.parametrize(
@@ -358,6 +440,16 @@ def check_kernel_modes(device="cpu"):
     assert all(map(torch.equal, again["weights"], after["weights"]))
 
 
+def check_kernel_rows(device="cpu"):
+    for number, mode in enumerate(FP32_MODES):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for width in (37, 0):
+                given = with_rows(narrowed(members(*mode), width), dtype, number)
+                after = cloned(given, device)
+                kernel(**after, lr=0.125, weight_decay=0.5, offset=11)
+                check_rows(given, cloned(after), 0.125, 0.5)
+
+
 def check_kernel_launches(device="cpu"):
     """One for all matrices, of a table that is made once."""
     launched, real = [], low_rank_update._low_rank_update_kernel
@@ -401,7 +493,13 @@ def check_kernel_edges(device="cpu"):
 
 @pytest.mark.parametrize(
     "check",
-    ["check_kernel", "check_kernel_modes", "check_kernel_launches", "check_kernel_edges"],
+    [
+        "check_kernel",
+        "check_kernel_modes",
+        "check_kernel_rows",
+        "check_kernel_launches",
+        "check_kernel_edges",
+    ],
 )
 def test_kernel(check):
     pytest.importorskip("triton")
@@ -411,7 +509,14 @@ def test_kernel(check):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    "check", [check_kernel, check_kernel_modes, check_kernel_launches, check_kernel_edges]
+    "check",
+    [
+        check_kernel,
+        check_kernel_modes,
+        check_kernel_rows,
+        check_kernel_launches,
+        check_kernel_edges,
+    ],
 )
 def test_kernel_on_gpu(check):
     check("cuda")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.probes import ProbeDraws
+from hmt_deepspeed.optim.rules.stack import Gradients
 
 ALL = slice(None)
 
@@ -25,8 +26,11 @@ class Alone:
         self.matrix, self.stack = matrix, matrix.STACK([matrix])
         self.factor, self.hyper = torch.tensor([factor]), hyper
 
+    def _given(self, gradient: Tensor) -> Gradients:
+        return [gradient] if self.stack.reads_whole_rows else gradient.unsqueeze(0)
+
     def measure(self, gradient: Tensor, counted: slice = ALL) -> Tensor:
-        return self.stack.measure(gradient.unsqueeze(0), counted)[0]
+        return self.stack.measure(self._given(gradient), counted)[0]
 
     def square_norm(self, sums: Tensor) -> Tensor:
         return self.stack.square_norms(sums.unsqueeze(0))[0]
@@ -38,7 +42,7 @@ class Alone:
         """The update before :meth:`finish` and its sums; ``gradient`` stays as it is."""
         moments = self.matrix.moments
         moments.steps += 1
-        given = gradient.clone().unsqueeze(0)
+        given = self._given(gradient.clone())
         step = {**self.hyper, "step": moments.steps, "counted": counted}
         update, sums = self.stack.advance(given, self.factor, **step)
         return update[0], sums[0]
@@ -46,6 +50,8 @@ class Alone:
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """The update with its scale applied, rows x width."""
         change = self.stack.finish(update.unsqueeze(0), sums.unsqueeze(0), self.factor)
+        if change.beside is not None:
+            return change.whole(0, self.stack.update_columns(change)[0])
         inside, outside = change.scale[0]
         rank = self.stack.rank
         return torch.cat(

@@ -44,9 +44,11 @@ def random_basis(n: int, rank: int, keys: Tensor) -> Tensor:
 
 def random_bases(n: int, rank: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """:func:`random_basis` in a dtype, B x n x rank, a few at a time."""
+    out = torch.empty(len(keys), n, rank, dtype=dtype, device=keys.device)
     together = max(1, _WIDENED[keys.is_cuda] // max(n * rank, 1))
-    parts = [random_basis(n, rank, some).to(dtype) for some in keys.split(together)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    for some, part in zip(keys.split(together), out.split(together), strict=True):
+        part.copy_(random_basis(n, rank, some))
+    return out
 
 
 @fp32_products()

@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
+from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, normals
 from hmt_deepspeed.optim.rules.adam import direct_
-from hmt_deepspeed.optim.rules.formulas import growth_factor, square_norms
+from hmt_deepspeed.optim.rules.formulas import clipped_images, growth_factor
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
-from hmt_deepspeed.optim.rules.stack import Change, Stack
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
 
 __all__ = ["ApolloMatrix", "ApolloMiniMatrix", "ApolloStack"]
 
@@ -32,15 +34,21 @@ class ApolloStack(Stack):
     """Steps of matrices alike under :class:`ApolloMatrix`."""
 
     first: ApolloMatrix
+    _rows: ScaledRows | None = None  # of the gradients, kept until the scale is known
+
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True
 
     def projections(self) -> list[Tensor]:
         """Of the auxiliary space, fp32: entries N(0, 1/rank)."""
         keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
         return list(normals(keys, self.shape[1], self.rank).div_(self.rank**0.5).unbind())
 
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """``||G||^2``."""
-        return square_norms(gradient[:, counted]).unsqueeze(1)
+        norms = torch._foreach_norm([one[counted] for one in gradient], dtype=torch.float32)
+        return torch.stack(norms).square_().unsqueeze(1)
 
     def square_norms(self, sums: Tensor) -> Tensor:
         return sums[:, 0]
@@ -52,7 +60,7 @@ class ApolloStack(Stack):
 
     def advance(
         self,
-        gradient: Tensor,
+        gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
@@ -60,18 +68,17 @@ class ApolloStack(Stack):
         step: Tensor,
         counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """The rows times their channel scale (one for the tensor: unscaled), and sums over rows:
-        ``||R~_j||^2, ||R_j||^2, ||row of the update||^2``."""
-        each = factor.view(-1, 1, 1)
-        gradient = torch.where(each != 0, gradient.float() * each, 0.0)
-        projected = gradient @ torch.stack(self.projections())
+        """An update without columns, and sums over rows: ``||R~_j||^2, ||R_j||^2, ||s_j G_j||^2``."""
+        assert isinstance(gradient, list)
+        projected, squares = project_together(gradient, self.projections())
+        projected, squares = clipped_images(projected, squares, factor)
         directions = projected.clone()
         direct_(self, directions, (factor != 0).float(), betas, eps, step)
         moved, seen = directions.norm(dim=2), projected.norm(dim=2)
-        if not self.first.per_tensor:
-            gradient *= (moved / (seen + _EPS)).unsqueeze(2)
-        squares = (moved.square(), seen.square(), gradient.square().sum(dim=2))
-        return gradient, torch.stack(squares, dim=2)[:, counted].sum(dim=1)
+        ratio = torch.ones_like(seen) if self.first.per_tensor else moved / (seen + _EPS)
+        self._rows = ScaledRows(gradient, ratio).times(factor)
+        sums = torch.stack((moved.square(), seen.square(), squares * ratio.square()), dim=2)
+        return directions[..., :0], sums[:, counted].sum(dim=1)
 
     def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
         """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
@@ -86,7 +93,9 @@ class ApolloStack(Stack):
         limit = growth_factor(uncorrected, before)
         before.copy_(torch.where(factor != 0, uncorrected * limit, before))
         scale = torch.where(factor != 0, scale * limit, 0.0)
-        return Change(update, torch.stack((scale, scale), dim=1))
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        return Change(update, torch.stack((scale, scale), dim=1), rows.times(scale))
 
 
 class ApolloMatrix(MatrixRule):

@@ -21,9 +21,9 @@ from torch import Tensor
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.adam import count_
-from hmt_deepspeed.optim.rules.formulas import square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, Moments, PreviousMoments
+from hmt_deepspeed.optim.rules.stack import Gradients
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
 __all__ = ["FactoredMatrix", "FactoredMoments", "FactoredStack"]
@@ -96,20 +96,11 @@ class FactoredStack(LowRankStack):
     holders see one second moment.
     """
 
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """Squared norms of ``A`` and of the rest, then of each column of ``A``."""
-        own = gradient[:, counted]
-        if not self.takes_whole:
-            images = own[..., : self.rank]
-        else:
-            images = own if self.first.full_rank else self._images(own)
+        images, outside = self._seen(gradient, counted)
         columns = torch.linalg.vector_norm(images, dim=1, dtype=torch.float32).square_()
-        inside = columns.sum(dim=1)
-        if self.takes_whole:
-            outside = (square_norms(own) - inside).clamp_min(0)
-        else:
-            outside = square_norms(own[..., self.rank :])
-        return torch.cat((torch.stack((inside, outside), dim=1), columns), dim=1)
+        return torch.cat((torch.stack((columns.sum(dim=1), outside), dim=1), columns), dim=1)
 
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
@@ -143,7 +134,7 @@ class FactoredStack(LowRankStack):
 
     def advance(
         self,
-        gradient: Tensor,
+        gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],

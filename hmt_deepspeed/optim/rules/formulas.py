@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 __all__ = [
     "adamw_",
+    "clipped_images",
     "estimated_square_norm",
     "full_residual",
     "growth_factor",
@@ -76,18 +77,36 @@ def square_norms(stack: Tensor) -> Tensor:
     return torch.linalg.vector_norm(stack, dim=2, dtype=torch.float32).square_().sum(dim=1)
 
 
-def full_residual(direction: Tensor, projected: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
-    """Fira's residual ``phi o (G - A Q^T)``, B x rows x n; ``gradient`` is overwritten.
+def clipped_images(images: Tensor, squares: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Images and squared norms of rows of gradients that are multiplied by a factor; zeros where it is 0, whatever
+    they hold.
+
+    Args:
+        images: B x rows x r. squares: B x rows. factor: (B,).
+    """
+    each = factor.unsqueeze(1)
+    squares = torch.where(each != 0, squares * each.square(), 0.0)
+    each = each.unsqueeze(2)
+    return torch.where(each != 0, images * each, 0.0), squares
+
+
+def full_residual(
+    direction: Tensor, projected: Tensor, squares: Tensor, basis: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fira's residual ``phi o (G - A Q^T)`` row by row: ``phi``, and its squared norm; B x rows each.
 
     ``phi_j = ||U_j|| / ||A_j||`` per row (Fira, equation of section 4.1). A row of which the basis sees
-    less than a hundredth of the energy moves as if it saw that: its ratio would be noise.
+    less than a hundredth of the energy moves as if it saw that: its ratio would be noise. With ``A = G Q``,
+    ``||G_j - A_j Q^T||^2 = ||G_j||^2 - 2 ||A_j||^2 + A_j Q^T Q A_j^T``, whatever rounding has left of ``Q^T Q = I``.
+
+    Args:
+        squares: ``||G_j||^2``, B x rows. basis: B x n x r, fp32.
     """
-    gradient.baddbmm_(projected, basis.transpose(1, 2), alpha=-1)
-    seen = torch.maximum(
-        projected.norm(dim=2, keepdim=True), 0.1 * gradient.norm(dim=2, keepdim=True)
-    )
-    phi = direction.norm(dim=2, keepdim=True) / seen.clamp_min(TINY)
-    return gradient.mul_(phi)
+    seen = projected.square().sum(dim=2)
+    turned = projected @ (basis.mT @ basis)
+    missed = (squares - 2 * seen + (turned * projected).sum(dim=2)).clamp_min(0)
+    phi = direction.norm(dim=2) / torch.maximum(seen, 0.01 * missed).sqrt().clamp_min(TINY)
+    return phi, phi.square() * missed
 
 
 def growth_factor(norm: Tensor, previous: Tensor) -> Tensor:

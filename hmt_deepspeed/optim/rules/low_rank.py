@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
+from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.optim.rules.adam import direct_
-from hmt_deepspeed.optim.rules.formulas import full_residual, growth_factor, square_norms
+from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual, growth_factor
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, stacked
 
 __all__ = ["LowRankMatrix", "LowRankStack"]
 
@@ -34,12 +36,13 @@ class LowRankStack(ProjectedStack):
 
     def __init__(self, members: Sequence[LowRankMatrix]) -> None:
         super().__init__(members)
-        self._directions: Tensor | None = None  # kept until the full residual is limited
+        # rows of gradients times the residual's factor, and A: kept until the full residual is limited
+        self._kept: tuple[ScaledRows, Tensor] | None = None
         self._known: tuple[tuple[float, ...], Tensor] | None = None
 
     def advance(
         self,
-        gradient: Tensor,
+        gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
@@ -47,11 +50,11 @@ class LowRankStack(ProjectedStack):
         step: Tensor,
         counted: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """``[U | R]`` for ``[A | S]``, ``U`` for whole rows at full rank; ``phi (G - A Q^T)`` for other whole rows."""
-        gradient, hyper = gradient.float().contiguous(), (betas, eps, step)
-        if self.has_full_residual:
-            return self._advance_whole(gradient, factor, hyper, counted)
-        squares = self.direct(gradient, factor, *hyper)
+        """``[U | R]`` for ``[A | S]``, ``U`` for whole rows."""
+        if isinstance(gradient, list):
+            return self._advance_whole(gradient, factor, (betas, eps, step), counted)
+        gradient = gradient.float().contiguous()
+        squares = self.direct(gradient, factor, betas, eps, step)
         return gradient, squares[:, counted].sum(dim=1, keepdim=True)
 
     def direct(
@@ -69,24 +72,24 @@ class LowRankStack(ProjectedStack):
 
     def _advance_whole(
         self,
-        gradient: Tensor,
+        gradient: list[Tensor],
         factor: Tensor,
         hyper: tuple[tuple[float, float], float, Tensor],
         counted: slice,
     ) -> tuple[Tensor, Tensor]:
-        each = factor.view(-1, 1, 1)
-        gradient = torch.where(each != 0, gradient * each, 0.0)
-        basis = self.bases().float()
-        part = gradient @ basis
-        self._directions = part.clone()
-        self.direct(self._directions, (factor != 0).float(), *hyper)
-        residual = full_residual(self._directions, part, gradient, basis)
-        residual *= self.residual_scale().view(-1, 1, 1)
-        return residual, square_norms(residual[:, counted]).unsqueeze(1)
+        projections = self.projections()
+        images, squares = project_together(gradient, projections)
+        images, squares = clipped_images(images, squares, factor)
+        directions = images.clone()
+        self.direct(directions, (factor != 0).float(), *hyper)
+        ratio, squares = full_residual(directions, images, squares, stacked(projections).float())
+        known = self.residual_scale().unsqueeze(1)
+        images *= (ratio * known).unsqueeze(2)
+        self._kept = ScaledRows(gradient, ratio * known).times(factor), images
+        return directions, (squares * known.square())[:, counted].sum(dim=1, keepdim=True)
 
     @property
-    def has_full_residual(self) -> bool:
-        """Whether whole gradient rows arrive, of which the basis does not span all."""
+    def reads_whole_rows(self) -> bool:
         return self.takes_whole and not self.first.full_rank
 
     def residual_scale(self) -> Tensor:
@@ -107,14 +110,16 @@ class LowRankStack(ProjectedStack):
     def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
         limit = self.limited(sums, factor)
-        if self.has_full_residual:
-            assert self._directions is not None
-            update *= limit.view(-1, 1, 1)
-            update.baddbmm_(self._directions, self.bases().float().transpose(1, 2))
-            self._directions = None
-            limit = torch.ones_like(limit)
         taken = (factor != 0).float() * self.first.scale
-        return Change(update, torch.stack((taken, taken * limit), dim=1))
+        if self._kept is not None:
+            (rows, images), self._kept = self._kept, None
+            update.addcmul_(images, limit.view(-1, 1, 1), value=-1)
+            return Change(update, torch.stack((taken, taken), dim=1), rows.times(limit * taken))
+        change = Change(update, torch.stack((taken, taken * limit), dim=1))
+        if not self.takes_whole:
+            return change
+        rows = ScaledRows(list(update.unbind()), torch.ones_like(update[..., 0])).times(taken)
+        return change._replace(update=update[..., :0], beside=rows)
 
     def limited(self, sums: Tensor, factor: Tensor) -> Tensor:
         """Factor on each matrix's residual that keeps its norm from growing too fast, (B,)."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config.probes import auto_probes
-from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.basis import (
@@ -29,7 +29,7 @@ from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
-from hmt_deepspeed.optim.rules.stack import Stack, stacked
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack, stacked
 from hmt_deepspeed.optim.rules.state import KeptStates
 
 __all__ = [
@@ -355,7 +355,7 @@ class ProjectedStack(Stack):
         """B x n x r, in the basis dtype."""
         if self.first.redraws:
             return self.drawn_bases(self.shape[1], Stream.BASIS)
-        found = [m.basis for m in self.members if isinstance(m, ProjectedMatrix)]
+        found = [matrix.basis for matrix in self._projected()]
         return stacked([basis for basis in found if basis is not None])
 
     def drawn_bases(self, n: int, stream: Stream) -> Tensor:
@@ -364,32 +364,31 @@ class ProjectedStack(Stack):
 
     def projections(self) -> list[Tensor]:
         if self.first.redraws:
-            keys = self.keys(self.first.window, Stream.PROBES)
-            return list(with_probes(self.bases(), self.first.num_probes, keys).unbind())
-        found = [matrix.projection for matrix in self.members]
+            bases = self.bases()
+            if self.first.num_probes:
+                keys = self.keys(self.first.window, Stream.PROBES)
+                bases = with_probes(bases, self.first.num_probes, keys)
+            return list(bases.unbind())
+        found = [m.basis if self.takes_whole else m.projection for m in self._projected()]
         return [columns for columns in found if columns is not None]
 
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+    def _projected(self) -> list[ProjectedMatrix]:
+        return [matrix for matrix in self.members if isinstance(matrix, ProjectedMatrix)]
+
+    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
-        inside, outside = self._energies(gradient[:, counted])
-        return torch.stack((inside, outside), dim=1)
+        images, outside = self._seen(gradient, counted)
+        return torch.stack((square_norms(images), outside), dim=1)
 
-    def _energies(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms inside the basis and in what is known outside it, (B,) each."""
-        if not self.takes_whole:
-            return square_norms(gradient[..., : self.rank]), square_norms(
-                gradient[..., self.rank :]
-            )
-        total = square_norms(gradient)
-        if self.first.full_rank:
-            return total, torch.zeros_like(total)
-        inside = square_norms(self._images(gradient))
-        return inside, (total - inside).clamp_min(0)
-
-    def _images(self, gradient: Tensor) -> Tensor:
-        """``A`` of whole gradient rows, B x rows x r fp32."""
-        pairs = zip(gradient, self.bases(), strict=True)
-        return torch.stack([project(one, basis) for one, basis in pairs])
+    def _seen(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
+        """``A`` of the counted rows, and squared norms of what is known outside the basis, (B,)."""
+        if isinstance(gradient, list):
+            images, squares = project_together([g[counted] for g in gradient], self.projections())
+            return images, (squares.sum(dim=1) - square_norms(images)).clamp_min(0)
+        own = gradient[:, counted]
+        if self.takes_whole:
+            return own, own.new_zeros(len(own), dtype=torch.float32)
+        return own[..., : self.rank], square_norms(own[..., self.rank :])
 
     def square_norms(self, sums: Tensor) -> Tensor:
         if self.takes_whole:

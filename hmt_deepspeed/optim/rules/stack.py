@@ -9,6 +9,7 @@ refresh or a checkpoint, is a view. A matrix alone is a stack of one. One step::
     update, late = advance(gradient)    states; ``late`` summed over all holders
     change = finish(update, late)       limiter and scale, applied together with the update
 
+Whole rows of gradients stay where they are, and are a part of the change: no copy of them is made.
 Nothing is read from the device. A matrix whose factor is zero takes no step: its states stay as they are, bit for
 bit, whatever its gradient holds.
 """
@@ -25,13 +26,16 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import device_table, upload
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import base_keys, step_keys
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.state import StateTensor
 
-__all__ = ["MOST_ALIVE", "Change", "Stack", "Stacked", "Stacks", "stacked"]
+__all__ = ["MOST_ALIVE", "Change", "Gradients", "Stack", "Stacked", "Stacks", "alike", "stacked"]
 
 _S = TypeVar("_S", bound="Stack")
+# Of B matrices: B x rows x width, or where they are whole rows one by one, of equal strides and float dtype.
+Gradients = Tensor | list[Tensor]
 # fp32 elements of what a part of a stack has beside its gradients while it steps: 256 MiB.
 MOST_ALIVE = 1 << 26
 _TINY = torch.finfo(torch.float32).tiny
@@ -50,6 +54,12 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     if whole is None:
         return torch.stack(list(tensors))
     return whole.as_strided((len(tensors), *first.shape), (step, *first.stride()), start)
+
+
+def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices of one shape in one dtype and of equal strides: themselves, or fp32 copies."""
+    kinds = {(tensor.dtype, tensor.stride()) for tensor in tensors}
+    return list(tensors) if len(kinds) == 1 else [t.float().contiguous() for t in tensors]
 
 
 class Stacked:
@@ -91,15 +101,30 @@ class Stacked:
 
 
 class Change(NamedTuple):
-    """What a step does to the weights of a stack: ``W <- (1 - lr wd) W - lr (update o scale) projection^T``.
+    """What a step does to the weights of a stack: ``W <- (1 - lr wd) W - lr ((update o scale) projection^T + beside)``.
 
     Attributes:
-        update: B x rows x width, fp32 or a gradient's dtype; the whole update where there is no projection.
+        update: B x rows x width, fp32 or a gradient's dtype; of width 0 where there is no projection.
         scale: B x 2 fp32: factor on the first r columns and on the others; zeros where no step is taken, not even decay.
+        beside: rows of whole gradients or updates, or None.
     """
 
     update: Tensor
     scale: Tensor
+    beside: ScaledRows | None = None
+
+    def whole(self, member: int, projection: Tensor | None) -> Tensor:
+        """All that is subtracted from one weight without the learning rate, rows x n fp32.
+
+        Args:
+            projection: n x width; None where the update has no columns.
+        """
+        assert self.beside is not None
+        found = self.beside.whole(member)
+        if projection is not None and projection.shape[1]:
+            update = self.update[member].float() * self.scale[member, 0]
+            found.addmm_(update, projection.float().t())
+        return found
 
 
 class Stack(ABC):
@@ -142,7 +167,7 @@ class Stack(ABC):
         Args:
             members: of a part at most; None for no limit.
         """
-        each = max(1, most // max(1, self.first.num_rows * self.first.width))
+        each = max(1, most // max(1, self.first.num_rows * self.alive_width))
         each = min(each, members or each)
         if each not in self._cut:
             starts = range(0, len(self.members), each)
@@ -182,9 +207,26 @@ class Stack(ABC):
         """Numbers of the members' seeded bases, (B,) int64 on the device."""
         return device_table(tuple(member.draw for member in self.members), self.device)
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        """Whether gradients are whole rows, which are read where they are; else they lie side by side."""
+        return False
+
+    @property
+    def alive_width(self) -> int:
+        """Columns of the fp32 updates that a step makes."""
+        return self.rank if self.reads_whole_rows else self.first.width
+
     @abstractmethod
     def projections(self) -> list[Tensor]:
-        """Columns that gradients are projected on, n x width of each member; those of a rule that redraws are made."""
+        """Columns that gradients are projected on, n x width of each member; those of a rule that redraws are made.
+        None of members without a basis."""
+
+    def update_columns(self, change: Change) -> list[Tensor]:
+        """The columns that a change's update is of, n x its width of each member."""
+        if change.update.shape[2]:
+            return self.projections()
+        return [torch.empty(self.shape[1], 0, device=self.device)] * len(self.members)
 
     def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
         """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each B x its length, by name in the table."""
@@ -199,11 +241,11 @@ class Stack(ABC):
     # -- step -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """Terms to be summed over all rows before clipping: B x a fixed length, fp32.
 
         Args:
-            gradient: B x rows x width, reduced, not yet clipped. counted: the rows that no other holder
+            gradient: of rows x width each, reduced, not yet clipped. counted: the rows that no other holder
                 of states counts.
         """
 
@@ -225,7 +267,7 @@ class Stack(ABC):
     @abstractmethod
     def advance(
         self,
-        gradient: Tensor,
+        gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
@@ -236,12 +278,12 @@ class Stack(ABC):
         """Let the states of the rows held here take the gradient. The caller counts the steps of the members.
 
         Args:
-            gradient: B x rows x width, reduced; used up. factor: (B,) fp32, unscales and clips it; 0 where
+            gradient: of rows x width each, reduced; used up, but for whole rows that are read where they are. factor: (B,) fp32, unscales and clips it; 0 where
                 a matrix takes no step.
             step: number of the step, 0-dim int64, which keys random rounding. counted: as in :meth:`measure`.
 
         Returns:
-            ``(update, sums)``: the update before :meth:`finish`, B x rows x width; and what is to be
+            ``(update, sums)``: the update before :meth:`finish`, B x rows x its columns; and what is to be
             summed over all holders, B x a fixed length, fp32.
         """
 

@@ -21,7 +21,7 @@ from hmt_deepspeed.optim.rules.adam import direct_
 from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.stack import Change, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, stacked
 
 __all__ = ["TwoSidedMatrix", "TwoSidedStack"]
 
@@ -37,8 +37,9 @@ class TwoSidedStack(LowRankStack):
         found = [m.left_basis for m in self.members if isinstance(m, TwoSidedMatrix)]
         return stacked(found).float()
 
-    def measure(self, gradient: Tensor, counted: slice) -> Tensor:
+    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """Squared norms of ``A`` and ``S``, then the core ``P^T A``."""
+        assert isinstance(gradient, Tensor)
         image = gradient[:, counted, : self.rank].float()
         core = self.left_bases()[:, counted].transpose(1, 2) @ image
         return torch.cat((super().measure(gradient, counted), core.flatten(1)), dim=1)
@@ -49,12 +50,12 @@ class TwoSidedStack(LowRankStack):
         by_name = self.named(sums, early=True)
         self._core = by_name["core"].unflatten(1, (self.rank, self.rank))
         inside = square_norms(self._core)
-        self._seen = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
+        self._seen_norm = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
         self.follow(inside, self.square_norms(sums), scale, taken)
 
     def advance(
         self,
-        gradient: Tensor,
+        gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
@@ -67,6 +68,7 @@ class TwoSidedStack(LowRankStack):
         ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
         larger, as the rows' does in :mod:`hmt_deepspeed.optim.rules.low_rank`.
         """
+        assert isinstance(gradient, Tensor)
         each = factor.view(-1, 1, 1)
         gradient = torch.where(each != 0, gradient.float() * each, 0.0)
         core = torch.where(each != 0, self._core * each, 0.0)
@@ -75,7 +77,7 @@ class TwoSidedStack(LowRankStack):
         direct_(self, row, (factor != 0).float(), betas, eps, step)
         if not self.limits:
             return gradient.zero_(), gradient.new_zeros(len(gradient), 1)
-        seen = torch.where(factor != 0, self._seen * factor, 1.0).clamp_min(TINY)
+        seen = torch.where(factor != 0, self._seen_norm * factor, 1.0).clamp_min(TINY)
         phi = square_norms(self._directions).sqrt() / seen
         gradient[..., : self.rank].baddbmm_(self.left_bases(), core, alpha=-1)
         known = self.residual_scale()
@@ -88,11 +90,9 @@ class TwoSidedStack(LowRankStack):
         return self.settings.residual == "probe"
 
     def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
-        assert self._directions is not None
         update *= self.limited(sums, factor).view(-1, 1, 1)
         update[..., : self.rank].baddbmm_(self.left_bases(), self._directions)
-        del self._core, self._seen
-        self._directions = None
+        del self._core, self._seen_norm, self._directions
         taken = (factor != 0).float() * self.first.scale
         return Change(update, torch.stack((taken, taken), dim=1))
 

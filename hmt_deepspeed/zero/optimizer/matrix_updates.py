@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import Change, Stack, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, stacked
+from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
@@ -31,12 +32,13 @@ class Part:
     members: Sequence[ParamState]
     counted: slice
 
-    def gradients(self) -> Tensor:
-        """B x rows x width; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts it."""
+    def gradients(self) -> Gradients:
+        """Of rows x width each; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts it."""
         first, device = self.stack.first, self.stack.device
         shape = (first.num_rows, first.width)
         found = [p.gradient.reduced for p in self.members]
-        return stacked([torch.zeros(shape, device=device) if g is None else g for g in found])
+        known = alike([torch.zeros(shape, device=device) if g is None else g for g in found])
+        return known if self.stack.reads_whole_rows else stacked(known)
 
     @property
     def transposed(self) -> bool:
@@ -68,16 +70,19 @@ class MatrixUpdates:
 
     def apply(self, part: Part, change: Change) -> None:
         """``W <- (1 - lr wd) W - lr D`` on the rows held here of each weight of a part."""
-        if part.stack.first.takes_whole:
-            for param_state, update, scale in zip(part.members, *change, strict=True):
-                self._apply_whole(param_state, part.transposed, update, scale[0])
+        first = part.members[0].weight
+        if change.beside is not None and (
+            isinstance(first, (HostWeight, EncodedWeight)) or (self.sharded and part.transposed)
+        ):
+            self._apply_whole(part, change)
             return
         with self.bases.all_whole(part.members):
-            projections = part.stack.projections()
-            if self.sharded and (part.transposed or not part.members[0].weight.by_rows):
+            projections = part.stack.update_columns(change)
+            by_rows = first.by_rows and not part.transposed
+            if self.sharded and not by_rows and change.beside is None:
                 self._send(part, change, projections)
             else:
-                self._apply_factors(part, change.update, change.scale, projections)
+                self._apply_factors(part, change, projections)
 
     def _send(self, part: Part, change: Change, projections: Sequence[Tensor]) -> None:
         """The low-rank update travels: every rank needs all of it for its own rows of the weight."""
@@ -90,60 +95,62 @@ class MatrixUpdates:
         def deliver(packed: Tensor) -> None:
             each = packed.reshape(shards.world, size, shards.max_rows, width)
             whole = torch.stack([_whole_rows(each[:, b], shards) for b in range(size)])
-            self._apply_factors(part, whole, change.scale, projections)
+            self._apply_factors(part, change._replace(update=whole), projections)
 
         self._gather.add(update.reshape(-1), update.numel(), deliver)
 
-    def _apply_factors(
-        self, part: Part, update: Tensor, scale: Tensor, projections: Sequence[Tensor]
-    ) -> None:
-        """Low-rank updates; ``update`` of the rows held here, or of all rows."""
+    def _apply_factors(self, part: Part, change: Change, projections: Sequence[Tensor]) -> None:
+        """Updates of the rows held here, or low-rank ones of all rows."""
         weights = [p.weight for p in part.members]
         hyper, number = (
             self._hyper(part.members[0]),
             self._numbers.step(self._step_count, part.stack.device),
         )
         keys = part.stack.keys(number, Stream.WEIGHT_ROUNDING) if weights[0].rounds else None
-        by_rows = weights[0].by_rows
+        # whole rows of an update are those that this rank has
+        by_rows, update = weights[0].by_rows or change.beside is not None, change.update
         if by_rows:
             begin, end = weights[0].shards.rows(self.shard_rank)
             if part.transposed:
                 projections = [columns[begin:end] for columns in projections]
             elif update.shape[1] != end - begin:
                 update = update[:, begin:end]
-        change = LowRankChange(
+        low_rank = LowRankChange(
             update,
             projections,
-            part.stack.rank,
-            scale,
+            min(part.stack.rank, update.shape[2]),
+            change.scale,
             keys,
             lambda b: part.members[b].rounding_key(self._step_count),
             part.transposed,
             hyper["lr"],
             hyper["weight_decay"],
+            change.beside,
         )
         step: Callable[[Sequence[Weight], LowRankChange], None]
         step = type(weights[0]).step_rows if by_rows else type(weights[0]).step_whole
-        step(weights, change)
+        step(weights, low_rank)
         if by_rows:
             for param_state in part.members:
                 self._gather_weight(param_state, self._gather)
 
     # -- whole updates --------------------------------------------------------------------------
 
-    def _apply_whole(
-        self, param_state: ParamState, transposed: bool, update: Tensor, scale: Tensor
-    ) -> None:
-        weight, hyper = param_state.weight, self._hyper(param_state)
-        key = param_state.rounding_key(self._step_count)
-        if self.sharded and isinstance(weight, EncodedWeight):
-            self._exchange_whole(param_state, transposed, update, scale)
-            return
-        if transposed:
-            columns = param_state.gradient.shards
-            update = rows_from_columns(update, columns, weight.shards, self.collectives)
-        weight.step_update(update, scale, hyper["lr"], hyper["weight_decay"], key)
-        self._gather_weight(param_state, self._gather)
+    def _apply_whole(self, part: Part, change: Change) -> None:
+        """Updates made whole one by one: to be exchanged between ranks, or for weights of other kinds."""
+        columns = part.stack.update_columns(change)
+        for b, param_state in enumerate(part.members):
+            update, weight = change.whole(b, columns[b]), param_state.weight
+            taken = (change.scale[b, 0] != 0).float()
+            if self.sharded and isinstance(weight, EncodedWeight):
+                self._exchange_whole(param_state, part.transposed, update, taken)
+                continue
+            if part.transposed:
+                shards = param_state.gradient.shards
+                update = rows_from_columns(update, shards, weight.shards, self.collectives)
+            hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
+            weight.step_update(update, taken, hyper["lr"], hyper["weight_decay"], key)
+            self._gather_weight(param_state, self._gather)
 
     def _exchange_whole(
         self, param_state: ParamState, transposed: bool, update: Tensor, scale: Tensor

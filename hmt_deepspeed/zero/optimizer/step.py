@@ -168,7 +168,7 @@ class ZeroStep:
     def _portions(self, parts: Sequence[Part]) -> Iterator[list[Part | ParamState]]:
         """What is updated, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
 
-        A rule that takes whole gradients makes an fp32 update as large as its weight.
+        That of a matrix at full rank is as large as its weight.
         """
         units: list[tuple[int, Part | ParamState]] = [
             (self._places[p.name], p) for p in self._dense
@@ -181,7 +181,7 @@ class ZeroStep:
             size = 0
             if isinstance(unit, Part):
                 rows = unit.members[0].gradient.shards.max_rows  # equal on all ranks
-                size = rows * unit.stack.first.width * len(unit.members)
+                size = rows * unit.stack.alive_width * len(unit.members)
             if portion and alive + size > most:
                 yield portion
                 portion, alive = [], 0

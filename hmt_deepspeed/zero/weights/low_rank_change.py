@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows, low_rank_product
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
 from hmt_deepspeed.kernels.noise import Key
 
@@ -17,12 +18,13 @@ __all__ = ["LowRankChange"]
 
 @dataclass
 class LowRankChange:
-    """``W_b <- (1 - lr wd) W_b - lr (U_b o scale_b) P_b^T`` of B weights of one shape.
+    """``W_b <- (1 - lr wd) W_b - lr ((U_b o scale_b) P_b^T + beside_b)`` of B weights of one shape.
 
     Attributes:
         update: U, B x rows x w, or of the other factor's rows where ``transposed``: ``P_b U_b^T``.
         projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
             zero a weight stays as it is.
+        beside: rows of whole gradients, or None; their transpose where ``transposed``.
         keys: of stochastic rounding, B x 2 int32, where there is any. host_key: gives that of one weight on the host.
     """
 
@@ -35,6 +37,7 @@ class LowRankChange:
     transposed: bool
     lr: float | Tensor
     weight_decay: float
+    beside: ScaledRows | None = None
 
     def apply(
         self, weights: Sequence[Tensor], offset: int = 0, copies: Sequence[Tensor] | None = None
@@ -52,6 +55,7 @@ class LowRankChange:
             offset=offset,
             copies=copies,
             transposed=self.transposed,
+            beside=self.beside,
         )
 
     def each(self) -> Iterator[LowRankChange]:
@@ -65,6 +69,7 @@ class LowRankChange:
                 scale=self.scale[part],
                 keys=None if self.keys is None else self.keys[part],
                 host_key=partial(self._host_key_from, b),
+                beside=None if self.beside is None else self.beside.part(part),
             )
 
     def _host_key_from(self, first: int, place: int) -> Key:
@@ -78,3 +83,11 @@ class LowRankChange:
             1,
         )
         return (self.projections[0], update) if self.transposed else (update, self.projections[0])
+
+    def whole(self) -> Tensor:
+        """Of a weight alone, fp32 or the factors' dtype: all that is subtracted, without the learning rate."""
+        found = low_rank_product(*self.factors())
+        if self.beside is None:
+            return found
+        rows = self.beside.whole(0)
+        return rows.t() + found if self.transposed else rows + found

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
 from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules.apply import apply_whole_
@@ -274,7 +273,7 @@ class Weight:
         if self.shards.aligned:
             change.apply([values.view(-1, self.shards.n)])
         else:
-            own = self.shards.rows_to_shard(low_rank_product(*change.factors()), self.rank)
+            own = self.shards.rows_to_shard(change.whole(), self.rank)
             taken = (change.scale[0, 0] != 0).float()
             apply_whole_(values, own, change.lr, change.weight_decay, taken)
         self._write(values, change.host_key(0))

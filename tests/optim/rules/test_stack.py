@@ -16,7 +16,7 @@ from torch import Tensor
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
-from hmt_deepspeed.optim.rules.stack import Change, Stack, Stacks, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, Stacks, stacked
 
 CPU = torch.device("cpu")
 SHAPE, RANK, NAMES = (96, 72), 60, ("a", "b", "c")  # 72 x 60 moments are enough for INT8
@@ -73,12 +73,28 @@ def gradients(members: Sequence[MatrixRule], step: int) -> Tensor:
     return torch.stack(found)
 
 
+def given(stack: Stack, gradient: Tensor) -> Gradients:
+    return list(gradient) if stack.reads_whole_rows else gradient.clone()
+
+
 def advance(stack: Stack, gradient: Tensor, factor: Tensor, step: int) -> Change:
+    """The change; where rows are whole its update is all of it."""
     for matrix in stack.members:
         matrix.moments.steps += 1
-    stack.observe(stack.measure(gradient, slice(None)), 2.0)
-    update, sums = stack.advance(gradient.clone(), factor, step=step, **HYPER)
-    return stack.finish(update, sums, factor)
+    before = gradient.clone()
+    stack.observe(stack.measure(given(stack, gradient), slice(None)), 2.0)
+    update, sums = stack.advance(given(stack, gradient), factor, step=step, **HYPER)
+    change = stack.finish(update, sums, factor)
+    assert torch.equal(gradient.nan_to_num(), before.nan_to_num())
+    if change.beside is None:
+        return change
+    columns = stack.update_columns(change)
+    whole = [change.whole(place, columns[place]) for place in range(len(stack.members))]
+    return Change(torch.stack(whole), change.scale)
+
+
+def terms(change: Change) -> dict[str, Tensor]:
+    return {"update": change.update, "scale": change.scale}
 
 
 def held(matrix: MatrixRule) -> dict[str, Tensor]:
@@ -119,12 +135,13 @@ def test_members_step_as_they_would_alone(case: str, dtype: str) -> None:
         for begin, part in enumerate(parts):
             own = slice(begin, begin + len(part.members))
             changes.append(advance(part, gradient[own], factor[own], step))
-        update, scale = (torch.cat(tensors) for tensors in zip(*changes, strict=True))
+        update = torch.cat([change.update for change in changes])
+        scale = torch.cat([change.scale for change in changes])
         for place, single in enumerate(singles):
             own = slice(place, place + 1)
             expected = advance(single, gradient[own], factor[own], step)
             found = {"update": update[own], "scale": scale[own]}
-            assert_same(found, expected._asdict(), exact)
+            assert_same(found, terms(expected), exact)
             assert_same(held(together[place]), held(alone[place]), exact)
 
 
@@ -149,7 +166,7 @@ def test_a_member_with_factor_zero_stays_as_it_is_and_the_others_step_as_without
         kept = [0, 2]
         expected = advance(without, gradient[kept], factor[kept], step)
         found = {"update": change.update[kept], "scale": change.scale[kept]}
-        assert_same(found, expected._asdict(), case not in SUMMED)
+        assert_same(found, terms(expected), case not in SUMMED)
         for name, value in held(members[1]).items():
             assert torch.equal(value, before[name]), name
         for one, other in zip((members[0], members[2]), others, strict=True):
@@ -165,7 +182,7 @@ def test_a_step_that_is_not_taken_leaves_the_energies(case: str) -> None:
     stack = members[0].STACK(members)
     advance(stack, gradients(members, 0), torch.tensor(FACTORS), 0)
     before = [held(matrix) for matrix in members]
-    sums = stack.measure(gradients(members, 1), slice(None))
+    sums = stack.measure(given(stack, gradients(members, 1)), slice(None))
     stack.observe(sums, 1.0, torch.tensor(False))
     stack.observe(sums.clone().fill_(float("nan")), 1.0, torch.tensor(False))
     for matrix, kept in zip(members, before, strict=True):
