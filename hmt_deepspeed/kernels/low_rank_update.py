@@ -50,9 +50,12 @@ __all__ = [
 # By whether the factors are multiplied in fp32, without matrix units, and whether a thread's accesses are wide;
 # then by the oldest architecture. Larger tiles spill registers on some architecture.
 _NARROW = {"BLOCK_ROWS": 64, "BLOCK_N": 128, "BLOCK_W": 32, "num_warps": 8, "num_stages": 3}
+_WIDE = _NARROW | {"BLOCK_ROWS": 128}
+# The fastest of 17 on an H100: of bf16 weights 1.5 times as fast as the one before, of masters 1.2 times.
+_HOPPER = {"BLOCK_ROWS": 64, "BLOCK_N": 128, "BLOCK_W": 64, "num_warps": 4, "num_stages": 2}
 _FP32 = {"BLOCK_ROWS": 128, "BLOCK_N": 64, "BLOCK_W": 16, "num_warps": 8, "num_stages": 2}
 _TILES = {
-    (False, True): {75: _NARROW | {"BLOCK_ROWS": 128}},
+    (False, True): {75: _WIDE, 90: _HOPPER, 120: _WIDE},
     (False, False): {75: _NARROW},
     (True, True): {75: _FP32},
     (True, False): {75: _FP32},
