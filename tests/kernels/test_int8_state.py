@@ -324,6 +324,7 @@ def check_rough_logarithm(signed, device):
     top, per_octave = int8_state.CODE_RANGE[signed]
     value = wide_values(signed, blocks=20)
     expected, out = encode_state(value, signed, 9), empty_codes(1, value.numel(), device)
+    levels(signed, torch.empty(0, device=device).device)  # what the kernel looks up stays as it is
     for slant in (1 - 0.4 / top, 1 + 0.4 / top):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(int8_state.CODE_RANGE, signed, (top, per_octave * slant))
