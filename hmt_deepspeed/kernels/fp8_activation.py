@@ -75,6 +75,7 @@ def decode_fp8_reference(codes: Tensor, scales: Tensor, block_size: int, out: Te
 
 if triton is not None:
     from hmt_deepspeed.kernels.token_blocks import (
+        block_jit,
         launch_decode,
         launch_encode,
         program_jit,
@@ -97,27 +98,31 @@ if triton is not None:
         key_low, key_high,
         TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     ):  # fmt: skip
-        block, channel = program_jit(channels, TILE_CHANNELS)
-        begin = block * block_size
-        end = tl.minimum(begin + block_size, tokens)
-        scale = store_scale_jit(
-            value_ptr, scales_ptr, block, channel, begin, end, channels, value_row, value_column,
+        block, token, channel, height, width, begin = block_jit(
+            value_ptr, tokens, channels, block_size, value_row, value_column, TILE_CHANNELS
+        )
+        inverse = store_scale_jit(
+            begin, scales_ptr + block * channels + channel, height, width, value_row, value_column,
             448, TILE_TOKENS, TILE_CHANNELS,
         )  # fmt: skip
-        for first in range(begin, end, TILE_TOKENS):  # once more, from the cache
-            token = first + tl.arange(0, TILE_TOKENS).to(tl.int64)
-            scaled = scaled_tile_jit(
-                value_ptr, scale, token, channel, end, channels, value_row, value_column
-            )
-            target = codes_ptr + token[:, None] * channels + channel[None, :]
-            mask = (token < end)[:, None] & (channel < channels)[None, :]
+        within = (
+            tl.arange(0, TILE_TOKENS)[:, None] * channels + tl.arange(0, TILE_CHANNELS)[None, :]
+        )
+        for first in range(0, height, TILE_TOKENS):  # once more, from the cache
+            scaled, mask = scaled_tile_jit(
+                begin, inverse, first, height, width, value_row, value_column,
+                TILE_TOKENS, TILE_CHANNELS,
+            )  # fmt: skip
+            position = (token + first) * channels + channel
+            index = within.to(tl.uint32) + position.to(tl.uint32)
+            position += within
             bits = scaled.to(tl.int32, bitcast=True)
             exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
             q = tl.abs(scaled) * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-            q = rounded_jit(q, token, channel, channels, key_low, key_high)
+            q = rounded_jit(q, index, key_low, key_high)
             pattern = (exponent + 6) * 8 + q.to(tl.int32)
             pattern = tl.minimum(pattern, 126) + tl.where(scaled < 0, 128, 0)
-            tl.store(target, pattern.to(tl.uint8), mask=mask)
+            tl.store(codes_ptr + position, pattern.to(tl.uint8), mask=mask)
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]

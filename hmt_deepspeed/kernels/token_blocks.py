@@ -112,7 +112,9 @@ def encode_reference(
         part = value[tile.tokens, tile.channels].float()
         x = part.unflatten(0, (tile.blocks.stop - tile.blocks.start, -1))
         scale = _block_scales(x, top)
-        scaled = (x / scale[:, None]).nan_to_num_(0.0)  # only blocks with a NaN scale have any
+        scaled = (x * scale.reciprocal()[:, None]).nan_to_num_(
+            0.0
+        )  # blocks with a NaN scale have any
         row = counters(len(part), 0, value.device).mul_(channels)[:, None]
         first = tile.tokens.start * channels + tile.channels.start
         index = row + counters(part.shape[1], first, value.device)
@@ -181,21 +183,25 @@ if triton is not None:
     from hmt_deepspeed.kernels.noise import uniform_jit
     from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit
 
-    TILE_TOKENS, TILE_CHANNELS = 32, 64  # of a program's registers
+    # Of a program's registers; the fastest of 15 on an H100.
+    _ENCODED = {"TILE_TOKENS": 64, "TILE_CHANNELS": 64}
+    _DECODED = {"TILE_TOKENS": 32, "TILE_CHANNELS": 256}
+    _LARGEST_STRIDE = 1 << 24  # what a tile spans is then less than 2^31 elements
 
     @on_its_device
     def launch_encode(
         kernel: Any, value: Tensor, block_size: int, key: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Codes and scales by a kernel whose programs have one block of ``TILE_CHANNELS`` channels."""
+        """Codes and scales by a kernel whose programs have one block of some channels."""
         (tokens, channels), (low, high) = value.shape, key_halves(key)
         codes, scales = new_blocks(value, block_size, dtype)
+        if max(value.stride()) > _LARGEST_STRIDE:
+            value = value.contiguous()
         if value.numel() > 0:
-            grid = (num_blocks(tokens, block_size) * triton.cdiv(channels, TILE_CHANNELS),)
-            kernel[grid](
+            tiles = triton.cdiv(channels, _ENCODED["TILE_CHANNELS"])
+            kernel[(num_blocks(tokens, block_size) * tiles,)](
                 patterns(value), patterns(codes), patterns(scales), tokens, channels, block_size,
-                *value.stride(), low, high,
-                TILE_TOKENS=TILE_TOKENS, TILE_CHANNELS=TILE_CHANNELS,
+                *value.stride(), low, high, **_ENCODED,
             )  # fmt: skip
         return codes, scales
 
@@ -206,11 +212,11 @@ if triton is not None:
         """Fills ``out`` by a kernel whose programs have one tile of tokens x channels."""
         tokens, channels = codes.shape
         if codes.numel() > 0:
-            grid = (triton.cdiv(tokens, TILE_TOKENS) * triton.cdiv(channels, TILE_CHANNELS),)
-            kernel[grid](
+            rows, columns = _DECODED["TILE_TOKENS"], _DECODED["TILE_CHANNELS"]
+            kernel[(triton.cdiv(tokens, rows) * triton.cdiv(channels, columns),)](
                 patterns(codes), patterns(scales), patterns(out), tokens, channels, block_size,
                 *out.stride(), torch.finfo(out.dtype).max, TO_BF16=out.dtype == torch.bfloat16,
-                TILE_TOKENS=TILE_TOKENS, TILE_CHANNELS=TILE_CHANNELS,
+                **_DECODED,
             )  # fmt: skip
 
     def patterns(tensor: Tensor) -> Tensor:
@@ -233,28 +239,48 @@ if triton is not None:
         return value.to(tl.float32)
 
     @triton.jit
-    def load_tile_jit(  # type: ignore[no-untyped-def]
-        value_ptr, token, channel, end, channels, value_row, value_column, WIDEN: tl.constexpr
+    def block_jit(  # type: ignore[no-untyped-def]
+        value_ptr,
+        tokens,
+        channels,
+        block_size,
+        value_row,
+        value_column,
+        TILE_CHANNELS: tl.constexpr,
     ):
-        """Tokens before ``end``, zero where there is no element; with ``WIDEN`` as :func:`widened_jit`."""
-        mask = (token < end)[:, None] & (channel < channels)[None, :]
-        source = value_ptr + token[:, None] * value_row + channel[None, :] * value_column
-        value = tl.load(source, mask=mask, other=0)
-        if WIDEN:
-            value = widened_jit(value)
-        return value
+        """This program's block: its number, first token and first channel, int64; its tokens and channels, int32; and
+        where its values begin."""
+        tiles = tl.cdiv(channels, TILE_CHANNELS)
+        block = (tl.program_id(0) // tiles).to(tl.int64)
+        channel = (tl.program_id(0) % tiles).to(tl.int64) * TILE_CHANNELS
+        token = block * block_size
+        height = tl.minimum(block_size, tokens - token).to(tl.int32)
+        width = tl.minimum(TILE_CHANNELS, channels - channel).to(tl.int32)
+        begin = value_ptr + token * value_row + channel * value_column
+        return block, token, channel, height, width, begin
+
+    @triton.jit
+    def load_tile_jit(  # type: ignore[no-untyped-def]
+        begin, first, height, width, value_row, value_column,
+        TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+    ):  # fmt: skip
+        """Values of a block from its token ``first`` on, in fp32, zero where there are none; and where some are."""
+        token, channel = tl.arange(0, TILE_TOKENS), tl.arange(0, TILE_CHANNELS)
+        mask = (token < height - first)[:, None] & (channel < width)[None, :]
+        source = begin + tl.cast(first, tl.int64) * value_row
+        source += token[:, None] * value_row + channel[None, :] * value_column
+        return widened_jit(tl.load(source, mask=mask, other=0)), mask
 
     @triton.jit
     def store_scale_jit(  # type: ignore[no-untyped-def]
-        value_ptr, scales_ptr, block, channel, begin, end, channels, value_row, value_column,
+        begin, scales_ptr, height, width, value_row, value_column,
         TOP: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     ):  # fmt: skip
-        """Scales of the block's channels, in fp32; stored as patterns of bf16."""
+        """Stores a block's scales from ``scales_ptr`` on, as patterns of bf16; their inverses, NaN of a NaN."""
         largest = tl.zeros((TILE_CHANNELS,), dtype=tl.int32)
-        for first in range(begin, end, TILE_TOKENS):
-            token = first + tl.arange(0, TILE_TOKENS).to(tl.int64)
-            value = load_tile_jit(
-                value_ptr, token, channel, end, channels, value_row, value_column, True
+        for first in range(0, height, TILE_TOKENS):
+            value, _ = load_tile_jit(
+                begin, first, height, width, value_row, value_column, TILE_TOKENS, TILE_CHANNELS
             )
             # Patterns order as magnitudes do, infinity and NaN last.
             bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -263,31 +289,28 @@ if triton is not None:
         scale = tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * (1 / TOP)
         bits = tl.maximum(scale, 2.0**-126).to(tl.int32, bitcast=True)
         bits = tl.where(finite, (bits + 0xFFFF) & -65536, 0x7FC00000)
-        mask = channel < channels
-        tl.store(scales_ptr + block * channels + channel, (bits >> 16).to(tl.int16), mask=mask)
-        return bits.to(tl.float32, bitcast=True)
+        channel = tl.arange(0, TILE_CHANNELS)
+        tl.store(scales_ptr + channel, (bits >> 16).to(tl.int16), mask=channel < width)
+        scale = bits.to(tl.float32, bitcast=True)
+        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
     @triton.jit
     def scaled_tile_jit(  # type: ignore[no-untyped-def]
-        value_ptr, scale, token, channel, end, channels, value_row, value_column
-    ):
-        """``x / s`` of a tile, zero in blocks whose scale is NaN."""
-        value = load_tile_jit(
-            value_ptr, token, channel, end, channels, value_row, value_column, True
+        begin, inverse, first, height, width, value_row, value_column,
+        TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+    ):  # fmt: skip
+        """``x / s`` of a tile, zero in blocks whose scale is NaN; and where there are elements."""
+        value, mask = load_tile_jit(
+            begin, first, height, width, value_row, value_column, TILE_TOKENS, TILE_CHANNELS
         )
-        usable = tl.broadcast_to((scale == scale)[None, :], value.shape)
-        divisor = tl.where(usable, tl.broadcast_to(scale[None, :], value.shape), 1.0)
-        return tl.div_rn(tl.where(usable, value, 0.0), divisor)
+        usable = tl.broadcast_to((inverse == inverse)[None, :], value.shape)
+        return tl.where(usable, value * inverse[None, :], 0.0), mask
 
     @triton.jit
-    def rounded_jit(  # type: ignore[no-untyped-def]
-        q, token, channel, channels, key_low, key_high
-    ):
-        """Twin of :func:`rounded`, which makes its thresholds."""
+    def rounded_jit(q, index, key_low, key_high):  # type: ignore[no-untyped-def]
+        """Twin of :func:`rounded`, which makes its thresholds from uint32 indices."""
         low = tl.floor(q)
-        position = token[:, None] * channels + channel[None, :]
-        threshold = uniform_jit(position, key_low, key_high)
-        return tl.where(threshold < q - low, low + 1.0, low)
+        return tl.where(uniform_jit(index, key_low, key_high) < q - low, low + 1.0, low)
 
     @triton.jit
     def load_scales_jit(scales_ptr, block, channel, mask, channels):  # type: ignore[no-untyped-def]

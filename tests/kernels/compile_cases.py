@@ -48,7 +48,6 @@ SIZES, ADAM = "i32 i32 i32", "fp32 fp32 fp32 fp32 fp32"
 STACK = "i32 i32 i32 i32 i32 i64 i64 i64 i32"  # members, sizes, strides, offset
 STATE = {"BLOCKS": int8_state._BLOCKS_PER_PROGRAM, "BLOCK": int8_state.BLOCK}
 WEIGHT = {"BLOCK_ROWS": int8_weight._BLOCK_ROWS, "BLOCK": int8_weight.BLOCK}
-TILE = {"TILE_TOKENS": token_blocks.TILE_TOKENS, "TILE_CHANNELS": token_blocks.TILE_CHANNELS}
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PATTERNS = {"bf16": "i16"}
 
@@ -265,8 +264,8 @@ CASES = [
         fixed(
             f"encode {value} to {code}",
             module._encode_kernel,
-            f"*{PATTERNS.get(value, value)} *{code} *i16 i32 i32 i32 i64 i64 i32 i32",
-            TILE,
+            f"*{PATTERNS.get(value, value)} *{code} *i16 i32 i32 i32 i32 i32 i32 i32",
+            token_blocks._ENCODED,
         )
         for module, code in ((int8_activation, "i8"), (fp8_activation, "u8"))
         for value in FLOATS
@@ -276,7 +275,7 @@ CASES = [
             f"decode {code} to {out}",
             module._decode_kernel,
             f"*{code} *i16 *{PATTERNS.get(out, out)} i32 i32 i32 i64 i64 fp32",
-            {"TO_BF16": out == "bf16", **TILE},
+            {"TO_BF16": out == "bf16", **token_blocks._DECODED},
         )
         for module, code in ((int8_activation, "i8"), (fp8_activation, "u8"))
         for out in FLOATS
