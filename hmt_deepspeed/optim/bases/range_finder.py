@@ -5,7 +5,7 @@ Shapes: G is m x n, a basis is n x r with orthonormal columns, a sketch has w = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,13 @@ OVERSAMPLING = 8
 # Power iterations of columns that start as Gaussian ones. With one, a spectrum i^-0.6 at r = d/4 is .02
 # short of the SVD's energy, with two .005.
 COLD_ROUNDS = 2
-# Cholesky-QR loses orthogonality by the rounding error times the squared condition number. Beyond these
-# bounds of the square Householder takes over: for a result, and for a sketch that is multiplied again.
+# Cholesky-QR loses orthogonality by the rounding error times the squared condition number. Bounds of the square up
+# to which one does: for a result, and for columns that are multiplied again.
 _WELL_CONDITIONED, _ENOUGH = 256.0, 1e5
-_ROWS = 256
+# Added to the Gram matrix of unit columns: Cholesky does not fail, and the condition number falls by a factor of 300.
+_SHIFT = 1e-5
+# Of a 16-bit gradient in fp32 at once: rows at least, and on CUDA elements (64 MiB).
+_ROWS, _ELEMENTS = 256, 1 << 24
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -75,6 +78,10 @@ class Conditions:
         self.put_off = put_off
         self._seen: list[Tensor] = []
 
+    def may_look(self, columns: Tensor) -> bool:
+        """Whether the host may read how skew columns are, to do no more than they need: on a CPU that is no wait."""
+        return not (self.put_off and columns.is_cuda)
+
     def is_met(self, condition: Tensor) -> bool:
         """Waits for the device unless put off."""
         if self.put_off:
@@ -89,8 +96,9 @@ class Conditions:
 
     def finite(self, gram: Tensor) -> Tensor:
         """The matrix, or the identity where a condition is not met: ``eigh`` raises for one that is not finite."""
-        if not self._seen:
+        if not self.put_off:
             return gram
+        self._seen.append(torch.isfinite(gram.diagonal().sum()))
         return torch.where(self.met, gram, torch.eye(len(gram), device=gram.device))
 
 
@@ -103,9 +111,9 @@ class Sketch:
     def __init__(self, gradient: Tensor, conditions: Conditions | None = None) -> None:
         self.gradient = gradient
         self._conditions = conditions or Conditions()
-        n = gradient.shape[1]
+        m, n = gradient.shape
         self.directions = gradient.new_empty((n, 0), dtype=torch.float32)
-        self.image = _times(gradient, self.directions)
+        self.image = gradient.new_empty((m, 0), dtype=torch.float32)
         self.total = _square_norm(gradient)
         self.products = 0
 
@@ -125,9 +133,9 @@ class Sketch:
         new = self._outside(columns)
         for number in range(rounds):
             # V itself may be skew: its image is made orthonormal, and that is as good.
-            left = self._qr(_times(self.gradient, new), _ENOUGH)
+            left = self._qr(_times(self.gradient, new), only_span=True)
             raised = self._outside(_transposed_times(self.gradient, left))
-            new = self._qr(raised, _ENOUGH if number < rounds - 1 else _WELL_CONDITIONED)
+            new = self._qr(raised, only_span=number < rounds - 1)
         # What cancellation left of the old columns. Twice: where the gradient has no more directions, the
         # columns are rounding errors, and a first pass leaves too few digits.
         for _ in range(2 if self.width else not rounds):
@@ -151,8 +159,9 @@ class Sketch:
         energies, rotation = energies.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
         return Subspace(self.directions @ rotation, energies, self.total, self.products)
 
-    def _qr(self, columns: Tensor, limit: float = _WELL_CONDITIONED) -> Tensor:
-        return _cholesky_qr(columns, limit, self._conditions)
+    def _qr(self, columns: Tensor, only_span: bool = False) -> Tensor:
+        limit = _ENOUGH if only_span else _WELL_CONDITIONED
+        return _cholesky_qr(columns, limit, self._conditions, only_span)
 
     def _outside(self, columns: Tensor) -> Tensor:
         if not self.width:
@@ -289,11 +298,21 @@ def _square_norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32).square().sum()
 
 
+def _blocks(gradient: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of rows of a 16-bit gradient, in fp32, with the same rows of another matrix."""
+    rows = max(_ROWS, _ELEMENTS // gradient.shape[1]) if gradient.is_cuda else _ROWS
+    for part, same in zip(gradient.split(rows), other.split(rows), strict=True):
+        yield part.float(), same
+
+
 def _times(gradient: Tensor, columns: Tensor) -> Tensor:
     """``G V`` in fp32: m x w. A 16-bit G is widened a block of rows at a time."""
     if gradient.dtype == torch.float32:
         return gradient @ columns
-    return torch.cat([rows.float() @ columns for rows in gradient.split(_ROWS)])
+    out = columns.new_empty(gradient.shape[0], columns.shape[1])
+    for rows, part in _blocks(gradient, out):
+        torch.mm(rows, columns, out=part)
+    return out
 
 
 def _transposed_times(gradient: Tensor, columns: Tensor) -> Tensor:
@@ -301,23 +320,46 @@ def _transposed_times(gradient: Tensor, columns: Tensor) -> Tensor:
     if gradient.dtype == torch.float32:
         return gradient.t() @ columns
     out = columns.new_zeros(gradient.shape[1], columns.shape[1])
-    for rows, part in zip(gradient.split(_ROWS), columns.split(_ROWS), strict=True):
-        out.addmm_(rows.float().t(), part)
+    for rows, part in _blocks(gradient, columns):
+        out.addmm_(rows.t(), part)
     return out
 
 
-def _cholesky_qr(columns: Tensor, limit: float, conditions: Conditions) -> Tensor:
-    """Orthonormal basis of the columns, in their order: Cholesky-QR, or Householder when they are skew.
+def _cholesky_qr(
+    columns: Tensor, limit: float, conditions: Conditions, only_span: bool = False
+) -> Tensor:
+    """Orthonormal basis of the columns, in their order; with ``only_span`` any that is well conditioned.
 
     Columns are scaled to unit length first, which brings the condition number near the least that a
-    scaling can reach (van der Sluis); images of a warm start are nearly orthogonal, so it is small.
+    scaling can reach (van der Sluis); images of a warm start are nearly orthogonal, so it is small. Skew
+    columns take shifted Cholesky-QR first (1809.11085), and Householder QR where they are not even then of full rank.
     """
     unit = columns / torch.linalg.vector_norm(columns, dim=0).clamp_min(_TINY)
-    lower, info = torch.linalg.cholesky_ex(unit.t() @ unit)
+    gram = unit.t() @ unit
+    if conditions.may_look(columns):
+        inverse, is_enough = _inverse_factor(gram, limit)
+        if is_enough:
+            return unit @ inverse.t()
+    for number in range(1 if only_span else 2):
+        if number:
+            gram = unit.t() @ unit
+        gram.diagonal().add_(_SHIFT)
+        lower = torch.linalg.cholesky_ex(gram).L
+        unit = torch.linalg.solve_triangular(lower.t(), unit, upper=True, left=False)
+    if only_span:
+        return unit
+    inverse, is_enough = _inverse_factor(unit.t() @ unit, limit)
+    if conditions.is_met(is_enough):
+        return unit @ inverse.t()
+    return torch.linalg.qr(columns).Q
+
+
+def _inverse_factor(gram: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """``L^-1`` of ``L L^T``, and whether the squared condition number of L is within the limit, 0-dim bool."""
+    lower, info = torch.linalg.cholesky_ex(gram)
     identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     # sqrt(|A|_1 |A|_inf) bounds the largest singular value of L^-1; unit columns bound that of L.
-    square_bound = inverse.abs().sum(0).max() * inverse.abs().sum(1).max()
-    if conditions.is_met((info == 0) & (square_bound <= limit)):
-        return unit @ inverse.t()
-    return torch.linalg.qr(columns).Q
+    sizes = inverse.abs()
+    square_bound = sizes.sum(0).max() * sizes.sum(1).max()
+    return inverse, (info == 0) & (square_bound <= limit)

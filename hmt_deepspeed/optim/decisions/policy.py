@@ -134,6 +134,10 @@ class RankPolicy:
             return False
         return self._plan(index, curve, budget)[0] < leader.rank
 
+    def reads(self, indices: Iterable[int]) -> bool:
+        """Whether the host has to read something of groups before their range finding starts."""
+        return any(len(self._leader(i).candidates) > 1 or self.reads_columns(i) for i in indices)
+
     def read_averages(self, indices: Sequence[int]) -> None:
         """Read what later calls ask of groups that refresh now: waits for the device once, and not for each."""
         asked = [i for i in indices if len(self._leader(i).candidates) > 1]

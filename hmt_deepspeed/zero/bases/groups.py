@@ -133,13 +133,17 @@ class BasisGroups:
         matrix.draw = number  # only now: the old number gives the basis that moments come from
         self.schedule.refreshed(index, step)
 
-    def refresh(self, step: int) -> None:
+    def refresh(self, step: int, overflow: Tensor | None = None) -> bool:
         """Find new bases at the end of an accumulation window, from its mean full gradients.
 
         Args:
-            step: number of the optimizer step.
+            step: number of the optimizer step. overflow: 0-dim fp32, alike on all ranks: where it is not 0 the step
+                is skipped, and nothing changes.
+
+        Returns:
+            Whether the step is taken.
         """
-        self._refresh.run(self.groups, self.policy, self.schedule, step)
+        return self._refresh.run(self.groups, self.policy, self.schedule, step, overflow)
 
     def _owner(self, group: int) -> int:
         """The rank that finds the basis of a group."""

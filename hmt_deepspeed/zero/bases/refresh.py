@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.precision import fp32_products
+from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.range_finder import Subspace
-from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
+from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -53,7 +54,8 @@ class BasisRefresh:
         policy: RankPolicy,
         schedule: RefreshSchedule,
         step: int,
-    ) -> None:
+        overflow: Tensor | None = None,
+    ) -> bool:
         """Find new bases from the mean full gradients once, at each owner, and broadcast them.
 
         Every rank sees the same captured energies and so chooses the same ranks.
@@ -61,16 +63,32 @@ class BasisRefresh:
         Args:
             groups: places of matrices that take one basis together. policy: chooses the ranks of the groups.
             schedule: of the matrices; it is told who has refreshed. step: number of optimizer steps taken.
+            overflow: 0-dim fp32, alike on all ranks: where it is not 0 nothing changes.
+
+        Returns:
+            Whether ``overflow`` is 0 or None.
         """
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
+        # What is asked of the host before a search can begin, or changes with it, waits for the overflow decision.
+        if not refreshing or policy.reads(i for i, _ in refreshing) or self.bases.cache is not None:
+            if overflow is not None and _is_overflow(overflow):
+                return False
+            overflow = None
         if not refreshing:
-            return
+            return True
         policy.close_windows(self._column_energies(refreshing, policy))
         policy.read_averages([index for index, _ in refreshing])
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
         self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
-        found, captured, missing = self._find_all(refreshing, policy, step)
+        searches = self._search_all(refreshing, policy, step)
+        numbers = [search.numbers for search in searches.values()]
+        read = read_together(numbers if overflow is None else [*numbers, overflow.view(1)])
+        if overflow is not None and _is_overflow(read.pop()):
+            return False
+        subspaces = [s.finish(own) for s, own in zip(searches.values(), read, strict=True)]
+        subspace_of = dict(zip(searches, subspaces, strict=True))
+        found, captured, missing = self._tell_all(refreshing, subspace_of)
         for place, (index, group) in enumerate(refreshing):
             for _, near in refreshing[place : place + 2]:
                 self.bases.history.expect(self._matrix(near[0]))
@@ -86,11 +104,28 @@ class BasisRefresh:
             else:
                 schedule.postpone(group[0], step)
         self.bases.history.release()
+        return True
 
-    def _find_all(
+    def _search_all(
         self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy, step: int
+    ) -> dict[int, SubspaceSearch]:
+        """Begin to find the dominant subspaces of the groups that this rank owns: by place in ``refreshing``."""
+        searches: dict[int, SubspaceSearch] = {}
+        for place, (index, group) in enumerate(refreshing):
+            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
+                if self._has_gradient(group):
+                    searches[place] = self._search(index, group, policy, step)
+        return searches
+
+    def _tell_all(
+        self,
+        refreshing: Sequence[tuple[int, Sequence[int]]],
+        subspaces: Mapping[int, Subspace | None],
     ) -> tuple[dict[int, tuple[Subspace, Tensor]], list[list[float]], list[list[float]]]:
-        """Each group's dominant subspace, at its owner; one reduction tells all ranks what was found.
+        """One reduction tells all ranks what was found.
+
+        Args:
+            subspaces: by place in ``refreshing``, what this rank's searches have found.
 
         Returns:
             By place in ``refreshing``: what this rank has found, and the gradient of a group that is alone; the energy
@@ -98,16 +133,10 @@ class BasisRefresh:
             that lack its moments.
         """
         history = self.bases.history
-        searches: dict[int, SubspaceSearch] = {}
-        for place, (index, group) in enumerate(refreshing):
-            with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
-                if self._has_gradient(group):
-                    searches[place] = self._search(index, group, policy, step)
-        subspaces = finish_searches(list(searches.values()))
         found: dict[int, tuple[Subspace, Tensor]] = {}
         most = max(len(self._matrix(group[0]).candidates) for _, group in refreshing)
         energies = torch.zeros(len(refreshing), most + history.most, dtype=torch.float64)
-        for place, subspace in zip(searches, subspaces, strict=True):
+        for place, subspace in subspaces.items():
             if subspace is not None:
                 group = refreshing[place][1]
                 found[place] = subspace, self._alone(group)
@@ -247,3 +276,8 @@ class BasisRefresh:
             elif self.sharded:  # not a view, which would hold all rows
                 own = own.clone()
             gradient.reduced, gradient.full = own, None
+
+
+def _is_overflow(value: Tensor) -> bool:
+    """Waits where it is on the device."""
+    return bool(value.item())

@@ -250,14 +250,14 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._step.finish()  # what forward did not ask for
         self._step.commit()
         self.partitions.partition()
-        scale, checked, skipped = self.loss_scale, self.settings.check_overflow, False
+        scale, checked, overflow = self.loss_scale, self.settings.check_overflow, None
         if checked and self._needs_the_host():
-            checked, skipped = False, self._step.found_overflow()
-        if skipped:
+            checked, overflow = False, self._step.overflow()
+        if self.zero.basis_groups.refresh(self.zero.step_count, overflow):
+            self._take(scale, checked)
+        else:
             self._conclude(True, scale)
             self.zero_grad()
-        else:
-            self._take(scale, checked)
         self.zero.step_count += 1
         self._begin_window()
         self.partitions.gather_persistent()
@@ -270,7 +270,6 @@ class HMTZeroOptimizer(OptimizerInterface):
 
     def _take(self, scale: float, checked: bool) -> None:
         """A step, which the device skips where gradients, whose losses had the scale, are ``checked`` and not finite."""
-        self.zero.basis_groups.refresh(self.zero.step_count)
         parts = self._step.parts()
         norm, factor, taken = self._step.decide(parts, scale, checked)
         self._global_grad_norm = norm

@@ -31,7 +31,7 @@ class ZeroStep:
     """Steps of one optimizer; the caller keeps the loss scale and opens accumulation windows.
 
     A step is decided on the device: whether it is taken, and what clips it, are tensors. With states in host memory, or
-    a basis to be found, the caller asks :meth:`found_overflow` first, which waits for the device.
+    a basis to be found, the host has to read :meth:`overflow` first.
 
     Args:
         zero: the states of the optimizer.
@@ -64,19 +64,19 @@ class ZeroStep:
 
     # -- decisions ------------------------------------------------------------------------------
 
-    def found_overflow(self) -> bool:
-        """Whether any rank holds a gradient that is not finite, or whose squared norm is not; waits for the device."""
+    def overflow(self) -> Tensor:
+        """Whether any rank holds a gradient that is not finite, or whose squared norm is not: 0-dim fp32 on the device,
+        0 where none does."""
         gradients = [p.gradient for p in self.param_states]
         there = [part for g in gradients for part in (g.reduced, g.full) if part is not None]
         norms = torch._foreach_norm(there, dtype=torch.float32) if there else ()
-        squares = [norm.square() for norm in norms] + [
-            one.sum() for one in self._host_square_norms()
-        ]
+        squares = [torch.stack(norms).square()] if norms else []
+        squares += self._host_square_norms()
         bad = torch.zeros((), device=self._device)
         if squares:
-            bad = (~torch.isfinite(torch.stack(squares))).any().float()
+            bad = (~(torch.cat(squares) < float("inf")).all()).float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return bool(bad.item())
+        return bad
 
     def _host_square_norms(self) -> list[Tensor]:
         """Squared norms of the gradients in host memory, in order, as views of one device tensor."""

@@ -44,21 +44,53 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def blind(monkeypatch):
+    """The host may not look at what is launched, as on a device that it would have to wait for."""
+    monkeypatch.setattr(module.Conditions, "may_look", lambda self, _: not self.put_off)
+
+
 @pytest.mark.parametrize("kind", ["randomized", "subspace"])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("rank", [None, 3])
 def test_deciding_later_changes_no_bit(kind, warm, rank):
-    """A gradient of rank 3 has too skew an image for Cholesky-QR: its search computes again."""
     gradient = gradient_of("g", rank=rank)
+    start = basis_of(80, 8, "start") if warm else None
+    expected = find_subspace(kind, gradient, 8, generator("draw"), start)
+    (found,) = finish_searches([search(gradient, kind, start, threshold=0.01)])
+    assert torch.equal(found.basis, expected.basis)
+    assert torch.equal(found.captured(), expected.captured())
+    assert found.products == expected.products
+
+
+@pytest.mark.parametrize("kind", ["randomized", "subspace"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("rank", [None, 40, 3])
+def test_a_search_that_may_not_wait_finds_the_same(blind, kind, warm, rank):
+    """Up to rounding: fp32 of energies, and what a direction of 1e-4 of the first's length keeps of it."""
+    gradient = gradient_of("g", rank=rank)
+    gradient *= torch.logspace(0, -4, 80)
     start = basis_of(80, 8, "start") if warm else None
     expected = find_subspace(kind, gradient, 8, generator("draw"), start)
     with Waits() as waits:
         begun = search(gradient, kind, start, threshold=0.01)
     assert waits.number == 0
     (found,) = finish_searches([begun])
-    assert torch.equal(found.basis, expected.basis)
-    assert torch.equal(found.captured(), expected.captured())
+    torch.testing.assert_close(found.basis.t() @ found.basis, torch.eye(8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.captured(), expected.captured(), atol=1e-5, rtol=0)
     assert found.products == expected.products
+
+
+@pytest.mark.parametrize(("rank", "householder"), [(None, 0), (40, 0), (3, 1)])
+def test_only_columns_that_are_missing_take_householder(blind, monkeypatch, rank, householder):
+    """Columns from 1 to 1e-5 are too skew for one Cholesky-QR; beyond rank 3 there are only rounding errors."""
+    qrs, qr = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda matrix: qrs.append(matrix) or qr(matrix))
+    gradient = gradient_of("g", rank=rank)
+    gradient *= torch.logspace(0, -4, 80)
+    qrs.clear()
+    finish_searches([search(gradient, first=16, threshold=0.01)])
+    assert bool(qrs) == bool(householder)
 
 
 @pytest.mark.parametrize("kind", ["randomized", "subspace"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from held import held
-from modes import MODES, SAME_LAYOUT, mode_engine, wide_llama
+from modes import FIXED, MODES, SAME_LAYOUT, mode_engine, wide_llama
 from torch import Tensor
 from training import ds_config, loss_of, make_engine, micro_batches, tiny_llama, train_step
 
@@ -41,6 +41,7 @@ CASES |= {
     for name in ("bf16 states", "int8", "int8, factored")
 }
 CASES["adamw"] = {"method": "adamw"}
+CASES["fixed rank"] = {**FIXED, "max_full_gradient_bytes": 10**5}
 CASES["int8 weights"] = {**MODES["right"], "weight_dtype": "int8"}
 CASES["no masters"] = {**MODES["right"], "master_weights": "none"}
 
