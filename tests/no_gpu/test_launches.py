@@ -24,7 +24,7 @@ HIDDEN = 1024
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
 bare    1     default                206          4       1184       3134          0         12         16          0          0
-bare    1     right                  206          4        368       3090          0          2         15          0          0
+bare    1     right                  201          2        334       1855          0          2         15          0          0
 bare    1     left                   202          2        364       2918          0          2         15          0          0
 bare    1     auto                   190          4        352       3242          0          2         15          0          0
 bare    1     two_sided              347          7        534       3427          0          2         15          0          0
@@ -42,8 +42,8 @@ bare    1     int8_weights           227          4        389       3097       
 bare    1     no_masters             276         20        438       3139          0          2         15          0          0
 bare    1     share_basis            202          2        508        495          0          2          0          0          0
 bare    1     module_rules           330          5        492       3034          0          2         13          0          0
-zero2   1     right                  261          4        441       3084          0          3         16          2          0
-zero2   1     two_sided              405          7        609       3420          0          3         16          2          0
+zero2   1     right                  256          2        399       1827          0          2         15          2          0
+zero2   1     two_sided              400          5        566       2149          0          2         15          2          0
 zero2   1     int8_weights           282          4        462       3104          0          3         16          2          0
 zero2   1     basis_cache            340         59        521       3186          0          3         16          2          0
 zero2   1     activations            261          4        441       3083          0          3         16          2          0
@@ -51,7 +51,7 @@ zero2   1     fpdt                   261          4        441       3083       
 zero2   1     offload                926        431       1084       3801          2          4         17          2          2
 zero2   1     offload_adamw           43          9         43         43          2          2          2          2          2
 zero3   4     default                354         70        468       1657          1          5         10          3          1
-zero3   4     right                  354         70        439       1612          1          3          9          3          1
+zero3   4     right                  346         66        425       1161          1          3          8          3          1
 zero3   4     left                   309         47        391       1341          1          3          9          3          1
 zero3   4     auto                   315         49        400       1565          1          3          9          3          1
 zero3   4     two_sided              498         73        595       1819          1          3          9          3          1
@@ -66,7 +66,7 @@ zero3   4     int8_states            450         70        528       1728       
 zero3   4     int8_factored          480         70        554       1803          1          3          9          3          1
 zero3   4     bf16_states            428         70        510       1680          1          3          9          3          1
 zero3   4     no_masters             458         96        525       1698          1          3          9          3          1
-zero3   4     share_basis            290         20        623        552          1          5          2          3          1
+zero3   4     share_basis            288         20        515        551          1          4          2          3          1
 zero3   4     module_rules           466         47        647       1433          1          5          8          3          1
 zero3   4     basis_cache            393         89        481       1692          1          3          9          3          1
 zero3   4     activations            354         70        439       1612          1          3          9          3          1
