@@ -55,6 +55,7 @@ class ZeroStep:
         self._by_matrix = {p.matrix: p for p in in_order if p.matrix is not None}
         self._kinds = [_kind(p) for p in self._by_matrix.values()]
         self._dense = [p for p in in_order if p.matrix is None]
+        self._dense_counted = [p.gradient.shards.counted(self.shard_rank) for p in self._dense]
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self._all = [p.name for p in self.param_states]
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
@@ -122,11 +123,11 @@ class ZeroStep:
 
     def _dense_square_norms(self) -> Tensor:
         """Squared norms of the shards of the other gradients, in order; 0 for one that no backward has reached."""
-        there = [p for p in self._dense if p.gradient.reduced is not None]
-        gradients = [p.gradient for p in there]
-        own = [
-            g.reduced[g.shards.counted(self.shard_rank)] for g in gradients if g.reduced is not None
-        ]
+        there, own = [], []
+        for param_state, counted in zip(self._dense, self._dense_counted, strict=True):
+            if (reduced := param_state.gradient.reduced) is not None:
+                there.append(param_state)
+                own.append(reduced[counted])
         norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
         found = [torch.stack(norms).square_()] if norms else []
         found += self._host_square_norms()
