@@ -207,20 +207,23 @@ def normal_quantiles(device: torch.device) -> Tensor:
     return torch.cat((-half.flip(0), half)).float().to(device)
 
 
-def normals_reference(keys: Tensor, rows: int, columns: int) -> Tensor:
+def normals_reference(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
     """Torch twin of the kernel; see :func:`normals`."""
     table, count = normal_quantiles(keys.device), rows * columns
-    pairs = -(-count // 2)
+    # before: half of a pair is of the row above
+    first_pair, before = divmod(first_row * columns, 2)
+    pairs = -(-(before + count) // 2)
     out = torch.empty(len(keys), rows, columns, dtype=torch.float32, device=keys.device)
     members = max(1, _PAIRS // max(pairs, 1))
     flats = out.view(len(keys), count).split(members)
     for part, flat in zip(keys.split(members), flats, strict=True):
         for begin in range(0, pairs, _PAIRS):
-            index = counters(min(_PAIRS, pairs - begin), begin, keys.device)
+            index = counters(min(_PAIRS, pairs - begin), first_pair + begin, keys.device)
             halves = noise_bits(index, part).view(torch.int16).flatten()
             drawn = table.index_select(0, halves.int().bitwise_and_(0xFFFF)).view(len(part), -1)
-            target = flat[:, 2 * begin : 2 * begin + drawn.shape[1]]
-            target.copy_(drawn[:, : target.shape[1]])
+            skipped = before if begin == 0 else 0
+            target = flat[:, 2 * begin + skipped - before :][:, : drawn.shape[1] - skipped]
+            target.copy_(drawn[:, skipped : skipped + target.shape[1]])
     return out
 
 
@@ -255,38 +258,43 @@ if triton is not None:
             numel = tl.where(tl.load(active_ptr + member) != 0, numel, 0)
         return numel
 
-    @triton.jit
+    # Not specialised: another shard must not compile another kernel.
+    @triton.jit(do_not_specialize=["first_pair", "before"])
     def _normals_kernel(  # type: ignore[no-untyped-def]
-        keys_ptr, table_ptr, out_ptr, count, BLOCK_PAIRS: tl.constexpr
+        keys_ptr, table_ptr, out_ptr, count, first_pair, before, BLOCK_PAIRS: tl.constexpr
     ):
-        blocks = tl.cdiv(count, 2 * BLOCK_PAIRS)
+        blocks = tl.cdiv(before + count, 2 * BLOCK_PAIRS)
         member = (tl.program_id(0) // blocks).to(tl.int64)
         pair = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
         low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
-        bits = noise_bits_jit(pair, low, high)
+        bits = noise_bits_jit(first_pair + pair, low, high)
         even = tl.load(table_ptr + (bits & 0xFFFF).to(tl.int32))
         odd = tl.load(table_ptr + (bits >> 16).to(tl.int32))
-        position = tl.interleave(2 * pair, 2 * pair + 1)
+        position = tl.interleave(2 * pair, 2 * pair + 1) - before
         target = out_ptr + member * count + position
-        tl.store(target, tl.interleave(even, odd), mask=position < count)
+        tl.store(target, tl.interleave(even, odd), mask=(position >= 0) & (position < count))
 
     @on_its_device
-    def normals_triton(keys: Tensor, rows: int, columns: int) -> Tensor:
+    def normals_triton(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
         """Triton launcher; see :func:`normals`."""
         out = torch.empty(len(keys), rows, columns, dtype=torch.float32, device=keys.device)
         if out.numel() > 0:
-            grid = (len(keys) * triton.cdiv(rows * columns, 2 * _BLOCK_PAIRS),)
+            first_pair, before = divmod(first_row * columns, 2)
+            count = rows * columns
+            grid = (len(keys) * triton.cdiv(before + count, 2 * _BLOCK_PAIRS),)
             table = normal_quantiles(keys.device)
-            _normals_kernel[grid](keys, table, out, rows * columns, BLOCK_PAIRS=_BLOCK_PAIRS)
+            places = (count, first_pair, before)
+            _normals_kernel[grid](keys, table, out, *places, BLOCK_PAIRS=_BLOCK_PAIRS)
         return out
 
 
-def normals(keys: Tensor, rows: int, columns: int) -> Tensor:
+def normals(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
     """Standard normals of a stack of matrices, bit for bit the same on every device.
 
     Args:
         keys: B x 2, int32, contiguous: halves of each matrix' key, from :func:`step_keys`.
-        rows, columns: of a matrix, of at most 2^33 elements.
+        rows, columns: of a matrix, of at most 2^33 elements. first_row: of the whole matrix, where only ``rows`` of its
+            rows are drawn, the same as whole.
 
     Returns:
         B x rows x columns, fp32.
@@ -300,4 +308,4 @@ def normals(keys: Tensor, rows: int, columns: int) -> Tensor:
     ):  # of a dry run: the table is none of its tensors, and would outlive it
         return keys.new_empty((len(keys), rows, columns), dtype=torch.float32)
     draw = normals_triton if keys.is_cuda and triton is not None else normals_reference
-    return draw(keys, rows, columns)
+    return draw(keys, rows, columns, first_row)

@@ -173,7 +173,7 @@ CASES = [
     fixed(
         "normals",
         noise._normals_kernel,
-        "*i32 *fp32 *fp32 i32",
+        "*i32 *fp32 *fp32 i32 i32 i32",
         {"BLOCK_PAIRS": noise._BLOCK_PAIRS},
     ),
     *(

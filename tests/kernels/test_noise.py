@@ -118,6 +118,19 @@ def test_a_stack_is_its_matrices(shape, monkeypatch):
     assert torch.equal(drawn, normals(keys(members), rows, columns))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pairs", [1 << 15, 16])
+def test_some_rows_are_those_of_the_whole(shape, pairs, monkeypatch):
+    members, rows, columns = shape
+    monkeypatch.setattr(noise, "_PAIRS", pairs)
+    whole = normals(keys(members), rows, columns)
+    for begin in {0, min(1, rows), rows // 2, max(rows - 1, 0), rows}:
+        drawn = normals(keys(members), rows - begin, columns, begin)
+        assert torch.equal(drawn, whole[:, begin:])
+        one = normals(keys(members), 1, columns, begin)
+        assert torch.equal(one[:, : rows - begin], whole[:, begin : begin + 1])
+
+
 def test_elements_are_halves_of_hashes():
     table, index = normal_quantiles(CPU), torch.arange(3, dtype=torch.int32)
     halves = host_step_key(bases(1)[0].item(), 9, Stream.PROBES)
@@ -139,8 +152,10 @@ def check_kernel(device="cpu"):
     for members, rows, columns in SHAPES:
         made = step_keys(bases(members).to(device), torch.tensor(3, device=device), Stream.PROBES)
         assert torch.equal(made.cpu(), keys(members, 3))
-        drawn = noise.normals_triton(made, rows, columns)
-        assert torch.equal(drawn.cpu(), normals_reference(keys(members, 3), rows, columns))
+        for first in (0, 7):
+            drawn = noise.normals_triton(made, rows, columns, first)
+            expected = normals_reference(keys(members, 3), rows, columns, first)
+            assert torch.equal(drawn.cpu(), expected)
 
 
 def test_kernel():

@@ -5,6 +5,9 @@ Shapes: G is m x n, a basis Q is n x r with orthonormal columns, probe columns a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from hmt_deepspeed.kernels.noise import base_key, normals
 from hmt_deepspeed.kernels.precision import fp32_products
 
 __all__ = [
+    "HeldRows",
     "keyed_generator",
     "orthonormal",
     "probe_columns",
@@ -51,8 +55,24 @@ def random_bases(n: int, rank: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+class HeldRows(NamedTuple):
+    """Rows of bases that this process holds, where others hold the rest.
+
+    Attributes:
+        begin: the first of them. most: of any holder. n: of whole bases. sum: adds up what all holders have, in
+            place; all call it in the same order.
+    """
+
+    begin: int
+    most: int
+    n: int
+    sum: Callable[[Tensor], object]
+
+
 @fp32_products()
-def probe_columns(basis: Tensor, num_probes: int, keys: Tensor) -> Tensor:
+def probe_columns(
+    basis: Tensor, num_probes: int, keys: Tensor, held: HeldRows | None = None
+) -> Tensor:
     """Orthonormal columns, random in the complement of each basis of a stack, without a wait for the device.
 
     Every direction outside the basis is drawn with the same probability, hence
@@ -62,45 +82,68 @@ def probe_columns(basis: Tensor, num_probes: int, keys: Tensor) -> Tensor:
     Args:
         basis: B x n x r, fp32 or 16 bits, any strides.
         keys: B x 2, int32: of :func:`hmt_deepspeed.kernels.noise.step_keys`.
+        held: the rows that ``basis`` has; None for all n.
 
     Returns:
-        B x n x k, fp32.
+        B x n x k, fp32, or the held rows of it: up to rounding the same.
 
     Raises:
         ValueError: more columns asked for than the complement has.
     """
-    _, n, rank = basis.shape
+    members, rows, rank = basis.shape
+    if held is None:
+        held = HeldRows(0, rows, rows, _keep)
+    n = held.n
     if num_probes > n - rank:
         raise ValueError(
             f"{num_probes} probes do not fit into a complement of {n - rank} dimensions"
         )
-    gaussian = normals(keys, n, num_probes)
-    together = max(1, _WIDENED[basis.is_cuda] // max(n * rank, 1))
-    parts = zip(basis.split(together), gaussian.split(together), strict=True)
-    probes = [_completed(part, drawn) for part, drawn in parts]
-    return probes[0] if len(probes) == 1 else torch.cat(probes)
+    together = max(1, _WIDENED[basis.is_cuda] // max(held.most * rank, 1))  # alike at all holders
+    probes = basis.new_empty((members, rows, num_probes), dtype=torch.float32)
+    parts = zip(basis.split(together), keys.split(together), probes.split(together), strict=True)
+    for part, own_keys, out in parts:
+        gaussian = normals(own_keys, rows, num_probes, held.begin)
+        out.copy_(_completed(part, gaussian, 2 * num_probes > n - rank, held.sum))
+    return probes
 
 
-def _completed(basis: Tensor, columns: Tensor) -> Tensor:
-    """Orthonormal columns that Gaussian ones, which are overwritten, span outside the bases."""
-    (_, n, rank), num_probes, wide = basis.shape, columns.shape[2], basis
+def _keep(whole: Tensor) -> None:
+    """All rows are here."""
+
+
+def _completed(
+    basis: Tensor, columns: Tensor, crowded: bool, sums: Callable[[Tensor], object]
+) -> Tensor:
+    """Orthonormal columns that Gaussian ones, which are overwritten, span outside the bases.
+
+    Args:
+        crowded: more columns than half of what the complement has: some combination may be all but missing.
+        sums: as of :class:`HeldRows`.
+    """
+    wide = basis
     if basis.dtype != torch.float32:
         wide = scratch_like(basis, torch.float32).copy_(basis)
     # A 16-bit basis is orthonormal to three digits only: a second pass removes what the first left.
     for _ in range(1 if wide is basis else 2):
-        _leave(columns, wide)
-    if 2 * num_probes > n - rank:
-        # More columns than half of what the complement has: some combination may be all but missing. A shift keeps
-        # Cholesky from failing and makes the columns better conditioned by a factor of 300 instead of
+        _leave(columns, wide, sums)
+    if crowded:
+        # A shift keeps Cholesky from failing and makes the columns better conditioned by a factor of 300 instead of
         # orthonormal (shifted Cholesky-QR, 1809.11085), twice; what that enlarges of the basis is taken out.
         for _ in range(2):
-            gram = columns.mT @ columns
+            gram = _product(columns, columns, sums)
             diagonal = gram.diagonal(dim1=1, dim2=2)
             diagonal += 1e-5 * diagonal.mean(dim=1, keepdim=True)
             columns = _whitened(columns, gram)
-            _leave(columns, wide)
+            _leave(columns, wide, sums)
     # Cholesky-QR of well-conditioned columns, as thin Gaussians are, is exact to rounding.
-    return _whitened(columns, columns.mT @ columns)
+    return _whitened(columns, _product(columns, columns, sums))
+
+
+def _product(left: Tensor, right: Tensor, sums: Callable[[Tensor], object]) -> Tensor:
+    """``L^T R`` over all rows."""
+    product = left.mT @ right
+    sums(product)
+    return product
 
 
 def _whitened(columns: Tensor, gram: Tensor) -> Tensor:
@@ -109,9 +152,9 @@ def _whitened(columns: Tensor, gram: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
 
 
-def _leave(columns: Tensor, basis: Tensor) -> None:
+def _leave(columns: Tensor, basis: Tensor, sums: Callable[[Tensor], object]) -> None:
     """``P <- (I - Q Q^T) P`` in place."""
-    columns.baddbmm_(basis, basis.mT @ columns, alpha=-1)
+    columns.baddbmm_(basis, _product(basis, columns, sums), alpha=-1)
 
 
 @fp32_products()

@@ -113,6 +113,11 @@ class Change(NamedTuple):
     scale: Tensor
     beside: ScaledRows | None = None
 
+    def part(self, begin: int, end: int) -> Change:
+        """Of some of the weights."""
+        beside = None if self.beside is None else self.beside.part(slice(begin, end))
+        return Change(self.update[begin:end], self.scale[begin:end], beside)
+
     def whole(self, member: int, projection: Tensor | None) -> Tensor:
         """All that is subtracted from one weight without the learning rate, rows x n fp32.
 
@@ -161,14 +166,9 @@ class Stack(ABC):
         other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
         return other
 
-    def parts(self: _S, most: int, members: int | None = None) -> list[_S]:
-        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time.
-
-        Args:
-            members: of a part at most; None for no limit.
-        """
+    def parts(self: _S, most: int) -> list[_S]:
+        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time."""
         each = max(1, most // max(1, self.first.num_rows * self.alive_width))
-        each = min(each, members or each)
         if each not in self._cut:
             starts = range(0, len(self.members), each)
             self._cut[each] = [self.part(b, min(b + each, len(self.members))) for b in starts]

@@ -52,8 +52,9 @@ class CacheRoom:
     """``hmt.basis_cache``.
 
     Attributes:
-        prefetch: bases on their way to the device. together: matrices whose bases are in use at once, as far as their
-            gradients have ``elements`` together. old_moments: bases left whose moments each matrix keeps.
+        prefetch: bases on their way to the device. together: bytes of bases that are in use at once, if not those of
+            one matrix are more. elements: of the gradients of matrices that step together. old_moments: bases left whose
+            moments each matrix keeps.
         old_bases: whether a wider basis is kept.
         staging: page-locked bytes for what is on its way. slab: the others are page-locked by so many.
     """
@@ -196,8 +197,8 @@ def cached_bases(
     if not pages:
         return CachedBases()
     alone = is_offloaded and (mode.master_weights == "fp32" or itemsize == FP32)
-    matrices = _in_order(shape, mode, sharding, itemsize, 1 if alone else room.together, room)
-    fetched, gathered, resting = _passing_bytes(matrices, room)
+    matrices = _in_order(shape, mode, sharding, itemsize, room)
+    fetched, gathered, resting = _passing_bytes(matrices, room, alone)
     part = min(1.0, room.max_bytes / pages)
     held = max(part * first_pages, part * pages + old + _pages(largest))
     slab = min(room.slab, room.max_bytes)
@@ -231,7 +232,6 @@ def _in_order(
     mode: OptimizerMode,
     sharding: Sharding,
     itemsize: int,
-    together: int,
     room: CacheRoom,
 ) -> list[_Matrix]:
     """All matrices of a model with a basis, those of a layer behind those of the layer before."""
@@ -254,7 +254,7 @@ def _in_order(
             _Matrix(
                 (name, len(of_name) + number),
                 (parameter.shape, width),
-                max(1, min(together, room.elements // (held * width))),
+                max(1, room.elements // (held * width)),
                 rows,
                 0 if whole == rows else whole,
             )
@@ -268,14 +268,18 @@ def _in_order(
     return [matrix for _, matrix in sorted(placed, key=itemgetter(0))]
 
 
-def _passing_bytes(matrices: Sequence[_Matrix], room: CacheRoom) -> tuple[int, int, int]:
+def _passing_bytes(
+    matrices: Sequence[_Matrix], room: CacheRoom, alone: bool
+) -> tuple[int, int, int]:
     """Most bytes of bases on the device: from host memory, gathered there, and those between two steps, where one is in
     use.
 
-    While probes are drawn those in use follow one another, while weights are updated they are of matrices alike.
+    While probes are drawn those in use follow one another, of those in parts the rows held here. While weights are
+    updated they are whole, of matrices alike or of one that is updated ``alone``.
     """
     owners = list({matrix.basis: matrix for matrix in matrices}.values())
-    draws = [owners[i : i + room.together] for i in range(0, len(owners), room.together)]
+    held = [matrix._replace(whole=0) for matrix in owners]
+    draws = _runs(held, room.together)
     stacks: dict[Hashable, list[int]] = defaultdict(list)
     for place, matrix in enumerate(matrices):
         stacks[matrix.alike].append(place)
@@ -284,10 +288,28 @@ def _passing_bytes(matrices: Sequence[_Matrix], room: CacheRoom) -> tuple[int, i
         for places in stacks.values()
         for begin in range(0, len(places), matrices[places[0]].most)
     )
-    updates = [[matrices[place] for place in part] for part in parts]
+    updates = [
+        run for part in parts for run in _runs([matrices[place] for place in part], room.together)
+    ]
+    if alone:
+        updates = [[matrix] for matrix in matrices]
     of_draws, of_updates = (_most_in_use(each, room.prefetch) for each in (draws, updates))
-    one_by_one, _ = _most_in_use([[matrix] for matrix in owners], room.prefetch)
+    one_by_one, _ = _most_in_use([[matrix] for matrix in held], room.prefetch)
     return max(of_draws[0], of_updates[0]), max(of_draws[1], of_updates[1]), one_by_one
+
+
+def _runs(matrices: Sequence[_Matrix], most: int) -> list[list[_Matrix]]:
+    """Matrices in their order, cut where the whole bases would be more than ``most`` bytes."""
+    runs: list[list[_Matrix]] = []
+    bases: dict[Hashable, int] = {}
+    for matrix in matrices:
+        whole = matrix.whole or matrix.rows
+        if not runs or (matrix.basis not in bases and sum(bases.values()) + whole > most):
+            runs.append([])
+            bases.clear()
+        bases[matrix.basis] = whole
+        runs[-1].append(matrix)
+    return runs
 
 
 def _most_in_use(parts: Sequence[Sequence[_Matrix]], prefetch: int) -> tuple[int, int]:

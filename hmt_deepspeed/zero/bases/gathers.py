@@ -19,7 +19,7 @@ from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
 
 __all__ = ["BLOCK_BYTES", "NUM_BLOCKS", "GatherAhead"]
 
-BLOCK_BYTES = 2**25  # whole rows of one collective, unless those of a single key are more
+BLOCK_BYTES = 2**26  # whole rows of one collective, unless those of a single key are more
 NUM_BLOCKS = 2  # collectives whose results wait or are on their way: the one in use and the next
 
 Key = TypeVar("Key")
@@ -31,27 +31,30 @@ class _Coming(Generic[Key]):
 
     Attributes:
         passed: keys before it that were not gathered when it was launched.
-        begin: its first element in each rank's part. shape: of a rank's rows.
-        stale: its rows have changed since.
+        place: of its whole rows in the block. stale: its rows have changed since.
     """
 
     key: Key
     passed: list[Key]
-    begin: int
-    shape: torch.Size
+    place: int
     stale: bool = False
 
 
 class _Block(Generic[Key]):
-    """One collective: the rows of ``coming``, one after another, of each rank."""
+    """One collective: the rows of ``coming``, those of one shape side by side, of each rank."""
 
     def __init__(
         self, coming: Iterable[_Coming[Key]], parts: list[Tensor], collectives: Collectives
     ) -> None:
         self.coming, self._world = deque(coming), collectives.world
-        flat = [part.reshape(-1) for part in parts]
+        alike: dict[torch.Size, list[int]] = {}
+        for place, part in enumerate(parts):
+            alike.setdefault(part.shape, []).append(place)
+        self._alike = alike
+        flat = [parts[place].reshape(-1) for places in alike.values() for place in places]
         self._part = flat[0] if len(flat) == 1 else torch.cat(flat)  # kept until it is sent
-        self._packed = self._part.new_empty(self._world * self._part.numel())
+        self._packed: Tensor | None = self._part.new_empty(self._world * self._part.numel())
+        self._wholes: dict[int, Tensor] = {}
         self._work: Work | None = collectives.all_gather(self._packed, self._part)
 
     def wait(self) -> None:
@@ -62,10 +65,21 @@ class _Block(Generic[Key]):
     def whole(self, coming: _Coming[Key]) -> Tensor:
         """Whole rows of a key, contiguous."""
         self.wait()
-        rows, width = coming.shape
-        of_ranks = self._packed.view(self._world, -1)
-        own = of_ranks[:, coming.begin : coming.begin + rows * width]
-        return own.reshape(self._world * rows, width)
+        if self._packed is not None:
+            self._unpack(self._packed.view(self._world, -1))
+            self._packed = None
+        return self._wholes.pop(coming.place)
+
+    def _unpack(self, of_ranks: Tensor) -> None:
+        """The rows of a key one below the other, in one copy for all keys of a shape."""
+        begin = 0
+        for (rows, width), places in self._alike.items():
+            end = begin + len(places) * rows * width
+            parts = of_ranks[:, begin:end].view(self._world, len(places), rows, width)
+            wholes = parts.transpose(0, 1).reshape(len(places), self._world * rows, width)
+            # as data, for each to count its own versions
+            self._wholes |= {p: one.data for p, one in zip(places, wholes.unbind(), strict=True)}
+            begin = end
 
 
 class GatherAhead(Generic[Key]):
@@ -133,7 +147,7 @@ class GatherAhead(Generic[Key]):
         if whole is None:
             rows = self._rows(key)
             assert rows is not None, "taken, but not held by rows"
-            alone = _Coming(key, [], 0, rows.shape)
+            alone = _Coming(key, [], 0)
             whole = _Block([alone], [rows], self._collectives).whole(alone)
         self._taken.append(key)
         self._launch()
@@ -166,7 +180,7 @@ class GatherAhead(Generic[Key]):
         """The next expected keys that fit one collective, and their rows."""
         coming: list[_Coming[Key]] = []
         parts: list[Tensor] = []
-        begin = 0
+        numel = 0
         while self._place < len(self._order):
             key = self._order[self._place]
             rows = self._rows(key) if self._brought is None else self._brought
@@ -174,12 +188,12 @@ class GatherAhead(Generic[Key]):
             if rows is None:
                 self._passed.append(key)
             else:
-                size = (begin + rows.numel()) * rows.element_size() * self._collectives.world
+                size = (numel + rows.numel()) * rows.element_size() * self._collectives.world
                 if parts and (size > BLOCK_BYTES or rows.dtype != parts[0].dtype):
                     self._brought = rows
                     break
-                coming.append(_Coming(key, self._passed, begin, rows.shape))
+                coming.append(_Coming(key, self._passed, len(parts)))
                 parts.append(rows)
-                begin, self._passed = begin + rows.numel(), []
+                numel, self._passed = numel + rows.numel(), []
             self._place += 1
         return coming, parts

@@ -16,7 +16,7 @@ from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.moment_history import SavedHistory
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
-from hmt_deepspeed.zero.bases.storage import MOST_WHOLE, BasisStorage
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -51,7 +51,7 @@ class BasisGroups:
         self.low_rank, self.schedule, self.bases, self.shared = low_rank, schedule, bases, shared
         self._refresh, self._collectives = refresh, collectives
         self._options, self._warn = options, warn
-        self._draws, self._numbers = ProbeDraws(), StepNumbers()
+        self._draws, self._numbers = ProbeDraws(bases.held_rows), StepNumbers()
         self._matrices = [p.matrix for p in low_rank if p.matrix is not None]
         self.form()
 
@@ -100,17 +100,21 @@ class BasisGroups:
         self.bases.will_use(None)
 
     def _draw_probes(self, step: int) -> None:
-        """Probe columns of the coming step; of bases that are stored away a few at a time."""
+        """Probe columns of the coming step; of bases in host memory a few at a time."""
         if not self.bases.stores:
             if self._matrices:
                 number = self._numbers.step(step, self._matrices[0].device)
                 self._draws.draw(self._matrices, number)
             return
         owners = [p for p in self.low_rank if _owns_basis(p)]
-        for begin in range(0, len(owners), MOST_WHOLE):
-            some = owners[begin : begin + MOST_WHOLE]
-            with self.bases.all_whole(some):
-                ProbeDraws().draw((p.matrix for p in some if p.matrix is not None), step)
+        for begin, end in self.bases.runs(owners, whole=False):
+            some = owners[begin:end]
+            with self.bases.all_present(some):
+                matrices = [p.matrix for p in some if p.matrix is not None]
+                number = self._numbers.step(step, matrices[0].device)
+                away = self.bases.cache is not None
+                draws = ProbeDraws(self.bases.held_rows) if away else self._draws
+                draws.draw(matrices, number)
 
     def _due(self, step: int) -> set[int]:
         """Matrices that refresh in the coming step."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.optim.backward.projected_linear import InputGroup
+from hmt_deepspeed.optim.bases.basis import HeldRows
 from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.zero.bases.gathers import GatherAhead
@@ -27,9 +28,9 @@ from hmt_deepspeed.zero.sharding.collectives import Collectives
 
 __all__ = ["MOST_WHOLE", "BasisStorage"]
 
-# Matrices whose bases are whole on the device at once where they are stored elsewhere: while their probes are drawn,
-# and while their weights are updated together.
-MOST_WHOLE = 8
+# Bytes of bases that the device has at once of what is stored elsewhere, unless those of one matrix are more: while
+# their probes are drawn, and, whole, while their weights are updated together.
+MOST_WHOLE = 2**27
 
 
 class BasisStorage:
@@ -186,12 +187,17 @@ class BasisStorage:
 
     def _own_rows(self, whole: Tensor) -> Tensor:
         n, width = whole.shape
-        rows = -(-n // self.collectives.world)
-        begin = min(self.collectives.rank * rows, n)
-        own = whole.new_zeros(rows, width)
-        part = whole[begin : begin + rows]
+        held = self.held_rows(n)
+        own = whole.new_zeros(held.most, width)
+        part = whole[held.begin : held.begin + held.most]
         own[: part.shape[0]].copy_(part)
         return own
+
+    def held_rows(self, n: int) -> HeldRows:
+        """The rows of bases of n that this rank holds."""
+        most = -(-n // self.collectives.world)
+        begin = min(self.collectives.rank * most, n)
+        return HeldRows(begin, most, n, self.collectives.all_reduce)
 
     def restore(self, param_state: ParamState) -> None:
         """Make the matrix's projection whole again, on the device."""
@@ -223,6 +229,44 @@ class BasisStorage:
         if self.cache is not None:
             self.cache.drop(columns.owner)
 
+    def runs(
+        self, param_states: Sequence[ParamState], whole: bool = True
+    ) -> Iterator[tuple[int, int]]:
+        """Half-open ranges of matrices whose projections may be on the device at once; equal on all ranks.
+
+        Args:
+            whole: all of each, also of those that ranks hold rows of.
+        """
+        if not self.stores:
+            yield 0, len(param_states)
+            return
+        begin = size = 0
+        owners = set[str]()
+        for place, param_state in enumerate(param_states):
+            owner, nbytes = self._brought(param_state, whole)
+            if owner in owners:
+                continue
+            if owners and size + nbytes > MOST_WHOLE:
+                yield begin, place
+                begin, size = place, 0
+                owners.clear()
+            owners.add(owner)
+            size += nbytes
+        if param_states:
+            yield begin, len(param_states)
+
+    def _brought(self, param_state: ParamState, whole: bool) -> tuple[str, int]:
+        """Owner and bytes of what the device has of a matrix's projection for the time of its use alone."""
+        matrix = param_state.matrix
+        if not isinstance(matrix, ProjectedMatrix) or matrix.takes_whole:
+            return param_state.name, 0
+        by_rows = self.holds_rows(param_state)
+        if self.cache is None and not (whole and (by_rows or matrix.redraws)):
+            return matrix.columns.owner, 0
+        n = matrix.shape[1]
+        rows = self.held_rows(n).most if by_rows and not whole else n
+        return matrix.columns.owner, rows * matrix.width * matrix.dtype.itemsize
+
     @contextmanager
     def whole(self, param_state: ParamState) -> Iterator[None]:
         """Have the matrix's projection whole on the device during the block, which may replace it."""
@@ -230,11 +274,47 @@ class BasisStorage:
             yield
 
     @contextmanager
+    def all_present(self, param_states: Sequence[ParamState]) -> Iterator[None]:
+        """Have on the device during the block, which writes to them, the projections of matrices that are whole on every
+        rank, and the rows held here of others; moves nothing between ranks.
+
+        Args:
+            param_states: those of a range of :meth:`runs`, not ``whole``.
+        """
+        cache = self.cache
+        if cache is None:
+            for param_state in param_states:
+                self.store(param_state)  # what is whole as yet
+            yield
+            return
+        matrices = ((p, p.matrix) for p in param_states)
+        found = [(p, m.columns) for p, m in matrices if isinstance(m, ProjectedMatrix)]
+        with cache.together({columns.owner for _, columns in found}):
+            for param_state, columns in found:
+                whole = columns.whole
+                if not self.holds_rows(param_state):
+                    self.restore(param_state)
+                elif columns.local is not None:
+                    columns.local = self._present_rows(columns)
+                elif whole is not None:  # as yet
+                    columns.local, columns.whole = self._own_rows(whole), whole[:0].clone()
+                    self._drop(columns)
+            try:
+                yield
+            finally:
+                for param_state, columns in found:
+                    rows = columns.local
+                    if rows is None:
+                        self.store(param_state)
+                    elif not rows.is_meta and cache.put(columns.owner, rows):
+                        columns.local = torch.empty_like(rows, device="meta")
+
+    @contextmanager
     def all_whole(self, param_states: Sequence[ParamState]) -> Iterator[None]:
         """The same of several matrices, in their order; a collective, like :meth:`restore`.
 
         Args:
-            param_states: at most :data:`MOST_WHOLE`, or all that there are no bases of elsewhere.
+            param_states: those of a range of :meth:`runs`.
         """
         if not self.stores:
             yield

@@ -44,6 +44,15 @@ class Part:
     def transposed(self) -> bool:
         return self.stack.first.transposed
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the host updates their weights."""
+        return isinstance(self.members[0].weight, HostWeight)
+
+    def part(self, begin: int, end: int) -> Part:
+        """Some of them."""
+        return Part(self.stack.part(begin, end), self.members[begin:end], self.counted)
+
 
 class MatrixUpdates:
     """Updates of one step.
@@ -76,13 +85,15 @@ class MatrixUpdates:
         ):
             self._apply_whole(part, change)
             return
-        with self.bases.all_whole(part.members):
-            projections = part.stack.update_columns(change)
-            by_rows = first.by_rows and not part.transposed
-            if self.sharded and not by_rows and change.beside is None:
-                self._send(part, change, projections)
-            else:
-                self._apply_factors(part, change, projections)
+        by_rows = first.by_rows and not part.transposed
+        for begin, end in self.bases.runs(part.members):
+            some, own = part.part(begin, end), change.part(begin, end)
+            with self.bases.all_whole(some.members):
+                projections = some.stack.update_columns(own)
+                if self.sharded and not by_rows and change.beside is None:
+                    self._send(some, own, projections)
+                else:
+                    self._apply_factors(some, own, projections)
 
     def _send(self, part: Part, change: Change, projections: Sequence[Tensor]) -> None:
         """The low-rank update travels: every rank needs all of it for its own rows of the weight."""

@@ -12,12 +12,11 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import device_table
+from hmt_deepspeed.kernels.launching import device_table, upload
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.rules.dense import DenseKeys, SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Stacks
-from hmt_deepspeed.zero.bases.storage import MOST_WHOLE
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stacks
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates, Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
@@ -80,12 +79,12 @@ class ZeroStep:
         return bad
 
     def _host_square_norms(self) -> list[Tensor]:
-        """Squared norms of the gradients in host memory, in order, as views of one device tensor."""
+        """Squared norms of the gradients in host memory, in order; no tensor where there are none."""
         hosts = [p.gradient.host for p in self.param_states if p.gradient.host is not None]
         if not hosts:
             return []
-        squares = torch.stack([host.square_norm() for host in hosts]).to(self._device)
-        return list(squares.split(1))
+        squares = torch.stack([host.square_norm() for host in hosts]).tolist()
+        return [upload(squares, torch.float32, self._device)]
 
     @fp32_products()
     def decide(
@@ -146,10 +145,10 @@ class ZeroStep:
     # -- stacks -----------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """The matrices as they step together; of bases that are stored away a few are whole at once."""
-        found, members = [], MOST_WHOLE if self.bases.stores else None
+        """The matrices as they step together."""
+        found = []
         for stack in self._stacks.of(list(self._by_matrix), self._kinds):
-            for part in stack.parts(MOST_ALIVE, members):
+            for part in stack.parts(MOST_ALIVE):
                 param_states = [self._by_matrix[matrix] for matrix in part.members]
                 counted = param_states[0].gradient.shards.counted(self.shard_rank)
                 found.append(Part(part, param_states, counted))
@@ -169,7 +168,8 @@ class ZeroStep:
     def _portions(self, parts: Sequence[Part]) -> Iterator[list[Part | ParamState]]:
         """What is updated, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
 
-        That of a matrix at full rank is as large as its weight.
+        That of a matrix at full rank is as large as its weight. What the host updates is one portion:
+        it takes weight by weight in the order of use, whichever stacks they are of.
         """
         units: list[tuple[int, Part | ParamState]] = [
             (self._places[p.name], p) for p in self._dense
@@ -180,7 +180,7 @@ class ZeroStep:
         alive = 0
         for _, unit in sorted(units, key=itemgetter(0)):
             size = 0
-            if isinstance(unit, Part):
+            if isinstance(unit, Part) and not unit.on_host:
                 rows = unit.members[0].gradient.shards.max_rows  # equal on all ranks
                 size = rows * unit.stack.alive_width * len(unit.members)
             if portion and alive + size > most:
@@ -189,6 +189,22 @@ class ZeroStep:
             portion.append(unit)
             alive += size
         yield portion
+
+    def _uses(
+        self, portion: Sequence[Part | ParamState]
+    ) -> list[tuple[Part | ParamState, int, int]]:
+        """What is updated by order of use, and which members of a part: all, or one that the host updates."""
+        found: list[tuple[int, tuple[Part | ParamState, int, int]]] = []
+        for unit in portion:
+            if isinstance(unit, ParamState):
+                found.append((self._places[unit.name], (unit, 0, 1)))
+                continue
+            size = len(unit.members)
+            each = 1 if unit.on_host else size
+            for begin in range(0, size, each):
+                place = self._places[unit.members[begin].name]
+                found.append((place, (unit, begin, begin + each)))
+        return [use for _, use in sorted(found, key=itemgetter(0))]
 
     # -- update -----------------------------------------------------------------------------------
 
@@ -207,23 +223,29 @@ class ZeroStep:
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
         gather = GatherPipeline(self.collectives, self.settings.gather_elements)
         portions = list(self._portions(parts))
-        units = [unit for portion in portions for unit in portion if isinstance(unit, Part)]
-        self.bases.will_use(param_state for part in units for param_state in part.members)
+        uses = [self._uses(portion) for portion in portions]
+        self.bases.will_use(
+            param_state
+            for order in uses
+            for unit, begin, end in order
+            if isinstance(unit, Part)
+            for param_state in unit.members[begin:end]
+        )
         updates = MatrixUpdates(
             self._zero, gather, self._gather_weight, self._hyper, self._numbers, step_count
         )
         on_device = [p for p in self._dense if p.host is None]
         self._step_dense(on_device, factor, taken, step_count)
-        for portion in portions:
+        for portion, order in zip(portions, uses, strict=True):
             found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
-            for unit in portion:
+            for unit, begin, end in order:
                 if isinstance(unit, Part):
-                    update, sums = found.pop(unit)
-                    each = factor.repeat(len(unit.members))
-                    updates.apply(unit, unit.stack.finish(update, sums, each))
-                    unit.stack.free()
-                    for param_state in unit.members:
+                    updates.apply(unit.part(begin, end), found[unit].part(begin, end))
+                    for param_state in unit.members[begin:end]:
                         param_state.gradient.clear()
+                    if end == len(unit.members):
+                        del found[unit]
+                        unit.stack.free()
                     continue
                 if unit.host is not None:
                     unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
@@ -235,8 +257,8 @@ class ZeroStep:
 
     def _advance(
         self, parts: Sequence[Part], factor: Tensor, step_count: int
-    ) -> dict[Part, tuple[Tensor, Tensor]]:
-        """Steps of the states of parts of stacks: of each its update and its sums over all rows."""
+    ) -> dict[Part, Change]:
+        """Steps of the states of parts of stacks: what each changes of its weights."""
         found: dict[Part, tuple[Tensor, Tensor]] = {}
         for part in parts:
             hyper, gradients = part.members[0].hyper(), part.gradients()
@@ -261,7 +283,10 @@ class ZeroStep:
             for part, sums in zip(limited, total.split(lengths), strict=True):
                 update, own = found[part]
                 found[part] = update, sums.view_as(own)
-        return found
+        return {
+            part: part.stack.finish(update, sums, factor.repeat(len(part.members)))
+            for part, (update, sums) in found.items()
+        }
 
     def _step_dense(
         self, dense: Sequence[ParamState], factor: Tensor, taken: Tensor | None, step_count: int
@@ -354,7 +379,5 @@ class ZeroStep:
 
 def _kind(param_state: ParamState) -> Hashable:
     """Equal for parameters whose matrices may be in one stack."""
-    if isinstance(param_state.weight, HostWeight):
-        return param_state.name  # alone: updated in the order in which they are needed
     group = id(param_state.group), param_state.assignment.lr_scale
     return *group, param_state.weight.together

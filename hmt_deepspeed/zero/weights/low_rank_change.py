@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows, low_rank_product
@@ -76,12 +75,10 @@ class LowRankChange:
         return self.host_key(first + place)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Of a weight alone, the scale applied: left and right factor."""
+        """Of a weight alone, the scale applied: left and right factor. Uses the update up."""
         update = self.update[0].float()
-        update = torch.cat(
-            (update[:, : self.rank] * self.scale[0, 0], update[:, self.rank :] * self.scale[0, 1]),
-            1,
-        )
+        update[:, : self.rank] *= self.scale[0, 0]
+        update[:, self.rank :] *= self.scale[0, 1]
         return (self.projections[0], update) if self.transposed else (update, self.projections[0])
 
     def whole(self) -> Tensor:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from hmt_deepspeed.kernels.noise import Stream, base_key, base_keys, normals, step_keys
 from hmt_deepspeed.optim.bases import basis as module
 from hmt_deepspeed.optim.bases.basis import (
+    HeldRows,
     keyed_generator,
     probe_columns,
     random_basis,
@@ -134,6 +137,34 @@ def test_members_of_a_stack_are_drawn_alike_in_parts(monkeypatch):
     whole = probe_columns(basis, 8, keys(2, 5))
     monkeypatch.setitem(module._WIDENED, False, 2 * 48 * 16)
     torch.testing.assert_close(probe_columns(basis, 8, keys(2, 5)), whole, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("holders", [2, 4])
+@pytest.mark.parametrize(("n", "num_probes"), [(48, 8), (50, 30), (5, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_holders_of_rows_draw_theirs_of_the_same_probes(holders, n, num_probes, dtype, monkeypatch):
+    """In parts of two matrices; of 5 rows the last of 4 holders has none."""
+    rank = min(16, n - num_probes)
+    basis = random_basis(n, rank, keys(1, 5)).to(dtype)
+    whole = probe_columns(basis, num_probes, keys(2, 5))
+    most, parts = -(-n // holders), [torch.empty(0)] * holders
+    monkeypatch.setitem(module._WIDENED, False, 2 * most * rank)
+    meet = threading.Barrier(holders, timeout=600)
+
+    def draw(holder):
+        def add_up(product):
+            parts[holder] = product.clone()
+            meet.wait()
+            product.copy_(torch.stack(parts).sum(0))
+            meet.wait()
+
+        begin = min(holder * most, n)
+        held = HeldRows(begin, most, n, add_up)
+        return probe_columns(basis[:, begin : begin + most], num_probes, keys(2, 5), held)
+
+    with ThreadPoolExecutor(holders) as pool:
+        drawn = torch.cat(list(pool.map(draw, range(holders))), dim=1)
+    torch.testing.assert_close(drawn, whole, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("num_probes", [4, 9])

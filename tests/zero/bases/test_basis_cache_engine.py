@@ -14,6 +14,7 @@ from training import LOW_RANK, train
 
 from hmt_deepspeed.memory import basis_cache as memory_cache
 from hmt_deepspeed.zero.bases import cache as basis_cache
+from hmt_deepspeed.zero.bases import storage
 from hmt_deepspeed.zero.engine import resolve as engine_settings
 
 CACHE: dict[str, Any] = {}
@@ -80,10 +81,14 @@ class AliveBytes:
         return tensor
 
 
+LARGEST = 77 * (8 + 8) * 4  # [Q | P] of down_proj in fp32
+DRAWN = (7 * 40 + 77) * (8 + 8) * 4  # of the first eight matrices, whose probes are drawn together
+
+
 def measured() -> dict[str, Any]:
     """Ordinary steps at a fixed rank, after every basis was found."""
     mode = {"rank": 8, "update_interval": 100, "max_full_gradient_bytes": 10**6}
-    basis_cache._STAGING = STAGING
+    basis_cache._STAGING, storage.MOST_WHOLE = STAGING, DRAWN
     found: dict[str, Any] = {}
     for name, prefetch, room in (
         ("none", 2, 2**20),
@@ -108,10 +113,6 @@ def measured() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def numbers(ranks: Ranks) -> dict[str, Any]:
     return ranks.run(measured, 1)[0]
-
-
-LARGEST = 77 * (8 + 8) * 4  # [Q | P] of down_proj in fp32
-DRAWN = (7 * 40 + 77) * (8 + 8) * 4  # of the first eight matrices, whose probes are drawn together
 
 
 def test_of_all_bases_the_device_holds_those_in_use_and_on_their_way(

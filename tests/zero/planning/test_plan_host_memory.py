@@ -21,6 +21,7 @@ OFTEN = {**FIXED, "update_interval": 1}  # and leaves it in the next
 CACHE: dict[str, Any] = {}
 MOMENTS = {"history": 2}
 SLAB, STAGING = 4096, 4096  # a page: every basis here takes one
+TWO = 2000  # bytes of two bases of 40 x 12 in 16 bits, and of one of 77 x 12
 
 # name -> (ranks, ZeRO stage, hmt.optimizer, offload_optimizer, rest of the block, rest of the JSON)
 CASES: dict[str, tuple[int, int, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
@@ -149,10 +150,9 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     from hmt_deepspeed.planner.hardware import named_machine
     from hmt_deepspeed.planner.run.loads import static_bytes
     from hmt_deepspeed.zero.bases import cache as basis_cache
-    from hmt_deepspeed.zero.bases import groups as basis_groups
+    from hmt_deepspeed.zero.bases import storage
     from hmt_deepspeed.zero.engine import resolve as engine_settings
     from hmt_deepspeed.zero.offload import worker as host_worker
-    from hmt_deepspeed.zero.optimizer import step as zero_step
     from hmt_deepspeed.zero.planning import memory as plan_memory
 
     host_worker.PIECE, host_worker.NUM_PIECES, host_worker.NUM_STAGED = 1024, 2, 2
@@ -166,8 +166,8 @@ def look_at(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
             offload = {"device": place, "nvme_path": f"{folder}/states", "buffer_count": 5}
             config["zero_optimization"]["offload_optimizer"] = offload
         config["hmt"] |= block
-        for module in (basis_groups, zero_step, plan_memory):
-            module.MOST_WHOLE = 2 if "two at once" in name else 8
+        for module in (storage, plan_memory):
+            module.MOST_WHOLE = TWO if "two at once" in name else 2**27
         room = 5 * SLAB if name == "room for some bases" else 2**20
         engine_settings.host_memory_share = lambda n=room: n
         if "snapshot" in block:
