@@ -45,13 +45,13 @@ bare    1     module_rules           330          5        492       3034       
 zero2   1     right                  256          2        399       1827          0          2         15          2          0
 zero2   1     two_sided              400          5        566       2149          0          2         15          2          0
 zero2   1     int8_weights           282          4        462       3104          0          3         16          2          0
-zero2   1     basis_cache            340         59        521       3186          0          3         16          2          0
+zero2   1     basis_cache            306         23        451       1914          0          3         16          2          0
 zero2   1     activations            261          4        441       3083          0          3         16          2          0
 zero2   1     fpdt                   261          4        441       3083          0          3         22          2          0
-zero2   1     offload                926        431       1084       3801          2          4         17          2          2
+zero2   1     offload                327         51        472       1907          2          3         16          2          0
 zero2   1     offload_adamw           43          9         43         43          2          2          2          2          2
 zero3   4     default                354         70        468       1657          1          5         10          3          1
-zero3   4     right                  346         66        425       1161          1          3          8          3          1
+zero3   4     right                  263          4        344       1079          1          3          8          3          1
 zero3   4     left                   309         47        391       1341          1          3          9          3          1
 zero3   4     auto                   315         49        400       1565          1          3          9          3          1
 zero3   4     two_sided              498         73        595       1819          1          3          9          3          1
@@ -68,10 +68,10 @@ zero3   4     bf16_states            428         70        510       1680       
 zero3   4     no_masters             402         66        494       1643          1          3          9          3          1
 zero3   4     share_basis            288         20        515        551          1          4          2          3          1
 zero3   4     module_rules           466         47        647       1433          1          5          8          3          1
-zero3   4     basis_cache            393         89        481       1692          1          3          9          3          1
+zero3   4     basis_cache            309         25        390       1152          1          3          9          3          1
 zero3   4     activations            354         70        439       1612          1          3          9          3          1
 zero3   4     fpdt                   354         70        439       1612          1          3         15          3          1
-zero3   4     offload               1034        497       1100       2350          3          4         10          3          3
+zero3   4     offload                347         53        432       1164          3          4          9          3          1
 zero3   4     offload_adamw           54         11         54         55          3          3          4          3          3
 """
 # Of each kind one; the others are slow.
