@@ -71,8 +71,9 @@ def launch_options(
     """
     widen = multiplies_in_fp32(dtype, capability)
     tile = {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
-    if beside:
-        tile |= {"BLOCK_ROWS": 64} if aligned else {"BLOCK_ROWS": 64, "BLOCK_N": 64}
+    if beside:  # Hopper's own tile, and wider ones, would spill
+        tile |= (_FP32 if widen else _NARROW) | {"BLOCK_ROWS": 64}
+        tile |= {} if aligned else {"BLOCK_N": 64}
     return tile
 
 
