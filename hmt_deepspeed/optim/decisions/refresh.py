@@ -194,5 +194,5 @@ def _adopt(
         adopt_together(matrices, basis, [m.overlap_sum(basis, slice(None)) for m in matrices])
     for slot, matrix in zip(slots, matrices, strict=True):
         matrix.prepare(step, found is not None)
+        matrix.draw_probes(step)
         slot.due = False
-    ProbeDraws().draw(matrices, step)

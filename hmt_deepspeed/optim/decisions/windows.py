@@ -14,7 +14,7 @@ from hmt_deepspeed.optim.decisions.later_energy import (
     fading_of,
     later_curve,
 )
-from hmt_deepspeed.optim.decisions.rank_history import RankHistory, layer_type
+from hmt_deepspeed.optim.decisions.rank_history import RankHistory, RankRecord, layer_type
 from hmt_deepspeed.optim.rules.matrix import OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
@@ -48,6 +48,7 @@ class Windows:
     ) -> None:
         self.leaders, self.groups, self.histories = leaders, groups, histories
         self._types = {leader.name: layer_type(leader.name) for leader in leaders.values()}
+        self._learned: dict[str, RankRecord] = {}  # the last that a curve is of
         self._curves: dict[str, list[float]] = {}
         self._exponents: dict[str, float] = {}
 
@@ -95,13 +96,14 @@ class Windows:
     def _learn(self) -> None:
         for leader in self.leaders.values():
             records, whole = self.histories[leader.name].records, leader.shape[1]
+            last = next((record for record in reversed(records) if record.later), None)
+            if last is None or last is self._learned.get(leader.name):
+                continue
             columns = whole if leader.is_full_at(whole) else None
-            curve = later_curve(records, leader.candidates, columns)
-            if curve is not None:
-                last = next(record for record in reversed(records) if record.later)
-                seen = last.later or ()
-                self._curves[leader.name] = curve
-                self._exponents[leader.name] = exponent_of(last.captured[len(seen) - 1], seen[-1])
+            curve, seen = later_curve(records, leader.candidates, columns), last.later or ()
+            assert curve is not None
+            self._learned[leader.name], self._curves[leader.name] = last, curve
+            self._exponents[leader.name] = exponent_of(last.captured[len(seen) - 1], seen[-1])
 
     # -- what is expected -------------------------------------------------------------------------
 

@@ -171,8 +171,17 @@ class ProjectedMatrix(MatrixRule):
         return random_basis(self.shape[1], rank, keys)[0]
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
-        """Note the coming step; :func:`draw_probes` draws."""
+        """Note the coming step; :class:`ProbeDraws` draws."""
         self.window, self.made_basis = step, refreshed
+
+    def draw_probes(self, step: int) -> None:
+        """Draw the probe columns of a step alone, as :class:`ProbeDraws` does of many; nothing without a basis of its own
+        or without probes."""
+        whole = self.columns.whole
+        if whole is None or not self.num_probes or self.columns.owner != self.name:
+            return
+        keys = self._keys(self.name, step, Stream.PROBES)
+        whole[:, self.rank :] = probe_columns(whole[None, :, : self.rank], self.num_probes, keys)[0]
 
     def search_basis(
         self,

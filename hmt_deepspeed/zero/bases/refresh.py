@@ -17,7 +17,6 @@ from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
 from hmt_deepspeed.optim.rules.moments import Recalled
-from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.gradients.gradient import Gradient
@@ -260,7 +259,7 @@ class BasisRefresh:
         """Turn the owner's full gradients into every rank's rows of what the rules take."""
         for index in group:
             self._matrix(index).prepare(step, refreshed)
-        ProbeDraws().draw([self._matrix(index) for index in group], step)
+            self._matrix(index).draw_probes(step)
         for index in group:
             matrix, gradient = self._matrix(index), self._gradient(index)
             columns, full = matrix.projection, gradient.full

@@ -132,6 +132,14 @@ def test_a_matrix_that_was_not_measured_is_taken_for_one_of_its_type():
     powers = exponent_of(0.9, 0.4), exponent_of(0.9, 0.8)
     assert windows.exponent(q) == powers[0]
     assert windows.exponent(up) == sum(powers) / 2
+    windows.histories["0.q"].add(
+        200, 8, [0.8, 0.9, 0.95]
+    )  # a curve stays until another window is seen
+    windows.close({})
+    assert windows.curve(q)[:2] == [0.2, 0.4]
+    windows.histories["0.q"].note_later((0.3, 0.6), 0.1)
+    windows.close({})
+    assert windows.curve(q)[:2] == [0.3, 0.6]
 
 
 def test_histories_keep_what_was_seen_and_read_those_that_have_not():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, Stacks, stacked
 
@@ -114,6 +115,22 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], exact: bo
             rtol = 1e-5 if value.dtype == torch.float32 else 2**-7
             scale = float(value.abs().max())
             torch.testing.assert_close(found[name], value, rtol=rtol, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("case", ["right", "left", "no probes", "drawn anew"])
+def test_probes_drawn_alone_are_those_drawn_together(case: str) -> None:
+    together, alone = matrices(case, "fp32"), matrices(case, "fp32")
+    ProbeDraws().draw(together, 3)
+    for matrix, other in zip(together, alone, strict=True):
+        assert isinstance(matrix, ProjectedMatrix)
+        assert isinstance(other, ProjectedMatrix)
+        other.draw_probes(3)
+        if matrix.columns.whole is None:
+            assert other.columns.whole is None
+            continue
+        assert other.columns.whole is not None
+        torch.testing.assert_close(other.columns.whole, matrix.columns.whole, rtol=0, atol=1e-6)
+        assert other.columns.whole[:, matrix.rank :].any() == bool(matrix.num_probes)
 
 
 @pytest.mark.parametrize("dtype", KEPT_IN)
