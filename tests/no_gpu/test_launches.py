@@ -23,15 +23,15 @@ HIDDEN = 1024
 # deepspeed: what DeepSpeed itself waits for, in an ordinary step. unpinned: copies to the device from such memory.
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
-bare    1     default                201          2       1178       3117          0         12         16          0          0
-bare    1     right                  201          2        334       1855          0          2         15          0          0
-bare    1     left                   200          2        361       2904          0          2         15          0          0
-bare    1     auto                   186          2        347       3226          0          2         15          0          0
+bare    1     default                201          2        982       1887          0         12         16          0          0
+bare    1     right                  201          2        334       1843          0          2         15          0          0
+bare    1     left                   200          2        334       1842          0          2         15          0          0
+bare    1     auto                   186          2        319       1827          0          2         15          0          0
 bare    1     two_sided              342          5        527       3396          0          2         15          0          0
 bare    1     full_residual          317          3        457       2915          0          2         15          0          0
-bare    1     no_residual            173          4        335       3057          0          2         15          0          0
+bare    1     no_residual            170          2        302       1810          0          2         15          0          0
 bare    1     random                 248          2        302        296          0          0          0          0          0
-bare    1     factored               257          4        418       3211          0          2         15          0          0
+bare    1     factored               254          2        385       1964          0          2         15          0          0
 bare    1     apollo                 237          2        237        282          0          0          0          0          0
 bare    1     apollo_mini            251          2        251        296          0          0          0          0          0
 bare    1     adamw                   32         11         32        118          0          0          0          0          0
@@ -41,8 +41,8 @@ bare    1     bf16_states            262          2        427       3146       
 bare    1     int8_weights           227          4        389       3097          0          2         15          0          0
 bare    1     no_masters             239          0        400       3089          0          2         15          0          0
 bare    1     share_basis            202          2        508        495          0          2          0          0          0
-bare    1     module_rules           330          5        492       3034          0          2         13          0          0
-zero2   1     right                  256          2        399       1827          0          2         15          2          0
+bare    1     module_rules           328          3        460       1748          0          2         13          0          0
+zero2   1     right                  256          2        399       1815          0          2         15          2          0
 zero2   1     two_sided              400          5        566       2149          0          2         15          2          0
 zero2   1     int8_weights           282          4        462       3104          0          3         16          2          0
 zero2   1     basis_cache            306         23        451       1914          0          3         16          2          0
