@@ -58,6 +58,10 @@ class ProbeDraws:
                 whole = whole[:, : max(0, held.n - held.begin)]  # the last rows may be padding
             whole[..., rank:] = probe_columns(whole[..., :rank], first.num_probes, keys, held)
 
+    def forget(self) -> None:
+        """Hold no memory any more: the columns have moved elsewhere."""
+        self._known, self._of = {}, []
+
     def _form(self, matrices: Iterable[ProjectedMatrix]) -> None:
         """Put the matrices whose columns are of one kind together; those that were so before keep their memory."""
         together: dict[Hashable, list[ProjectedMatrix]] = {}

@@ -169,6 +169,8 @@ class Stack(ABC):
     def parts(self: _S, most: int) -> list[_S]:
         """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time."""
         each = max(1, most // max(1, self.first.num_rows * self.alive_width))
+        if each >= len(self.members):
+            return [self]
         if each not in self._cut:
             starts = range(0, len(self.members), each)
             self._cut[each] = [self.part(b, min(b + each, len(self.members))) for b in starts]
@@ -336,6 +338,10 @@ class Stacks:
         for stack in self._known.values():
             stack.gather()
         return list(self._known.values())
+
+    def forget(self) -> None:
+        """Hold no memory any more: the matrices' states have moved elsewhere."""
+        self._known, self._of = {}, ([], [], [])
 
     def _form(
         self,

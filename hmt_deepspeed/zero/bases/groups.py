@@ -55,6 +55,10 @@ class BasisGroups:
         self._matrices = [p.matrix for p in low_rank if p.matrix is not None]
         self.form()
 
+    def forget_columns(self) -> None:
+        """Hold no memory of columns any more: they have moved elsewhere."""
+        self._draws.forget()
+
     def form(self) -> None:
         """Group the matrices whose linears read the same input, as far as is known by now."""
         readers = self.shared.groups() if self._options["share_basis"] else []

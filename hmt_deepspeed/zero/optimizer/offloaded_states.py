@@ -99,6 +99,7 @@ class OffloadedStates:
             return host.copy_(tensor, non_blocking=non_blocking)
 
         self._away |= self._move(chosen - self._away, _Mover(to_host))
+        self._optimizer.forget_moved()
         if "contiguous_grad_buffer" in chosen:
             self._optimizer.reducer.free_pool()
         self._copying |= non_blocking

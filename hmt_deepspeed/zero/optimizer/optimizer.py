@@ -326,6 +326,11 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.partitions.order_gathers()
         self.partitions.gather_persistent()
 
+    def forget_moved(self) -> None:
+        """Give back the memory of states and bases that have moved elsewhere."""
+        self._step.forget_states()
+        self.zero.basis_groups.forget_columns()
+
     def empty_partition_cache(self) -> None:
         """Release gathered parameters of stage 3."""
         if self.parameter_offload is not None:

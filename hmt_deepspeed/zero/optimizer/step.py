@@ -62,6 +62,12 @@ class ZeroStep:
         self._uncommitted = False
         self._when_committed: list[Callable[[], None]] = []
 
+    def forget_states(self) -> None:
+        """Hold no memory of states any more: they have moved elsewhere."""
+        self._stacks.forget()
+        for param_state in self.param_states:
+            param_state.gradient.room = None
+
     # -- decisions ------------------------------------------------------------------------------
 
     def overflow(self) -> Tensor:

@@ -14,6 +14,7 @@ from harness import Ranks
 from modes import INT8, LOW_RANK, MINI, wide_llama
 from offloading import offloaded
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from training import ds_config, loss_of, make_engine, micro_batches, tiny_llama, train, weights
 
 from hmt_deepspeed.optim.rules.state import StateTensor
@@ -110,6 +111,30 @@ def moves(mode: str, stage: int, rounds: list[list[str]]) -> dict[str, Any]:
         found[move] = (losses, weights(engine))
         engine.destroy()
     return found
+
+
+def freed(mode: str, stage: int) -> list[bool]:
+    """Of each storage of moments and bases, whether nobody holds what it was after it has moved."""
+    options, changes = MODES[mode]
+    engine = make_engine(ds_config(stage, options, **changes), tiny_llama(layers=1))
+    train(engine, 2)
+    bases = [entry.matrix.columns.whole for entry in engine.optimizer.zero.low_rank]
+    before = [StorageWeakRef(b.untyped_storage()) for b in bases if b is not None]
+    before += [StorageWeakRef(storage) for storage in tensors_of(engine, "optim_states")]
+    del bases
+    engine.offload_states(include=["optim_states", "lp_params"])
+    found = [storage.expired() for storage in before]
+    engine.reload_states()
+    train(engine, 1, first=2)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("mode", "stage"), [("bf16", 0), ("fp32", 2)])
+def test_what_has_moved_is_held_by_nobody(ranks: Ranks, mode: str, stage: int) -> None:
+    (found,) = ranks.run(freed, 1, mode, stage)
+    assert found
+    assert all(found)
 
 
 SUBSETS = [["optim_states", "hp_params"], ["optim_states"], ["hp_params", "contiguous_grad_buffer"]]
