@@ -135,9 +135,9 @@ class Recorder(TorchDispatchMode):
             self._waited("index by a mask")
             args = (args[0], _without_masks(args[1]))
         pins = kwargs.pop("pin_memory", False) if name in ALLOCATIONS else False
-        if (
-            func is torch.ops.aten._fused_adamw_.tensor_lr
-        ):  # nothing but the other overload knows shapes alone
+        if name == "_fused_adamw_":
+            _check_fused(args[:4])
+            # nothing but this overload knows shapes alone
             func, kwargs = torch.ops.aten._fused_adamw_.default, {**kwargs, "lr": 0.0}
         out = func(*args, **kwargs)
         if pins:
@@ -227,6 +227,18 @@ def _replaced_launch(recorder: Recorder) -> Any:
 
     JITFunction.run = run
     return real
+
+
+def _check_fused(lists: Sequence[Sequence[Tensor]]) -> None:
+    """Weights, gradients and moments as the fused kernel of a GPU wants them; a CPU's takes others too.
+
+    Raises:
+        RuntimeError: those of a parameter differ.
+    """
+    for tensors in zip(*lists, strict=True):
+        kinds = {(t.shape, t.stride(), t.dtype, t.device) for t in tensors}
+        if len(kinds) > 1:
+            raise RuntimeError(f"a fused step takes tensors of one kind, got {kinds}")
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

@@ -125,8 +125,8 @@ def dense_adamw_together_(
     adamw_(
         weights,
         gradients,
-        [first.data for first in firsts],
-        [second.data for second in seconds],
+        [first.data.view(-1) for first in firsts],
+        [second.data.view(-1) for second in seconds],
         list(steps),
         **hyper,
         skipped=None if taken is None else (~taken).float(),
