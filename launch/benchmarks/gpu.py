@@ -290,18 +290,23 @@ def _utilization(label: str, found: Mapping[str, Any]) -> list[Measurement]:
     peak = peak_flops(found["gpu"])
     if peak is None:
         return []
-    model, sequence, rate = found["model"], found["sequence"], found["tokens_per_second"]
+    hardware = found["flops"] / (found["micro_batch"] * found["sequence"])
+    hfu = flops_utilization(hardware, 1 / found["tokens_per_second"], peak)
+    note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
+    lines = [Measurement(f"{label}: MFU", utilization(found, peak), "share", note=note)]
+    note = "FLOPs of torch's operations in one step; Triton kernels are not seen"
+    return [*lines, Measurement(f"{label}: HFU", hfu, "share", note=note)]
+
+
+def utilization(found: Mapping[str, Any], peak: float) -> float:
+    """MFU of a result, on a GPU of ``peak`` FLOP/s."""
+    model = found["model"]
     elements = elements_of(model)
     multiplied = elements.linears + elements.others - model["vocab_size"] * model["hidden_size"]
     per_token = model_flops_per_token(
-        multiplied, model["num_hidden_layers"], model["hidden_size"], sequence
+        multiplied, model["num_hidden_layers"], model["hidden_size"], found["sequence"]
     )
-    hardware = found["flops"] / (found["micro_batch"] * sequence)
-    mfu, hfu = (flops_utilization(flops, 1 / rate, peak) for flops in (per_token, hardware))
-    note = "FLOPs of ordinary training, 6 N + 12 L H Q T per token, whatever was computed"
-    lines = [Measurement(f"{label}: MFU", mfu, "share", note=note)]
-    note = "FLOPs of torch's operations in one step; Triton kernels are not seen"
-    return [*lines, Measurement(f"{label}: HFU", hfu, "share", note=note)]
+    return flops_utilization(per_token, 1 / found["tokens_per_second"], peak)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.gpu_table import gpu_table
 from benchmarks.presets import preset_table
 from benchmarks.recipes import recipe_table
 from benchmarks.results import RESULTS, headlines
@@ -137,6 +138,7 @@ def _store() -> Store:
 
 TABLES: dict[str, Callable[[], str]] = {
     "results": results_table,
+    "gpu": lambda: gpu_table(RESULTS),
     "planner": planner_table,
     "stress": lambda: markdown(read_records(RESULTS)),
     "compare": lambda: headline(_store()),
