@@ -143,6 +143,7 @@ if triton is not None:
             # of all tiles of a row the same
             tl.store(squares_ptr + member * rows + first_row + row, squares, mask=in_row)
 
+    @on_its_device
     def _launch(
         gradients: Sequence[Tensor],
         projections: Sequence[Tensor],
@@ -175,7 +176,6 @@ if triton is not None:
             **tile,
         )
 
-    @on_its_device
     def project_triton(gradient: Tensor, projection: Tensor) -> Tensor:
         """Triton launcher; see :func:`project`."""
         rows, width = gradient.shape[0], projection.shape[1]
@@ -184,7 +184,6 @@ if triton is not None:
             _launch([gradient], [projection], out, None)
         return out
 
-    @on_its_device
     def project_together_triton(
         gradients: Sequence[Tensor], projections: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:

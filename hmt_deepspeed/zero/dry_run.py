@@ -244,7 +244,7 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
     groups_of_one = [
         [param_state.matrix] for param_state in low_rank if param_state.matrix is not None
     ]
-    collectives: Any = SimpleNamespace(world=ranks, rank=0)
+    collectives: Any = SimpleNamespace(world=ranks, rank=0, all_reduce=lambda tensor: None)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
     bases = BasisStorage(collectives, settings.stage)

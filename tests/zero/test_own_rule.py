@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -64,11 +64,10 @@ TOY = Rule(
 class Momentum(KeptStates):
     """``M <- beta M + (1 - beta) A``, rows x r."""
 
+    STATES: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
+
     def __init__(self, momentum: StateTensor) -> None:
         self.momentum, self.steps = momentum, 0
-
-    def states(self) -> dict[str, StateTensor]:
-        return {"momentum": self.momentum}
 
     @property
     def nbytes(self) -> int:

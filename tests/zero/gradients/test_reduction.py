@@ -155,6 +155,7 @@ def one_gather(stage: int) -> dict[str, int]:
             "shards": entry.gradient.shards,
             "width": entry.gradient.width,
             "low_rank": entry.matrix is not None,
+            "rank": 0 if entry.matrix is None else entry.matrix.rank,
         }
         for entry in optimizer.zero.param_states
     ]
@@ -268,25 +269,26 @@ def test_low_rank_sends_an_eighth_of_stock(ranks: Ranks) -> None:
 def test_bytes_sent_are_the_formula(ranks: Ranks, stage: int, world: int) -> None:
     """Gradients m (r + k) instead of m n; weights gathered as in ZeRO; nothing else but norms.
 
-    At stage 3 also the sharded bases n (r + k): in every forward, and twice in a step (the update, new
-    probes).
+    At stage 3 also the sharded bases n (r + k), in every forward and in the update, and what new probes sum, k (r + k).
     """
     gas = 2
     result = ranks.run(one_gather, world, stage)[0]
-    gradients = weights = numel = bases = 0
+    gradients = weights = numel = bases = drawn = 0
     for entry in result["entries"]:
         shards, width = entry["shards"], entry["width"]
         rows = shards.max_rows * world if stage else shards.m
         gradients += rows * width * 4
         numel += shards.m * shards.n
         weights += shards.partition * world * 4
-        bases += -(-shards.n // world) * world * width * 4 if entry["low_rank"] else 0
+        if entry["low_rank"]:
+            bases += -(-shards.n // world) * world * width * 4
+            drawn += 2 * (width - entry["rank"]) * width * 4
     ring = (world - 1) / world
     if stage == 0:
         expected, stock = 2 * gradients, 2 * numel * 4
     else:
         rounds = gas if stage >= 2 else 1
-        expected = rounds * gradients + (weights if stage < 3 else (gas + 2) * bases)
+        expected = rounds * gradients + (weights if stage < 3 else (gas + 1) * bases + drawn)
         stock = rounds * numel * 4 + (numel * 4 if stage < 3 else 0)
     # Norms travel too: 2 + 1 numbers a parameter; rounding to whole bytes costs one per collective.
     allowance = 2 * 3 * 4 * len(result["entries"]) + 200

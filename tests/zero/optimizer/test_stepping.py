@@ -264,8 +264,8 @@ def test_a_model_in_which_nobody_shares_is_observed_once(ranks: Ranks) -> None:
     assert found["records"] == found["refreshes"] > 2
 
 
-def most_updates_alive(stage: int, bucket: int, of_a_stack: int) -> dict[str, Any]:
-    """Elements of updates alive at once, of rules that take whole gradients."""
+def made_of_updates(stage: int, bucket: int, of_a_stack: int) -> dict[str, Any]:
+    """Most elements that updates of whole gradients make at once; the gradients themselves stay where they are."""
     from hmt_deepspeed.zero.optimizer import step as module
     from hmt_deepspeed.zero.optimizer.step import ZeroStep
 
@@ -275,8 +275,12 @@ def most_updates_alive(stage: int, bucket: int, of_a_stack: int) -> dict[str, An
 
     def watched(self: ZeroStep, *args: Any) -> Any:
         nonlocal most
+        gradients = [p.gradient.reduced for part in args[0] for p in part.members]
         updates = advance(self, *args)
-        most = max(most, sum(update.numel() for update, _ in updates.values()))
+        held = [matrix for change in updates.values() for matrix in change.beside.matrices]
+        assert [matrix.data_ptr() for matrix in held] == [g.data_ptr() for g in gradients]
+        made = (c.update.numel() + c.beside.scale.numel() for c in updates.values())
+        most = max(most, sum(made))
         return updates
 
     ZeroStep._advance = watched  # type: ignore[method-assign]
@@ -285,22 +289,19 @@ def most_updates_alive(stage: int, bucket: int, of_a_stack: int) -> dict[str, An
     engine = make_engine(ds_config(stage, options, zero_optimization=zero))
     found = result(engine, train(engine, 4))
     reduced = [entry.matrix for entry in engine.optimizer.zero.low_rank]
-    found["largest"] = max(matrix.num_rows * matrix.shape[1] for matrix in reduced)
-    found["all"] = sum(matrix.num_rows * matrix.shape[1] for matrix in reduced)
-    return found | {"alive": most}
+    return found | {"rows": sum(matrix.num_rows for matrix in reduced), "made": most}
 
 
-def test_updates_of_whole_gradients_are_not_alive_together(ranks: Ranks) -> None:
-    alone = ranks.run(most_updates_alive, 1, 1, 10**6, 1)[0]
-    assert alone["alive"] == alone["largest"]
-    pairs = ranks.run(most_updates_alive, 1, 1, 10**6, 2 * alone["largest"])[0]
-    assert pairs["alive"] == 2 * alone["largest"]
-    small = ranks.run(most_updates_alive, 2, 2, 5_000, 1)[0]
-    assert small["alive"] <= max(5_000, small["largest"]) < small["all"]
-    large = ranks.run(most_updates_alive, 2, 2, 10**6, 10**6)[0]
-    assert large["alive"] == large["all"]  # one all-reduce of the limiter's sums
-    for other in (pairs, small, large):
+def test_updates_of_whole_gradients_are_not_made(ranks: Ranks) -> None:
+    """A number for each row, whatever the parts of stacks and the portions of a step."""
+    alone = ranks.run(made_of_updates, 1, 1, 10**6, 1)[0]
+    for other in (
+        ranks.run(made_of_updates, 1, 1, 10**6, 10**6)[0],
+        ranks.run(made_of_updates, 2, 2, 5_000, 1)[0],
+        ranks.run(made_of_updates, 2, 2, 10**6, 10**6)[0],
+    ):
         assert_same(alone, other)
+        assert 0 < other["made"] <= other["rows"]
 
 
 def portions() -> list[list[list[list[str]]]]:
