@@ -62,6 +62,7 @@ if triton is not None:
         block_jit,
         launch_decode,
         launch_encode,
+        places_jit,
         program_jit,
         rounded_jit,
         scaled_tile_jit,
@@ -83,17 +84,14 @@ if triton is not None:
             begin, scales_ptr + block * channels + channel, height, width, value_row, value_column,
             127, TILE_TOKENS, TILE_CHANNELS,
         )  # fmt: skip
-        within = (
-            tl.arange(0, TILE_TOKENS)[:, None] * channels + tl.arange(0, TILE_CHANNELS)[None, :]
-        )
         for first in range(0, height, TILE_TOKENS):  # once more, from the cache
             scaled, mask = scaled_tile_jit(
                 begin, inverse, first, height, width, value_row, value_column,
                 TILE_TOKENS, TILE_CHANNELS,
             )  # fmt: skip
-            position = (token + first) * channels + channel
-            index = within.to(tl.uint32) + position.to(tl.uint32)
-            position += within
+            position, index = places_jit(
+                token + first, channel, channels, TILE_TOKENS, TILE_CHANNELS
+            )
             code = rounded_jit(scaled, index, key_low, key_high)
             code = tl.minimum(tl.maximum(code, -127.0), 127.0)
             tl.store(codes_ptr + position, code.to(tl.int8), mask=mask)

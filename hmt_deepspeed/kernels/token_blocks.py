@@ -307,6 +307,15 @@ if triton is not None:
         return tl.where(usable, value * inverse[None, :], 0.0), mask
 
     @triton.jit
+    def places_jit(  # type: ignore[no-untyped-def]
+        token, channel, channels, TILE_TOKENS: tl.constexpr, TILE_CHANNELS: tl.constexpr
+    ):
+        """Where a tile's elements are in the whole matrix, int64, and the uint32 indices of their noise."""
+        row, column = tl.arange(0, TILE_TOKENS), tl.arange(0, TILE_CHANNELS)
+        within, first = row[:, None] * channels + column[None, :], token * channels + channel
+        return first + within, within.to(tl.uint32) + first.to(tl.uint32)
+
+    @triton.jit
     def rounded_jit(q, index, key_low, key_high):  # type: ignore[no-untyped-def]
         """Twin of :func:`rounded`, which makes its thresholds from uint32 indices."""
         low = tl.floor(q)
