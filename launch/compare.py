@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=INTERVAL, metavar="N", help=text)
 
     add = parser.add_argument_group("model and data").add_argument
-    text = "Llama, named after its linears (default: %(default)s)"
+    text = "Llama or mixture, named after its linears (default: %(default)s)"
     add("--model", default="3m", choices=list(SHAPES), help=text)
     text = "stdlib, a file, a folder, a .jsonl, a hub dataset id (default: %(default)s)"
     add("--data", default="stdlib", help=text)
@@ -105,8 +105,10 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args()
-    if args.model == "toy" and args.output is None:
-        parser.error("--model toy needs --output: toy numbers do not belong among the results")
+    if args.model.startswith("toy") and args.output is None:
+        parser.error(
+            f"--model {args.model} needs --output: toy numbers do not belong among the results"
+        )
     if (args.stage == "merge") != (args.cells is not None):
         parser.error("merge needs --cells FILE, and no other stage takes it")
     return args

@@ -24,24 +24,32 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama with untied embeddings and the MLP 8/3 as wide as the model, rounded to 64."""
+    """A Llama with untied embeddings and the MLP 8/3 as wide as the model, rounded to 64; a Mixtral where it has experts,
+    of which each token takes two, each half as wide.
+    """
 
     hidden: int
     layers: int
     heads: int
+    experts: int = 0
 
     @property
     def intermediate(self) -> int:
-        return max(64, round(self.hidden * 8 / 3 / 64) * 64)
+        """Width of the MLP, or of one expert."""
+        whole = max(64, round(self.hidden * 8 / 3 / 64) * 64)
+        return whole // 2 if self.experts else whole
 
 
-# Named after the parameters in the linears; a vocabulary of 512 adds 2 x 512 x hidden. A vocabulary of 258 is bytes.
+# Named after the parameters in the linears, of experts those that a token takes; a vocabulary of 512 adds
+# 2 x 512 x hidden. A vocabulary of 258 is bytes.
 SHAPES = {
     "toy": Shape(64, 2, 4),
     "2m": Shape(192, 4, 4),
     "3m": Shape(256, 4, 4),
     "6m": Shape(256, 8, 4),
     "10m": Shape(384, 6, 6),
+    "toy_moe": Shape(64, 2, 4, 4),
+    "3m_moe": Shape(256, 4, 4, 8),
 }
 
 

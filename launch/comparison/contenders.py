@@ -82,12 +82,18 @@ class Contender:
 
 
 def matrix_names(model: nn.Module) -> tuple[str, ...]:
-    """Weights of the linears inside the decoder: all but embeddings, head and norms."""
-    return tuple(
+    """Weights of the linears and experts inside the decoder: all but embeddings, head, routers and norms."""
+    linears = [
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and "lm_head" not in name
-    )
+    ]
+    return (*linears, *expert_names(model))
+
+
+def expert_names(model: nn.Module) -> list[str]:
+    """Weights of experts: all of a layer's are one tensor."""
+    return [name for name, param in model.named_parameters() if param.dim() == 3]
 
 
 def build(name: str, model: nn.Module, hidden: int, hyper: Hyper) -> Contender:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comparison.contenders import Contender
+from comparison.contenders import Contender, expert_names
 from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
@@ -47,13 +47,17 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
 
     Returns:
         matrices_moments, matrices_bases, matrices_other, dense (all states of the other parameters;
-        of adapters all is dense), total, and shares of AdamW's moment bytes on the matrices. HMT's
-        probe columns are drawn anew every step and are no state.
+        of adapters all is dense), total, and shares of AdamW's moment bytes on the matrices, of a mixture also of
+        those on its experts alone. HMT's probe columns are drawn anew every step and are no state.
     """
     sizes = dict.fromkeys(("matrices_moments", "matrices_bases", "matrices_other", "dense"), 0)
-    matrices = set(contender.matrices)
+    matrices, experts = set(contender.matrices), set(expert_names(contender.model))
+    sizes |= {"experts_moments": 0} if experts else {}
     if isinstance(contender.optimizer, HMT):
-        return _with_shares(contender, {**sizes, **_hmt_bytes(contender.optimizer, matrices)})
+        sizes |= _hmt_bytes(contender.optimizer, matrices)
+        if experts:
+            sizes["experts_moments"] = _hmt_bytes(contender.optimizer, experts)["matrices_moments"]
+        return _with_shares(contender, sizes)
     for name, state in states_by_name(contender):
         for key, tensor in _tensors(state):
             kind = "dense"
@@ -62,6 +66,8 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
                 kind = "matrices_moments" if key.startswith("exp_avg") else kind
                 kind = "matrices_bases" if key.startswith("basis") else kind
             sizes[kind] += tensor.numel() * tensor.element_size()
+            if name in experts and kind == "matrices_moments":
+                sizes["experts_moments"] += tensor.numel() * tensor.element_size()
     return _with_shares(contender, sizes)
 
 
@@ -82,10 +88,13 @@ def _hmt_bytes(optimizer: HMT, names: set[str]) -> dict[str, int]:
 
 
 def _with_shares(contender: Contender, sizes: Mapping[str, int]) -> dict[str, Any]:
-    full = ADAMW_MOMENT_BYTES * matrix_elements(contender)
+    full = ADAMW_MOMENT_BYTES * elements(contender, contender.matrices)
+    of_experts = ADAMW_MOMENT_BYTES * elements(contender, expert_names(contender.model))
+    shares = {"experts_moments_share": sizes["experts_moments"] / of_experts} if of_experts else {}
     return {
         **sizes,
-        "total": sum(sizes.values()),
+        **shares,
+        "total": sum(size for kind, size in sizes.items() if kind != "experts_moments"),
         "adamw_moments_on_matrices": full,
         "moments_share": sizes["matrices_moments"] / full if full else None,
         "moments_and_bases_share": (sizes["matrices_moments"] + sizes["matrices_bases"]) / full
@@ -94,8 +103,8 @@ def _with_shares(contender: Contender, sizes: Mapping[str, int]) -> dict[str, An
     }
 
 
-def matrix_elements(contender: Contender) -> int:
-    wanted = set(contender.matrices)
+def elements(contender: Contender, names: Iterable[str]) -> int:
+    wanted = set(names)
     return sum(p.numel() for name, p in contender.model.named_parameters() if name in wanted)
 
 

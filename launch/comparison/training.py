@@ -27,7 +27,7 @@ from comparison.measures import (
     Pcie,
     arithmetic,
     captured_energy,
-    matrix_elements,
+    elements,
     ranks,
     state_bytes,
     without_activation_error,
@@ -41,11 +41,18 @@ EVALUATIONS = 8  # on the way, on every fourth held-out row; the end is evaluate
 
 
 def build_model(setting: Setting, seed: int) -> nn.Module:
-    """The Llama of a setting, fp32; its weights depend on the seed alone."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """The Llama or Mixtral of a setting, fp32; its weights depend on the seed alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    shape = setting.shape
-    config = LlamaConfig(
+    shape, kind, mixture = setting.shape, LlamaConfig, {}
+    if shape.experts:
+        kind = MixtralConfig
+        mixture = {
+            "num_local_experts": shape.experts,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        }
+    config = kind(
         vocab_size=setting.vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -56,9 +63,11 @@ def build_model(setting: Setting, seed: int) -> nn.Module:
         tie_word_embeddings=False,
         attn_implementation="sdpa",
         use_cache=False,
+        **mixture,
     )
     torch.manual_seed(seed)
-    return LlamaForCausalLM(config).to(setting.device)
+    model = (MixtralForCausalLM if shape.experts else LlamaForCausalLM)(config)
+    return model.to(setting.device)
 
 
 def learning_rate(setting: Setting, peak: float, step: int, steps: int) -> float:
@@ -86,6 +95,8 @@ class Run:
         self.contender.model.train()
         self.order = GlobalOrder(len(data.train), cell.seed)
         self.validation = held_out_rows(data, setting.eval_rows)
+        # of a mixture the routers' loss is trained with, and is no part of what is compared
+        self.evaluated = {"output_router_logits": False} if setting.shape.experts else {}
         self.step = 0
         self.batches = ""  # running digest of every token trained on
         self.step_seconds: list[float] = []
@@ -168,7 +179,7 @@ class Run:
         for rows in np.array_split(validation, -(-len(validation) // 16)):
             batch = self.pcie.to_device(self.data.held_out.batch(rows))
             with arithmetic(self.setting.device, self.setting.dtype):
-                loss = model(**batch).loss
+                loss = model(**batch, **self.evaluated).loss
             labels = self.data.held_out.count_labels(rows)
             total, count = total + float(loss) * labels, count + labels
         model.train()
@@ -237,7 +248,7 @@ class Run:
         seconds = self.step_seconds
         return {
             "parameters": sum(p.numel() for p in self.contender.model.parameters()),
-            "matrix_elements": matrix_elements(self.contender),
+            "matrix_elements": elements(self.contender, self.contender.matrices),
             "steps": self.step,
             "diverged": self.diverged,
             "val_loss": None if self.diverged else self.evaluate(self.validation),

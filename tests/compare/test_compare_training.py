@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 from compare_runs import STEPS, TRAINED, cell, two_steps
 
 from comparison import training
@@ -194,3 +195,19 @@ def test_the_validation_rows_are_fixed_and_held_out(
     assert runs[0].validation.tolist() == runs[1].validation.tolist()
     model_a, model_b = (run.evaluate(run.validation) for run in (runs[0], runs[0]))
     assert model_a == model_b
+
+
+def test_a_mixture_is_compared_by_its_experts(setting: Setting, data: Any, store: Store) -> None:
+    """Moments of experts are counted with the linears' and alone; the routers' loss is no part of the validation's."""
+    run = two_steps("adamw", replace(setting, model="toy_moe"), data, store)
+    sizes, model = state_bytes(run.contender), run.contender.model
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert sizes["experts_moments"] == 8 * experts
+    assert sizes["experts_moments_share"] == sizes["moments_share"] == 1.0
+    rows = run.validation[:16]
+    batch = data.held_out.batch(rows)
+    with torch.no_grad():
+        with_routers = float(model(**batch).loss)
+        alone = float(model(**batch, output_router_logits=False).loss)
+    assert with_routers > alone + 1e-4
+    assert run.evaluate(rows) == pytest.approx(alone, rel=1e-6)
