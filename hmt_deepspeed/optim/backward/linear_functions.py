@@ -16,7 +16,12 @@ from hmt_deepspeed.kernels.backward import Asked, asked_of
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
-__all__ = ["LeftProjectedLinearFunction", "ProjectedLinearFunction"]
+__all__ = [
+    "LeftProjectedLinearFunction",
+    "ProjectedLinearFunction",
+    "check_is_there",
+    "refusal",
+]
 
 
 class ProjectedLinearFunction(torch.autograd.Function):
@@ -46,7 +51,7 @@ class ProjectedLinearFunction(torch.autograd.Function):
         flat, asked = grad.reshape(-1, grad.shape[-1]), _asked_of_weight(ctx)
         if asked is not None:
             if asked == "returned" or torch.is_grad_enabled():
-                raise ValueError(_refusal(linear.name, asked))
+                raise ValueError(refusal(linear.name, asked))
             linear.add(flat.to(product.dtype), product)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         return _input_gradient(ctx, grad, weight), None, db, None, None, None, None
@@ -107,19 +112,21 @@ def _input_gradient(ctx: FunctionCtx, grad: Tensor, weight: Tensor) -> Tensor | 
     dx: Tensor = grad @ value.to(grad.dtype)
     if dx.requires_grad and reader is None:
         name: str = ctx.linear.name  # type: ignore[attr-defined]
-        dx.register_hook(lambda _: _check_is_there(weight, name))
+        dx.register_hook(lambda _: check_is_there(weight, name))
     return dx.to(ctx.input_dtype)  # type: ignore[attr-defined]
 
 
-def _check_is_there(weight: Tensor, name: str) -> None:
-    if weight.dim() != 2:
+def check_is_there(weight: Tensor, name: str) -> None:
+    """Refuse to read a weight that ZeRO-3 has released."""
+    if weight.dim() < 2:
         raise ValueError(
             f"the gradient of a gradient reads {name}, but zero_optimization.stage is 3, which has released the "
             "weight after the first backward. Legal for gradients of gradients: stages 0, 1 and 2."
         )
 
 
-def _refusal(name: str, asked: Asked) -> str:
+def refusal(name: str, asked: Asked) -> str:
+    """Why a weight of which only ``X [Q | P]`` was saved has no whole gradient."""
     if asked == "returned":
         what = f"torch.autograd.grad was asked for the gradient of {name}"
         but = ", or accumulate gradients with loss.backward()"

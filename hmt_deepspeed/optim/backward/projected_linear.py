@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hmt_deepspeed.kernels.gradient_product import add_gradient_product
+from hmt_deepspeed.kernels.grouped_product import add_grouped_product
 from hmt_deepspeed.sites import computing_projection, kept_projection
 
 __all__ = ["InputGroup", "ProjectedLinear", "SharedInputs"]
@@ -130,12 +131,14 @@ class ProjectedLinear:
         projection: n x width columns for the coming window (m x width when ``transposed``), a function
             that makes them anew for each use, or None for an ordinary backward.
         transposed: the weight is projected from the left; what backward leaves is n x width.
+        own: of experts that have a projection each, E x n x width (E x m x width when ``transposed``). What backward
+            leaves of experts, whose projection is shared or not, is E x m x width (E x n x width), fp32.
         room: gives memory for the window's product, fp32, or None; None for new memory.
         span: this linear's columns in the group's product, half-open.
     """
 
     def __init__(self, name: str, transposed: bool = False) -> None:
-        self.name, self.transposed = name, transposed
+        self.name, self.transposed, self.own = name, transposed, False
         self.projection: Tensor | Callable[[], Tensor] | None = None
         self.span = (0, 0)
         self.group = InputGroup(self)
@@ -164,6 +167,12 @@ class ProjectedLinear:
         """Add one backward's ``D^T (X B)``, m x width (``X^T (D B)`` of a transposed linear, n x width)."""
         room = None if self.room is None or self._pending is not None else self.room()
         self._pending = add_gradient_product(self._pending, delta, features, room)
+
+    def add_experts(self, delta: Tensor, features: Tensor, offsets: Tensor) -> None:
+        """Add one backward's products of experts, E x m x width; see :func:`add_grouped_product`."""
+        room = None if self.room is None or self._pending is not None else self.room()
+        delta = delta.to(features.dtype)
+        self._pending = add_grouped_product(self._pending, delta, features, offsets, room)
 
     def take(self) -> Tensor | None:
         """The products since the last call, summed, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -42,14 +43,16 @@ def patch_zero_grad(
     """Let the ``zero_grad`` of a model, and of each of its modules, drop the projected gradients inside it.
 
     Args:
-        whole: those of the whole model. linears: each patched module with its projected linear.
+        whole: those of the whole model. linears: each patched module with its projected linears.
 
     Returns:
         The modules that were patched, the model first.
     """
-    by_linear, patched = dict(linears), []
+    by_module, patched = defaultdict(list), []
+    for module, linear in linears:
+        by_module[module].append(linear)
     for module in model.modules():
-        inside = [by_linear[inner] for inner in module.modules() if inner in by_linear]
+        inside = [one for inner in module.modules() for one in by_module.get(inner, ())]
         if inside:
             _ACCUMULATED[module] = whole if module is model else Accumulated(inside)
             module.zero_grad = MethodType(_zero_grad, module)  # type: ignore[method-assign]

@@ -1,0 +1,210 @@
+"""Experts of a mixture whose weights are 3-D, E x out x in or E x in x out: which of them a backward can be projected
+for, and the patches that do it.
+
+A module of transformers' experts interface computes ``down(gate(up(x)))`` of the tokens that each expert has, sorted
+by expert, and adds up by token what the routing weights scale. Llama-4's gets the tokens of every expert side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hmt_deepspeed.kernels.backward import computed_again, is_transformed
+from hmt_deepspeed.optim.backward.expert_forwards import Links, batched_experts, routed_experts
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
+from hmt_deepspeed.optim.settings.assign import tied_weights
+
+__all__ = ["ExpertSite", "expert_weights", "patch_experts", "unpatch_experts"]
+
+Role = Literal["up", "down"]
+
+
+class ExpertSite(NamedTuple):
+    """A 3-D weight of E matrices and the module that reads it.
+
+    Attributes:
+        role: what reads the module's input, or what writes its output; None of a weight that is known as neither.
+        is_transposed: stored E x in x out, else E x out x in.
+        reason: why a backward cannot be projected; empty if it can.
+    """
+
+    module: nn.Module
+    role: Role | None
+    is_transposed: bool
+    reason: str = ""
+
+
+class _Kind(NamedTuple):
+    """How a module computes its experts.
+
+    Attributes:
+        up: name of the weight that reads the module's input.
+        forward: the same with projected backwards, of the module, its active links by role and the arguments.
+    """
+
+    up: str
+    is_transposed: bool
+    forward: Callable[..., Tensor]
+
+    def key(self, role: Role) -> str:
+        """Name of a weight in its module."""
+        return self.up if role == "up" else "down_proj"
+
+
+class _Patch(NamedTuple):
+    """The patch of one module; ``weights`` are the Parameters that the optimizer knows."""
+
+    kind: _Kind
+    links: dict[Role, ProjectedLinear]
+    weights: dict[Role, weakref.ref[Tensor]]
+
+
+# Weak, and looked up: a deep copy of a patched module is not in it and computes what its class does.
+_PATCHED: WeakKeyDictionary[nn.Module, _Patch] = WeakKeyDictionary()
+
+
+def expert_weights(model: nn.Module) -> dict[str, ExpertSite]:
+    """The model's 3-D weights of two and more matrices, by parameter name. Weights of torch's own modules, such as
+    convolutions, are none."""
+    sites, tied = {}, tied_weights(model)
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        kind = _kind_of(module)
+        for key, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's
+            if len(shape) == 3 and min(shape) > 1:
+                name = f"{path}.{key}" if path else key
+                site = _site(module, kind, key)
+                if name in tied:
+                    site = site._replace(reason=f"is also {tied[name]} (tied)")
+                elif hasattr(weight, "device_mesh"):
+                    site = site._replace(reason="is a DTensor")
+                sites[name] = site
+    return sites
+
+
+def _site(module: nn.Module, kind: _Kind | str, key: str) -> ExpertSite:
+    if isinstance(kind, str):
+        return ExpertSite(module, None, False, kind)
+    roles: dict[str, Role] = {kind.up: "up", "down_proj": "down"}
+    if key not in roles:
+        return ExpertSite(module, None, False, f"is not what {type(module).__name__} computes by")
+    return ExpertSite(module, roles[key], kind.is_transposed)
+
+
+def _kind_of(module: nn.Module) -> _Kind | str:
+    """How a module's experts are computed, or why that cannot be known."""
+    name = type(module).__name__
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not _projected_forward:
+        return f"belongs to a {name} whose forward has been replaced"
+    forward = type(module).forward
+    if _is_of_interface(forward):
+        chosen = _unknown_implementation(module)
+        if chosen:
+            return f"belongs to a {name} whose experts implementation is {chosen!r}, which is not transformers' own"
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        return _Kind(up, bool(module.is_transposed), routed_experts)
+    llama4 = sys.modules.get("transformers.models.llama4.modeling_llama4")
+    if llama4 is not None and forward is llama4.Llama4TextExperts.forward:
+        return _Kind("gate_up_proj", True, batched_experts)
+    return f"belongs to a {name}, whose forward is not known to be that of experts"
+
+
+def _is_of_interface(forward: Any) -> bool:
+    """Whether a class's forward is what transformers' ``use_experts_implementation`` makes of it."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    if moe is None or getattr(forward, "__code__", None) is not _interface_code():
+        return False
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    return interface is moe.ALL_EXPERTS_FUNCTIONS
+
+
+@functools.cache
+def _interface_code() -> Any:
+    from transformers.integrations.moe import use_experts_implementation
+
+    class Plain(nn.Module):
+        pass
+
+    return use_experts_implementation(Plain).forward.__code__
+
+
+def _unknown_implementation(module: nn.Module) -> str | None:
+    """The experts implementation of a module where it is not one of transformers', which all compute the same."""
+    chosen: str | None = getattr(module.config, "_experts_implementation", None)
+    if chosen is None or chosen == "eager":
+        return None
+    function = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS[chosen]
+    return None if function.__module__.startswith("transformers.") else chosen
+
+
+def patch_experts(links: Iterable[tuple[ExpertSite, ProjectedLinear]]) -> None:
+    """Give experts the projected backward of the weights that a link has a projection for.
+
+    A module computes what it always did in a window without a projection, without grad mode, under ``torch.func`` and
+    forward-mode AD, and of a weight that ``functional_call`` puts in its place.
+
+    Args:
+        links: each with its site, which has no ``reason``. Its ``transposed`` says that the projected side is the
+            first dimension of each expert's matrix as it is stored, E x a x b: what backward leaves is E x b x width;
+            of the last E x a x width.
+    """
+    patches: dict[nn.Module, _Patch] = {}
+    for site, link in links:
+        kind = _kind_of(site.module)
+        assert isinstance(kind, _Kind)
+        assert site.role is not None
+        patch = patches.setdefault(site.module, _Patch(kind, {}, {}))
+        patch.links[site.role] = link
+        weight = getattr(site.module, kind.key(site.role))
+        patch.weights[site.role] = weakref.ref(weight)
+    for module, patch in patches.items():
+        _PATCHED[module] = patch
+        module.forward = MethodType(_projected_forward, module)
+
+
+def unpatch_experts(module: nn.Module, link: ProjectedLinear | None = None) -> None:
+    """Undo :func:`patch_experts` of a module; given ``link``, only if the module still belongs to it."""
+    patch = _PATCHED.get(module)
+    if link is None or (patch is not None and any(link is own for own in patch.links.values())):
+        _PATCHED.pop(module, None)
+        vars(module).pop("forward", None)
+
+
+@torch._disable_dynamo  # a graph would hold the projection at the time of tracing
+def _projected_forward(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
+    patch = _PATCHED.get(self)
+    links = {} if patch is None else _active(self, patch)
+    if patch is None or not links:
+        y: Tensor = type(self).forward(self, *args, **keywords)
+        return y
+    return patch.kind.forward(self, links, *args, **keywords)
+
+
+def _active(module: nn.Module, patch: _Patch) -> Links:
+    """The links that this forward projects for."""
+    if not torch.is_grad_enabled() or is_transformed():
+        return {}
+    if patch.kind.forward is routed_experts and _unknown_implementation(module):
+        return {}
+    inner, active = computed_again(), {}
+    for role, link in patch.links.items():
+        own = patch.weights[role]()
+        # `torch.func.functional_call` puts another one in its place
+        if own is None or own is not getattr(module, patch.kind.key(role)) or not own.requires_grad:
+            continue
+        if link.projection is not None and (inner is None or id(own) not in inner):
+            active[role] = link
+    return active
