@@ -12,6 +12,7 @@ from hmt_deepspeed.kernels import (
     dequant_matmul,
     factored_moment_update,
     fp8_activation,
+    grouped_product,
     int8_activation,
     int8_low_rank_update,
     int8_moment_update,
@@ -136,6 +137,16 @@ def dequant_case(delta: str, code: str, out: str) -> Case:
     return Case(name, dequant_matmul._dequant_matmul_kernel, variant, product=True)
 
 
+def grouped_case(dtype: str, add: bool) -> Case:
+    def variant(capability: int, aligned: bool) -> Variant:
+        options = grouped_product.launch_options(FLOATS[dtype], capability, aligned)
+        source = PATTERNS.get(dtype, dtype) if options["WIDEN"] else dtype
+        return f"*{source} *{source} *i32 *fp32 i32 i32 i64 i64", {"ADD": add, **options}
+
+    name = f"{dtype} by expert{', added' if add else ''}"
+    return Case(name, grouped_product._grouped_product_kernel, variant, product=True)
+
+
 def moment_cases(columns: int = 128) -> Iterator[Case]:
     """Both rules and storages, with a residual and without."""
     both = (
@@ -214,6 +225,9 @@ CASES = [
         for gradient in ("bf16", "fp32")
         for projection in ("bf16", "fp32")
     ),
+    grouped_case("bf16", False),
+    grouped_case("fp16", True),
+    grouped_case("fp32", True),
     dequant_case("bf16", "i8", "bf16"),
     dequant_case("bf16", "u8", "fp32"),
     dequant_case("fp16", "i8", "fp16"),
