@@ -18,6 +18,7 @@ from torch import nn
 from hmt_deepspeed.config.components import COMPONENTS, Component
 from hmt_deepspeed.families.family import Family
 from hmt_deepspeed.families.table import FAMILIES, family_of
+from hmt_deepspeed.sites import expert_weights
 
 __all__ = ["Attribution", "Layer", "Rule", "attribute"]
 
@@ -32,12 +33,15 @@ class Layer:
             an attention module owns that of the operations that run in it and in none of its children.
         exits: linears whose output only joins the stream that leaves the layer, by name within it. No
             operation of the layer reads it in backward, so there is nothing to hold.
+        routers: modules that say which experts of a mixture a token is sent to, by name within it. What they put
+            out is always kept, so that no second run sends a token elsewhere.
     """
 
     name: str
     module: nn.Module
     components: dict[str, Component]
     exits: frozenset[str] = frozenset()
+    routers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Attribution:
 
     Attributes:
         head: name of the language-model head. final_norm: of the norm after the last layer.
-        unattributed: names of what has matrices but no component: experts and routers of a layer,
-            and whole subtrees outside the layers, such as a vision tower.
+        unattributed: names of what has matrices but no component: modules of a layer that are not known, and whole
+            subtrees outside the layers, such as a vision tower.
     """
 
     layers: tuple[Layer, ...]
@@ -72,6 +76,10 @@ def _is_linear(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     leaf = next(module.children(), None) is None
     return leaf and all(len(_shape(p)) == 1 for p in module.parameters(recurse=False))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return bool(expert_weights(module))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -110,6 +118,8 @@ def _rules(rows: Iterable[Family]) -> tuple[Rule, ...]:
         Rule(in_attention(row.output for row in rows), _is_linear, "residual"),
         Rule(in_mlp(up for row in rows for up in row.up), _is_linear, "mlp_intermediate"),
         Rule(in_mlp(row.down for row in rows), _is_linear, None),
+        Rule(r"[\w.]+", _has_experts, "experts"),
+        Rule(r"[\w.]*experts\.\d+\.[\w.]+", _is_linear, "experts"),
         Rule(attention, _is_attention, "attention_output"),
         Rule(rf"{_one_of(n for row in rows for n in row.norms)}|{_NORM}", _is_norm, "layernorm"),
     )
@@ -235,7 +245,26 @@ def _layer(name: str, module: nn.Module, chosen: _Overrides, rules: tuple[Rule, 
             components[inner_name] = component
         elif rule is not None:
             exits.add(inner_name)
-    return Layer(name, module, components, frozenset(exits))
+    routers = frozenset(_routers(module, {*components, *exits}))
+    return Layer(name, module, components, frozenset(exits), routers)
+
+
+def _routers(layer: nn.Module, known: set[str]) -> Iterator[str]:
+    """Modules beside experts, of which nothing is known, that have a row of a matrix for each expert."""
+    for name, mixture in layer.named_modules():
+        counts = {n for key, child in mixture.named_children() if (n := _num_experts(key, child))}
+        for inner, module in mixture.named_modules() if counts else ():
+            full = f"{name}.{inner}".strip(".")
+            shapes = [_shape(p) for p in module.parameters(recurse=False)]
+            if full not in known and any(len(s) == 2 and s[0] in counts for s in shapes):
+                yield full
+
+
+def _num_experts(name: str, module: nn.Module) -> int:
+    """Experts in a module of that name, 0 where it is something else."""
+    if name.endswith("experts") and isinstance(module, nn.ModuleList):
+        return len(module)
+    return next((weight.count for weight in expert_weights(module).values()), 0)
 
 
 def _rule(rules: tuple[Rule, ...], name: str, module: nn.Module) -> Rule | None:
@@ -259,8 +288,9 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _unattributed_inside(layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
+        known = {*layer.components, *layer.exits, *layer.routers}
         for name, module in layer.module.named_modules():
-            if _has_matrices(module) and name not in layer.components and name not in layer.exits:
+            if _has_matrices(module) and name not in known:
                 yield f"{layer.name}.{name}" if name else layer.name
 
 

@@ -1,5 +1,5 @@
-"""What the optimizer, the planner and the backend share: parameters that no pattern projects, and products
-``X [Q | P]`` on their way between the optimizer's linears and the backend.
+"""What the optimizer, the planner and the backend share: parameters that no pattern projects, the weights of a mixture's
+experts, and products ``X [Q | P]`` on their way between the optimizer's linears and the backend.
 """
 
 from __future__ import annotations
@@ -7,12 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Literal
 
 __all__ = [
     "ADAPTER",
     "LEFT_TO_ADAMW",
+    "ExpertWeight",
     "computing_projection",
+    "expert_weights",
     "is_computing_projection",
     "kept_projection",
     "serving_projections",
@@ -22,6 +26,64 @@ __all__ = [
 # says, unless a module rule takes them.
 ADAPTER = "lora_"
 LEFT_TO_ADAMW = ("embed", "lm_head", ADAPTER)
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """The matrices of all experts of a layer, in one weight: count x outputs x inputs, or count x inputs x outputs.
+
+    Attributes:
+        role: ``up``, which reads the stream (gate and up, or up alone), or ``down``, which writes to it.
+        count: experts. inputs, outputs: channels of one of them; of gate and up both together.
+        is_transposed: whether the weight has inputs before outputs.
+        is_routed: whether an expert computes the tokens that are sent to it; else all of them (Llama-4).
+        by_interface: whether its module calls experts by the interface of transformers.
+    """
+
+    role: Literal["up", "down"]
+    count: int
+    inputs: int
+    outputs: int
+    is_transposed: bool
+    is_routed: bool
+    by_interface: bool
+
+
+def expert_weights(module: Any) -> dict[str, ExpertWeight]:
+    """The weights of a module of experts by their names in it; none of any other module.
+
+    Such a module follows the experts' interface of transformers, or has the same parameters: a gated ``gate_up_proj``
+    whose shape beside that of ``down_proj`` says which way it is stored.
+    """
+    shapes = {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    up = next((name for name in ("gate_up_proj", "up_proj") if name in shapes), "")
+    if [len(shapes.get(name, ())) for name in (up, "down_proj")] != [3, 3]:
+        return {}
+    first, second = shapes[up][1:], shapes["down_proj"][1:]
+    by_interface = hasattr(module, "has_gate")
+    if by_interface:
+        is_transposed = bool(module.is_transposed)
+    elif up == "gate_up_proj" and first == (2 * second[1], second[0]):
+        is_transposed = False
+    elif up == "gate_up_proj" and first == (second[1], 2 * second[0]):
+        is_transposed = True
+    else:
+        return {}
+    is_routed = len(signature(type(module).forward).parameters) > 2  # self, tokens, where they go
+    roles: dict[str, Literal["up", "down"]] = {up: "up", "down_proj": "down"}
+    found = {}
+    for name, role in roles.items():
+        count, *sides = shapes[name]
+        outputs, inputs = reversed(sides) if is_transposed else sides
+        found[name] = ExpertWeight(
+            role, count, inputs, outputs, is_transposed, is_routed, by_interface
+        )
+    return found
+
 
 _projecting: ContextVar[bool] = ContextVar("projecting", default=False)
 

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "config": {"rules"},  # what may be set is declared there and nowhere else
     "architectures": set(),
     "families": set(),
-    "attribution": {"config", "families"},
+    "attribution": {"config", "families", "sites"},
     "version": set(),
     "kernels": set(),
     "memory": set(),

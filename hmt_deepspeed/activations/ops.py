@@ -58,6 +58,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     ),
     "_grouped_mm": _inner_products,
     "_scaled_grouped_mm": _inner_products,
+    "grouped_mm_fallback": _inner_products,  # of transformers, where there is no grouped_mm
     "_int_mm": _inner_products,
     "_addmm_activation": _inner_products_added,
 }

@@ -124,10 +124,12 @@ class Policy:
             if component == "attention_output":
                 found |= self._consistent(name, found, input_codec)
         found |= {name: Site(layer.name, "exit", None) for name in layer.exits}
+        kept = self._codecs["keep"]
+        found |= {name: Site(layer.name, "experts", kept) for name in layer.routers}
         modules = dict(layer.module.named_modules())
         return LayerSites(
             layer.module,
-            Site(layer.name, "unattributed", self._codecs["keep"]),
+            Site(layer.name, "unattributed", kept),
             tuple((modules[name], site) for name, site in found.items()),
             label,
             input_codec,

@@ -40,7 +40,13 @@ MIN_HOST_MEMORY = 2**20
 # Components of which a module can own the output; `embedding` is the first layer's input, whoever made it, and
 # linears that are projected are known.
 OwnedComponent = Literal[
-    "attention_qkv", "attention_output", "mlp_intermediate", "residual", "layernorm", "lm_head"
+    "attention_qkv",
+    "attention_output",
+    "mlp_intermediate",
+    "experts",
+    "residual",
+    "layernorm",
+    "lm_head",
 ]
 
 
@@ -105,6 +111,11 @@ class Policy(StrictModel):
         "Outputs of the gate and up projections (of fc1), which enter the activation function.",
         who="recompute: the first step where the default does not fit.",
     )
+    experts: Choice = _choice(
+        "experts",
+        "Outputs of a mixture's experts, of both their projections; the router's output is always kept.",
+        who="recompute: likewise, in a mixture.",
+    )
     residual: Choice = _choice(
         "residual",
         "What enters each further layer, and what attention adds to it; recompute is of the "
@@ -135,6 +146,7 @@ class PlannedPolicy(Policy):
     attention_qkv: Choice = "recompute"
     attention_output: Choice = "recompute"
     mlp_intermediate: Choice = "recompute"
+    experts: Choice = "recompute"
     residual: Choice = "recompute"
 
 
@@ -149,6 +161,7 @@ class PolicyOverride(StrictModel):
     attention_qkv: Choice | None = _override("attention_qkv")
     attention_output: Choice | None = _override("attention_output")
     mlp_intermediate: Choice | None = _override("mlp_intermediate")
+    experts: Choice | None = _override("experts")
     residual: Choice | None = _override("residual")
     projected_inputs: Choice | None = _override("projected_inputs")
     lm_head: Choice | None = _override("lm_head")

@@ -25,6 +25,7 @@ __all__ = [
 #   attention_qkv     outputs of the query, key and value projections
 #   attention_output  output of the attention operation, which enters the output projection
 #   mlp_intermediate  outputs of the gate and up projections (of fc1), which enter the activation function
+#   experts           outputs of a mixture's experts, of both projections; what its router puts out is always kept
 #   residual          the residual stream: what enters each further layer, and what attention adds to it
 #                     (recompute: of what attention adds only; what enters a layer is then kept)
 #   layernorm         norms: their internals are computed again from their input, which is held
@@ -35,6 +36,7 @@ Component = Literal[
     "attention_qkv",
     "attention_output",
     "mlp_intermediate",
+    "experts",
     "residual",
     "layernorm",
     "projected_inputs",
@@ -77,12 +79,13 @@ def legal_choices(component: Component) -> tuple[Choice, ...]:
     return (keep, *others) if component in _HELD else (keep, "recompute", *others)
 
 
-# The HMT paper's table; of projected inputs it says nothing.
+# The HMT paper's table; of projected inputs it says nothing, of experts what it says of any MLP.
 PAPER_POLICY: dict[Component, Choice] = {
     "embedding": "keep",
     "attention_qkv": "recompute",
     "attention_output": "int8",
     "mlp_intermediate": "int8",
+    "experts": "int8",
     "residual": "keep",
     "layernorm": "keep",
     "projected_inputs": "recompute",

@@ -18,6 +18,7 @@ _SHAPE: dict[str, Any] = {
 }
 _GROUPED = _SHAPE | {"num_key_value_heads": 2}
 _HEAD = _GROUPED | {"head_dim": 8}
+_MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GPT = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -47,6 +48,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", _GROUPED | {"num_local_experts": 3}),
+    "qwen3_moe": ("Qwen3MoeConfig", _HEAD | _MIXTURE | {"num_experts": 5}),
+    "gpt_oss": ("GptOssConfig", _HEAD | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _SHAPE
+        | _MIXTURE
+        | {
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", _SHAPE | {"num_experts": 5, "num_experts_per_tok": 2}),
+    "llama4": (
+        "Llama4TextConfig",
+        _HEAD | {"num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    ),
     "mamba": ("MambaConfig", {"hidden_size": HIDDEN, "num_hidden_layers": 2}),
 }
 

@@ -153,14 +153,6 @@ def test_norms_are_layernorm_and_nothing_else() -> None:
 # -- what is not known --------------------------------------------------------------------------------
 
 
-def test_experts_are_listed_not_misnamed() -> None:
-    attribution, ops = step("mixtral")
-    parts = [f"model.layers.{i}.mlp.{part}" for i in (0, 1) for part in ("gate", "experts")]
-    assert attribution.unattributed == tuple(parts)
-    assert ops.seen["forward", "model.layers.0", None] > 0
-    assert "mlp_intermediate" not in attribution.layers[0].components.values()
-
-
 def test_layers_of_an_unknown_family_are_refused_with_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"MambaForCausalLM .* no known family.*mixer.*components"):
         attribute(tiny("mamba"))

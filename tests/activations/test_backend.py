@@ -172,7 +172,7 @@ def test_dropout_is_that_of_forward(attention, policy):
     assert (report.missed, report.unread) == ((), {})
 
 
-@pytest.mark.parametrize("family", ["phi", "gpt_neox", "gemma3", "opt", "mixtral"])
+@pytest.mark.parametrize("family", ["phi", "gpt_neox", "gemma3", "opt"])
 def test_families(family):
     model = tiny(family)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -189,8 +189,6 @@ def test_families(family):
         "gpt_neox",
     ):  # attention and MLP side by side: nobody reads o_proj's output
         assert "residual" not in report.rerun
-    if family == "mixtral":
-        assert report.bytes_by_label["unattributed"] > 0
 
 
 def test_padding_and_repeated_key_heads():

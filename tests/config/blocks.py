@@ -34,6 +34,7 @@ POLICY = {
     "attention_qkv": "recompute",
     "attention_output": "int8",
     "mlp_intermediate": "int8",
+    "experts": "int8",
     "residual": "keep",
     "projected_inputs": "recompute",
     "lm_head": "keep",

@@ -129,6 +129,7 @@ _MADE_AGAIN: tuple[Component, ...] = (
     "attention_qkv",
     "attention_output",
     "mlp_intermediate",
+    "experts",
     "projected_inputs",
 )
 

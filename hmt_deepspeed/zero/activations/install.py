@@ -143,7 +143,7 @@ class Activations:
     def describe(self) -> str:
         """The start table: per component its choice and where it applies, what is not attributed, the swap."""
         layers, found = self.attribution.layers, self._modules()
-        rows = [[part, self.policy[part], found[part]] for part in POLICY_COMPONENTS]
+        rows = [[part, self.policy[part], found[part]] for part in POLICY_COMPONENTS if found[part]]
         table = format_table(rows, ["component", "choice", "modules"])
         lines = [f"hmt: activations of {len(layers)} layers, {layers[0].name} to {layers[-1].name}"]
         lines += [table, *describe_exceptions(self.overrides)]

@@ -50,7 +50,7 @@ def test_equal_layers_are_one_site_with_a_count():
         **ends,
         "residual": 95 + 96,
     }  # what enters layers 1.., what attention adds
-    assert set(counted) == set(COMPONENTS) - {"projected_inputs"}
+    assert set(counted) == set(COMPONENTS) - {"projected_inputs", "experts"}
     assert work.sites[-1].layers == (OUTSIDE,)
     assert len(set(work.sites)) == len(work.sites)  # hashable and distinct: keys of a plan
 

@@ -1,0 +1,143 @@
+"""Mixtures of experts: what belongs to the component, what each choice holds of it, and that no token changes experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import (
+    PAPER_KEPT,
+    assert_equal,
+    bytes_of,
+    cosines,
+    gradients,
+    host_store,
+    installed,
+    poison,  # noqa: F401
+)
+from families import LENGTH, tiny
+from torch import nn
+
+from hmt_deepspeed.attribution import attribute
+from hmt_deepspeed.sites import expert_weights
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+TOKENS, EXPERTS = 2 * LENGTH, 5
+# family -> experts, router, tokens that an expert layer computes for each token of the stream, I
+MIXTURES = {
+    "mixtral": ("mlp.experts", "mlp.gate", 2, 48),
+    "qwen3_moe": ("mlp.experts", "mlp.gate", 2, 24),
+    "gpt_oss": ("mlp.experts", "mlp.router", 2, 48),
+    "deepseek_v3": ("mlp.experts", "mlp.gate", 2, 24),
+    "olmoe": ("mlp.experts", "mlp.gate", 2, 48),
+    "llama4": ("feed_forward.experts", "feed_forward.router", EXPERTS, 48),  # all of them
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_and_routers_are_known(family: str) -> None:
+    experts, router, _, _ = MIXTURES[family]
+    attribution = attribute(tiny(family))
+    for layer in attribution.layers:
+        assert layer.components[experts] == "experts"
+        assert layer.routers == {router}
+    assert not any("mlp" in name or "feed" in name for name in attribution.unattributed)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_weight_s_sides_are_those_of_its_products(family: str) -> None:
+    """By what one expert computes of the channels that it reads."""
+    model = tiny(family)
+    name, _, times, intermediate = MIXTURES[family]
+    module: Any = model.model.layers[0].get_submodule(name)
+    found = expert_weights(module)
+    up, down = found["gate_up_proj"], found["down_proj"]
+    assert (up.role, up.inputs, up.outputs) == ("up", 32, 2 * intermediate)
+    assert (down.role, down.inputs, down.outputs) == ("down", intermediate, 32)
+    assert up.count == down.count == module.gate_up_proj.shape[0]
+    assert up.is_routed == (times != EXPERTS)
+    assert up.by_interface == (family != "llama4")
+    weight = module.gate_up_proj[0] if up.is_transposed else module.gate_up_proj[0].T
+    assert weight.shape == (32, 2 * intermediate)
+
+
+def test_an_ordinary_module_has_no_experts() -> None:
+    assert not expert_weights(nn.Linear(3, 3))
+    module = nn.Module()
+    module.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 3))
+    module.down_proj = nn.Parameter(torch.zeros(2, 5, 7))  # of other sizes
+    assert not expert_weights(module)
+
+
+def _logits(model: Any, family: str) -> int:
+    """Experts that a router chooses from."""
+    router = model.model.layers[0].get_submodule(MIXTURES[family][1])
+    return next(int(p.shape[0]) for p in router.parameters() if p.dim() == 2)
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute", "swap_host"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_exact_choices_change_no_bit_and_hold_what_they_say(family: str, choice: str) -> None:
+    model = tiny(family)
+    expected = gradients(model)
+    _, _, times, intermediate = MIXTURES[family]
+    is_routed = (
+        family != "llama4"
+    )  # which weighs the tokens before the experts: none needs their last output
+    widths = 2 * intermediate + 32 * is_routed
+    logits = _logits(model, family)
+    with installed(model, PAPER_KEPT | {"experts": choice}, store=host_store()) as backend:
+        for _ in range(2):
+            backend.begin_step()
+            assert_equal(gradients(model), expected)
+        report = backend.report()
+    held = 2 * bytes_of(choice, times * TOKENS, widths, 4)
+    assert report.bytes_by_label["experts"] == held + 2 * bytes_of("keep", TOKENS, logits, 4)
+    again = 2 * 2 * times * TOKENS * 32 * (2 + is_routed) * intermediate
+    assert report.rerun_flops.get("experts", 0) == (again if choice == "recompute" else 0)
+    assert report.missed == ()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("choice", ["int8", "fp8"])
+def test_8_bits_hold_a_quarter_and_keep_the_direction(family: str, choice: str) -> None:
+    model = tiny(family)
+    expected = gradients(model)
+    _, _, times, intermediate = MIXTURES[family]
+    with installed(model, {"attention_output": "keep", "experts": choice}) as backend:
+        found = gradients(model)
+        held = backend.report().bytes_by_label["experts"]
+    encoded = bytes_of(choice, times * TOKENS, 2 * intermediate, 4)
+    encoded += bytes_of(choice, times * TOKENS, 32, 4)
+    logits = _logits(model, family)
+    assert held == 2 * encoded + 2 * bytes_of("keep", TOKENS, logits, 4)
+    assert min(cosines(model, found, expected)) > 0.995
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_no_token_changes_experts_when_a_layer_is_computed_again(family: str) -> None:
+    """Not even from an input that comes back with an error, where the router by itself would choose otherwise."""
+    model = tiny(family)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    _, router, _, _ = MIXTURES[family]
+    calls: list[tuple[torch.Tensor, ...]] = []
+    hooks = [
+        layer.get_submodule(router).register_forward_hook(
+            lambda _, __, out: calls.append(tuple(t.detach().clone() for t in out))
+        )
+        for layer in model.model.layers
+    ]
+    policy = {"residual": "fp8", "embedding": "fp8", "experts": "recompute"}
+    with installed(model, policy):
+        gradients(model)
+    for hook in hooks:
+        hook.remove()
+    first, second = calls[:2], calls[2:][::-1]
+    assert len(second) == 2
+    for before, after in zip(first, second, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert torch.equal(one, other)
