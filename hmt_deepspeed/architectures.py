@@ -7,9 +7,19 @@ its type. A leaf: whoever asks what a model would be without building it starts 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-__all__ = ["meta_model", "model_class", "read_config"]
+__all__ = [
+    "Experts",
+    "experts_of",
+    "field_of",
+    "idle_elements",
+    "meta_model",
+    "model_class",
+    "read_config",
+]
 
 # transformers' auto mappings, in the order in which a config without `architectures` is looked up: what the type
 # is trained as first, its bare body last. An encoder-decoder's first two come before them: of some of these there is
@@ -30,6 +40,26 @@ _MAPPINGS = (
     "DEPTH_ESTIMATION",
     "TEXT_TO_SPECTROGRAM",
     "TEXT_TO_WAVEFORM",
+)
+
+# What configs call the experts of a layer, and those that a token is sent to.
+_EXPERTS = (
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts",
+    "moe_num_experts",
+    "num_experts_per_layer",
+)
+_CHOSEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "num_selected_experts",
+    "top_k",
 )
 
 
@@ -131,3 +161,53 @@ def meta_model(config: Any, dtype: Any = None) -> Any:
             f"transformers cannot build {built.__name__} from this config ({type(error).__name__}: {reason}). Correct "
             "the config."
         ) from error
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer, and how many of them each token meets."""
+
+    chosen: int
+    total: int
+
+
+def experts_of(config: Any) -> Experts | None:
+    """Experts of a mixture by its config (of a model of several parts, that of the text); None of any other model."""
+    total, chosen = (
+        next((found for name in names if (found := _largest(config, name))), 0)
+        for names in (_EXPERTS, _CHOSEN)
+    )
+    return Experts(min(chosen, total), total) if total and chosen else None
+
+
+def idle_elements(model: Any) -> float:
+    """Elements of the experts that a token is not sent to, in the mean: of their weights together, or of each by itself
+    in a list; partitioned or not."""
+    config = model.config
+    experts = experts_of(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    if experts is None:
+        return 0.0
+    idle = 0
+    for name, module in model.named_modules():
+        shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in module.parameters(recurse=False)]
+        of_each = [shape for shape in shapes if len(shape) > 1 and shape[0] == experts.total]
+        if any(len(shape) == 3 for shape in of_each):
+            idle += sum(map(prod, of_each))  # biases too
+        elif "expert" in name.rpartition(".")[2] and len(module._modules) == experts.total:
+            idle += sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
+    return idle * (1 - experts.chosen / experts.total)
+
+
+def field_of(holder: Any, name: str) -> Any:
+    """A field, None without it; where layers differ in it, that of the last."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # transformers' refusal of a field that differs is no AttributeError
+        layers = getattr(holder, "per_layer_config", None)
+        return getattr(layers[len(layers) - 1], name, None) if layers else None
+
+
+def _largest(config: Any, name: str) -> int:
+    value = field_of(config, name)
+    values = value if isinstance(value, list | tuple) else [value]
+    return max((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default=0)

@@ -37,7 +37,8 @@ class ExpertWeight:
         count: experts. inputs, outputs: channels of one of them; of gate and up both together.
         is_transposed: whether the weight has inputs before outputs.
         is_routed: whether an expert computes the tokens that are sent to it; else all of them (Llama-4).
-        by_interface: whether its module calls experts by the interface of transformers.
+        is_projected: whether a backward can be projected: of modules that call their experts by the interface of
+            transformers, and of Llama-4's.
     """
 
     role: Literal["up", "down"]
@@ -46,7 +47,7 @@ class ExpertWeight:
     outputs: int
     is_transposed: bool
     is_routed: bool
-    by_interface: bool
+    is_projected: bool
 
 
 def expert_weights(module: Any) -> dict[str, ExpertWeight]:
@@ -80,7 +81,7 @@ def expert_weights(module: Any) -> dict[str, ExpertWeight]:
         count, *sides = shapes[name]
         outputs, inputs = reversed(sides) if is_transposed else sides
         found[name] = ExpertWeight(
-            role, count, inputs, outputs, is_transposed, is_routed, by_interface
+            role, count, inputs, outputs, is_transposed, is_routed, by_interface or not is_routed
         )
     return found
 

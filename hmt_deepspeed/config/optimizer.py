@@ -46,6 +46,7 @@ Residual = Literal["none", "probe", "full"]
 StateDtype = Literal["fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
+ExpertBasis = Literal["auto", "shared", "own"]
 Scale = Auto | PositiveFloat
 
 

@@ -140,6 +140,9 @@ FAMILIES: dict[str, Family] = {
         down="feed_forward.down_proj",
         mlp=("feed_forward",),
     ),
+    "deepseek_v3": Family(
+        qkv=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    ),
     "gptj": replace(
         _GPT,
         attention="attn",

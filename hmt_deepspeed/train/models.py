@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmt_deepspeed.architectures import read_config
+from hmt_deepspeed.architectures import idle_elements, read_config
 from hmt_deepspeed.report.metrics import model_flops_per_token
 from hmt_deepspeed.train.hub import existing_path, hub_error
 
@@ -242,7 +242,8 @@ def num_parameters(model: Any) -> int:
 def flops_per_token(model: Any, seq_length: int) -> float:
     """FLOPs of ordinary training per token, see :func:`model_flops_per_token`.
 
-    An embedding counts where it is the head too, else tokens are only looked up in it.
+    An embedding counts where it is the head too, else tokens are only looked up in it. Of a mixture's experts those count
+    that a token is sent to.
     """
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is not None and head.weight is table
@@ -250,7 +251,7 @@ def flops_per_token(model: Any, seq_length: int) -> float:
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return model_flops_per_token(
-        num_parameters(model) - looked_up,
+        num_parameters(model) - looked_up - round(idle_elements(model)),
         config.num_hidden_layers,
         config.num_attention_heads * width,
         seq_length,

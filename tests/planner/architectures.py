@@ -150,6 +150,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_TEXT, "num_experts": 4, "num_experts_per_tok": 2},
         "OlmoeForCausalLM",
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_GROUPED,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        },
+        "Llama4ForCausalLM",
+    ),
     "mamba": (
         "MambaConfig",
         {

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hmt_deepspeed.report.metrics import model_flops_per_token
 from hmt_deepspeed.train import loop as training
@@ -46,6 +46,17 @@ def test_a_table_that_tokens_are_looked_up_in_counts_only_as_the_head() -> None:
         sum(p.numel() for p in untied.parameters()) - 100 * 32, 3, 4 * 16, SEQ_LENGTH
     )
     assert flops_per_token(untied, SEQ_LENGTH) == flops_per_token(tied, SEQ_LENGTH) == expected
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+    idle = 3 * (5 - 2) * 3 * 32 * 64  # in three layers, gate, up and down of three experts
+    met = sum(p.numel() for p in model.parameters()) - 100 * 32 - idle
+    expected = model_flops_per_token(met, 3, 4 * 16, SEQ_LENGTH)
+    assert flops_per_token(model, SEQ_LENGTH) == expected
 
 
 def test_less_computed_than_ordinary_training_shows_in_both(

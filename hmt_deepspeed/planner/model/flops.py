@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from hmt_deepspeed.config.optimizer import ExpertBasis
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.planner.model.shapes import (
     ROLES,
@@ -17,8 +18,16 @@ from hmt_deepspeed.planner.model.shapes import (
     layer_linears,
 )
 from hmt_deepspeed.rules import rank_at
+from hmt_deepspeed.sites import ExpertWeight
 
-__all__ = ["Attention", "LayerFlops", "Projected", "attention_flops", "layer_flops"]
+__all__ = [
+    "Attention",
+    "LayerFlops",
+    "Projected",
+    "attention_flops",
+    "layer_flops",
+    "on_inputs",
+]
 
 # How attention is computed:
 #   fused  one op (flash): only the pairs that the mask and the window leave; backward computes the scores
@@ -39,6 +48,7 @@ class Projected:
         shared: linears that read one input share one basis.
         whole_at_full: where the basis would span all columns, backward is the ordinary one.
         target_modules, adamw_modules: which linears, see :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
+        expert_basis: of a mixture's experts; None: their gradients are formed whole.
         others: (name, r, k) of the weights that have others; ``*`` for a layer's number, or the number of one
             whose weight has its own.
     """
@@ -52,6 +62,7 @@ class Projected:
     whole_at_full: bool = True
     target_modules: tuple[str, ...] | Literal["all"] | None = None
     adamw_modules: tuple[str, ...] = ()
+    expert_basis: ExpertBasis | None = None
     others: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,7 +85,11 @@ class Projected:
         if not is_selected(_weight(linear, names), self.target_modules, self.adamw_modules):
             return None
         side = self.side
-        if side == "auto":
+        if linear.experts is not None:
+            if self.expert_basis is None or not linear.experts.is_projected:
+                return None
+            side = "right" if on_inputs(linear.experts, self.expert_basis) else "left"
+        elif side == "auto":
             side = "left" if linear.outputs < linear.inputs else "right"
         rank, _ = self._rank_and_probes(linear, names)
         is_full = rank == _columns(linear, side)
@@ -91,6 +106,11 @@ class Projected:
         rank = rank_at(self.rank, linear.inputs, linear.outputs)
         probes = probes_at(rank, self.probes, self.residual, self.on_gpu)
         return own.get(_weight(linear, names), (rank, probes))
+
+
+def on_inputs(experts: ExpertWeight, basis: ExpertBasis) -> bool:
+    """Whether bases of experts are of what they read; a shared one is of the stream, which ``down`` writes to."""
+    return experts.role == "up" or basis == "own"
 
 
 def probes_at(rank: int, probes: int | None, residual: str, on_gpu: bool) -> int:
@@ -120,7 +140,7 @@ def _columns(linear: Linear, side: Literal["right", "left"]) -> int:
 
 
 def _weight(linear: Linear, names: Names) -> str:
-    return f"{names.layer}.{linear.name}.weight"
+    return f"{names.layer}.{linear.weight}"
 
 
 class LayerFlops(NamedTuple):

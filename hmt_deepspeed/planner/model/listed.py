@@ -7,10 +7,12 @@ norms and attention, and of nothing else; what is assumed is in ``coarse``, whic
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, Parameter, Role
+from hmt_deepspeed.sites import ExpertWeight
 
 __all__ = [
     "AttentionOp",
@@ -23,8 +25,8 @@ __all__ = [
 ]
 
 # Place of a product in its layer: a linear's role, or what the activation backend has no component for.
-# ``mlp_out``: the way back to the stream of an MLP whose output a norm reads.
-Place = Literal["qkv", "out", "up", "down", "mlp_out", "other"]
+# ``mlp_out``: the way back to the stream of an MLP whose output a norm reads. ``experts``: of a mixture, both ways.
+Place = Literal["qkv", "out", "up", "down", "mlp_out", "experts", "router", "other"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,13 @@ class Product:
 
     Attributes:
         name: of the module, within its layer.
-        elements: of weights that one token meets: of experts those that it is sent to.
+        elements: of weights that one token is multiplied with: of experts those that it is sent to, or where every one
+            computes all tokens (Llama-4), all of them.
         inputs, outputs: channels read and written for one token. shares_input: another of its module reads the
             same.
-        linear: the weight whose backward can be projected; None for experts in one tensor, convolutions and the like.
+        linear: the weight whose backward can be projected, of experts one matrix of it; None for convolutions and the
+            like.
+        useful: share of the elements that the model asks for, and that MFU counts.
     """
 
     name: str
@@ -58,10 +63,29 @@ class Product:
     outputs: float
     shares_input: bool = False
     linear: Linear | None = None
+    useful: float = 1.0
+
+    @property
+    def experts(self) -> ExpertWeight | None:
+        """Of one that is of a mixture's experts, all in one weight."""
+        return None if self.linear is None else self.linear.experts
+
+    def keeps_output(self, freed: Collection[str]) -> bool:
+        """Whether backward reads what it puts out.
+
+        Args:
+            freed: names of the products that are projected, and do without their input. The routing weights read what
+                experts put out, unless ``down`` is projected; Llama-4 scales what they read.
+        """
+        if self.experts is not None and self.experts.role == "down":
+            return self.experts.is_routed and self.name not in freed
+        return self.place in ("qkv", "up", "experts", "router", "other")
 
     @property
     def role(self) -> Role | None:
         """As a decoder's linear has one."""
+        if self.experts is not None:
+            return self.experts.role
         roles: dict[Place, Role] = {
             "qkv": "qkv",
             "out": "out",
@@ -109,6 +133,10 @@ class Tokens:
     def elements(self, *places: Place) -> float:
         """Elements of weights that one token meets; of all places, or of those given."""
         return sum(p.elements for p in self.products if not places or p.place in places)
+
+    def useful_elements(self) -> float:
+        """Elements that the model asks for, for one token."""
+        return sum(p.useful * p.elements for p in self.products)
 
     def outputs(self, place: Place) -> int:
         """Channels that the products of a place write for one token."""

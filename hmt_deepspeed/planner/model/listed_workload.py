@@ -16,9 +16,10 @@ from hmt_deepspeed.planner.model.listed import (
     LayerGroup,
     Length,
     ListedShape,
+    Product,
     Tokens,
 )
-from hmt_deepspeed.planner.model.shapes import ModelShape, Role
+from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, Role
 from hmt_deepspeed.planner.model.workload import (
     Head,
     Layer,
@@ -66,7 +67,7 @@ class _Given:
         channels = work.activations + work.norms + work.centred_norms
         for product in work.products:
             channels += 0 if product.shares_input or product.name in freed else product.inputs
-            channels += product.outputs if product.place in ("qkv", "up", "other") else 0
+            channels += product.outputs if product.keeps_output(freed) else 0
         nbytes = channels * self.itemsize + FP32 * work.norms
         for op in work.attentions:
             scores = self._keys(op, queries) * (FP32 + self.itemsize)
@@ -140,9 +141,13 @@ def _projection(given: _Given, work: Tokens) -> _Projection:
         side = None if projected is None or linear is None else projected.side_of(linear, names)
         if projected is None or linear is None or side is None:
             found.gradient_flops += 2 * product.elements
-            found.largest = max(found.largest, round(product.elements))
+            whole = product.elements if linear is None else linear.count * linear.elements
+            found.largest = max(found.largest, round(whole))
             continue
         width, times = projected.width(linear, side, names), product.elements / linear.elements
+        if linear.experts is not None:
+            _project_experts(found, product, linear, width, times, projected.expert_basis == "own")
+            continue
         if side == "left":
             found.gradient_flops += 2 * times * width * (linear.inputs + linear.outputs)
             found.largest = max(found.largest, linear.inputs * width)
@@ -155,16 +160,37 @@ def _projection(given: _Given, work: Tokens) -> _Projection:
     return found
 
 
+def _project_experts(
+    found: _Projection, product: Product, linear: Linear, width: int, times: float, own: bool
+) -> None:
+    """Add the projected backward of experts; ``times``: experts that compute a token.
+
+    ``up`` saves ``X B`` of tokens, or of rows (pairs of a token and an expert) with bases of their own. ``down`` saves
+    nothing: its input is made again from what the gate saves. Its shared basis is of the output, whose gradient is
+    projected by token.
+    """
+    rows = linear.inputs if linear.role == "down" and not own else linear.outputs
+    found.gradient_flops += 2 * times * rows * width
+    found.largest = max(found.largest, linear.count * rows * width)
+    found.freed |= {product.name}
+    assert linear.experts is not None
+    images = times if own or not linear.experts.is_routed else 1.0
+    if linear.role == "up":
+        found.flops += 2 * images * linear.inputs * width
+        found.columns += images * width
+    else:
+        found.gradient_flops += 2 * images * (linear.inputs if own else linear.outputs) * width
+
+
 def _layer(given: _Given, group: LayerGroup, numbers: tuple[int, ...]) -> Layer:
     shape, work, length = given.shape, group.tokens, given.shape.length
     tokens = given.count(length)
     projection = _projection(given, work)
     forward = round(2 * tokens * work.elements())
+    useful = round(2 * tokens * work.useful_elements())
     attention = given.attention_flops(work, length)
     columns = round(projection.columns)
     saved = given.saved(work, length, projection.freed) + tokens * columns * given.itemsize
-    # the backend runs again what it has no component for
-    again = round(2 * tokens * work.elements("other")) if shape.is_managed else 0
     widest = max((product.outputs for product in work.products), default=0)
     freed: dict[Role, int] = {}
     for product in work.products:
@@ -174,14 +200,11 @@ def _layer(given: _Given, group: LayerGroup, numbers: tuple[int, ...]) -> Layer:
             freed[role] = freed.get(role, 0) + own
     return Layer(
         layers=numbers,
-        sites=tuple(_sites(given, work, numbers, tokens, saved, columns, projection.flops)),
+        sites=tuple(_sites(given, work, numbers, tokens, saved, columns, projection)),
         forward_flops=forward + attention,
         projection_flops=round(tokens * projection.flops),
-        backward_flops=forward
-        + again
-        + round(tokens * projection.gradient_flops)
-        + 5 * attention // 2,
-        model_flops=3 * (forward + given.attention_flops(work, length, whole=True)),
+        backward_flops=forward + round(tokens * projection.gradient_flops) + 5 * attention // 2,
+        model_flops=3 * (useful + given.attention_flops(work, length, whole=True)),
         parameters=sum(parameter.numel for parameter in group.parameters),
         freed_inputs=freed,
         weight_gradient_bytes=projection.largest * given.itemsize,
@@ -198,7 +221,7 @@ def _sites(
     tokens: int,
     saved: int,
     columns: int,
-    projections: float,
+    projection: _Projection,
 ) -> Iterator[Site]:
     """A layer's sites of a decoder; one site of all that it saves where the backend has no components."""
     shape = given.shape
@@ -226,17 +249,33 @@ def _sites(
         if up:
             made = 2 * work.elements("up")
             rows += [("mlp_intermediate", "mlp_intermediate", up, made, (rows[-1][0],))]
+        read: tuple[str, ...] = (rows[-1][0],)
+        if routers := work.outputs("router"):
+            rows += [("router", "experts", routers, 2 * work.elements("router"), read)]
+            read += ("router",)
+        experts = [
+            p for p in work.products if p.place == "experts" and p.keeps_output(projection.freed)
+        ]
+        if experts:
+            wide = round(sum(p.outputs for p in experts))
+            made = 2 * sum(p.elements for p in experts)
+            rows += [("experts", "experts", wide, made, read)]
         if work.outputs("mlp_out"):
             made = 2 * work.elements("mlp_out")
             rows += [("mlp_output", "residual", shape.hidden, made, (rows[-1][0],))]
         if columns:
             read = tuple(row[0] for row in rows)
-            rows += [("projected_inputs", "projected_inputs", columns, projections, read)]
+            rows += [("projected_inputs", "projected_inputs", columns, projection.flops, read)]
     heads = sum(op.heads for op in work.attentions if op.is_known)
+    beside = {"attention_output": 0 if shape.eager else heads * FP32}
+    if shape.is_managed:  # outputs that no choice is known for
+        beside["layer_input"] = work.outputs("other") * given.itemsize
     for name, component, channels, flops, depends in rows:
         legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
         if name == "layer_input":
             legal = tuple(choice for choice in legal if choice != "recompute")
+        if name == "router":  # no token is sent elsewhere the second time
+            legal = ("keep",)
         yield Site(
             name=name,
             component=component,
@@ -245,9 +284,7 @@ def _sites(
             channels=channels,
             itemsize=given.itemsize,
             flops=round(tokens * flops),
-            raw_bytes=tokens * heads * FP32
-            if name == "attention_output" and not shape.eager
-            else 0,
+            raw_bytes=tokens * beside.get(name, 0),
             depends=depends,
             legal=legal,
         )

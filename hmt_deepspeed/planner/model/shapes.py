@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hmt_deepspeed.planner.model.names import LLAMA_NAMES, Names
-from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
+from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW, ExpertWeight
 
 __all__ = [
     "ROLES",
@@ -33,7 +33,7 @@ __all__ = [
 # Place of a linear in its layer; `up` includes the gate, `out` is the attention's output projection.
 Role = Literal["qkv", "out", "up", "down"]
 ROLES: tuple[Role, ...] = get_args(Role)
-ParameterKind = Literal["linear", "conv1d", "head", "embedding", "projection", "vector"]
+ParameterKind = Literal["linear", "conv1d", "experts", "head", "embedding", "projection", "vector"]
 # silu, relu, gelu: one fused op (gelu of either kind); new_gelu: GPT-2's Python formula of the tanh one.
 Activation = Literal["silu", "relu", "gelu", "new_gelu"]
 
@@ -154,18 +154,32 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a layer: ``outputs x inputs`` weight. Linears of a role read the same input."""
+    """One linear of a layer: ``outputs x inputs`` weight. Linears of a role read the same input.
+
+    experts: of the matrices of a mixture, all in one weight; sizes are then those of one.
+    """
 
     name: str
     role: Role
     inputs: int
     outputs: int
     bias: bool
+    experts: ExpertWeight | None = None
 
     @property
     def elements(self) -> int:
-        """Elements of its weight."""
+        """Elements of one matrix."""
         return self.outputs * self.inputs
+
+    @property
+    def weight(self) -> str:
+        """Name of its weight within the layer."""
+        return self.name if self.experts else f"{self.name}.weight"
+
+    @property
+    def count(self) -> int:
+        """Matrices in the weight."""
+        return 1 if self.experts is None else self.experts.count
 
 
 @dataclass(frozen=True)
@@ -173,6 +187,7 @@ class Parameter:
     """A parameter, or ``count`` equal ones of as many layers (``*`` in the name is the layer's number).
 
     trained: false for one that is held and computed with, and never updated.
+    experts: what its matrices are, where it holds those of a mixture's experts.
     """
 
     name: str
@@ -180,6 +195,12 @@ class Parameter:
     kind: ParameterKind
     count: int = 1
     trained: bool = True
+    experts: ExpertWeight | None = None
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices it holds, each of its last two dimensions."""
+        return 1 if self.experts is None else self.experts.count
 
     @property
     def numel(self) -> int:

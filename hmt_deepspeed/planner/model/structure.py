@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hmt_deepspeed.architectures import field_of, idle_elements
 from hmt_deepspeed.attribution import Attribution, attribute
 from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
@@ -32,8 +33,9 @@ from hmt_deepspeed.planner.model.structure_modules import (
     is_plain,
     norm_channels,
 )
-from hmt_deepspeed.planner.model.structure_sizes import Sizes, field_of, size_of, starred
+from hmt_deepspeed.planner.model.structure_sizes import Sizes, size_of, starred
 from hmt_deepspeed.planner.model.structure_tokens import TokenReader
+from hmt_deepspeed.sites import ExpertWeight, expert_weights
 
 __all__ = ["listed_shape"]
 
@@ -41,6 +43,7 @@ _PLACES: dict[str | None, Place] = {
     "attention_qkv": "qkv",
     "residual": "out",
     "mlp_intermediate": "up",
+    "experts": "experts",
     None: "down",
 }
 
@@ -95,7 +98,11 @@ class _Reader:
         model, kinds = self.model, self._kinds()
         named = dict(model.named_parameters())
         inside = f"{self.stack}." if self.stack else "\0"
-        outside = [_parameter(n, p, kinds[n]) for n, p in named.items() if not n.startswith(inside)]
+        outside = [
+            _parameter(n, p, kinds[n], self.experts.get(n))
+            for n, p in named.items()
+            if not n.startswith(inside)
+        ]
         groups = self._groups(named, kinds) or [LayerGroup((0,), (), Tokens())]
         get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = get_head()
@@ -127,7 +134,7 @@ class _Reader:
             is_managed=self.attribution is not None,
             has_head=has_head,
             eager=not getattr(model, "_supports_sdpa", True),
-            active=round(sum(p.numel() for p in named.values()) - self._idle),
+            active=round(sum(p.numel() for p in named.values()) - idle_elements(model)),
             coarse=tuple(self.sizes.coarse),
         )
 
@@ -136,7 +143,9 @@ class _Reader:
         linears, heads = linear_weights(self.model), head_weights(self.model)
         found: dict[str, ParameterKind] = {}
         for name, parameter in self.model.named_parameters():
-            if parameter.dim() < 2 or (parameter.dim() == 2 and min(parameter.shape) < 2):
+            if name in self.experts:
+                found[name] = "experts"
+            elif parameter.dim() < 2 or (parameter.dim() == 2 and min(parameter.shape) < 2):
                 found[name] = "vector"
             elif name in heads:
                 found[name] = "head"
@@ -146,6 +155,15 @@ class _Reader:
                 found[name] = "embedding"
         return found
 
+    @cached_property
+    def experts(self) -> dict[str, ExpertWeight]:
+        """Weights of mixtures' experts by name."""
+        return {
+            f"{name}.{key}": weight
+            for name, module in self.model.named_modules()
+            for key, weight in expert_weights(module).items()
+        }
+
     def _groups(
         self, named: dict[str, nn.Parameter], kinds: dict[str, ParameterKind]
     ) -> list[LayerGroup]:
@@ -153,7 +171,9 @@ class _Reader:
         found: dict[Any, list[int]] = {}
         for number, (name, layer) in enumerate(self.layers):
             own = tuple(
-                _parameter(f"{self.stack}.*.{key[len(name) + 1 :]}", p, kinds[key])
+                _parameter(
+                    f"{self.stack}.*.{key[len(name) + 1 :]}", p, kinds[key], self.experts.get(key)
+                )
                 for key, p in named.items()
                 if key.startswith(f"{name}.")
             )
@@ -214,22 +234,8 @@ class _Reader:
             return {}, []
         places = {n: _PLACES[c] for n, c in own.components.items() if c in _PLACES}
         attended = [n for n, c in own.components.items() if c == "attention_output"]
+        places |= dict.fromkeys(own.routers, "router")
         return places | dict.fromkeys(own.exits, "down"), attended
-
-    @cached_property
-    def _idle(self) -> float:
-        """Elements of the experts that a token is not sent to."""
-        idle = 0.0
-        for name, module in self.model.named_modules():
-            for weight in module._parameters.values():
-                if weight is None:
-                    continue
-                experts = self.sizes.experts(name)
-                if weight.dim() == 3 and experts and int(weight.shape[0]) == experts.total:
-                    idle += weight.numel() * (1 - experts.chosen / experts.total)
-                else:
-                    idle += weight.numel() * (1 - self.sizes.times(name))
-        return idle
 
     # -- sizes ------------------------------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class _Reader:
         others = {p.name for group in groups for p in group.tokens.products if p.place == "other"}
         if self.attribution is not None and others:
             coarse[
-                f"run again in every backward, since no choice is known for them: {', '.join(sorted(map(starred, others))[:6])}"
+                f"kept, since no choice is known for them: {', '.join(sorted(map(starred, others))[:6])}"
             ] = None
         if (
             getattr(self.config, "is_encoder_decoder", False)
@@ -291,8 +297,11 @@ class _Reader:
         return max(1, size_of(self.config, "num_hidden_layers", 1) // groups) if groups else 1
 
 
-def _parameter(name: str, parameter: nn.Parameter, kind: ParameterKind) -> Parameter:
-    return Parameter(name, tuple(parameter.shape), kind, trained=parameter.requires_grad)
+def _parameter(
+    name: str, parameter: nn.Parameter, kind: ParameterKind, experts: ExpertWeight | None
+) -> Parameter:
+    shape = tuple(parameter.shape)
+    return Parameter(name, shape, kind, trained=parameter.requires_grad, experts=experts)
 
 
 def _joined(a: Tokens, b: Tokens) -> Tokens:

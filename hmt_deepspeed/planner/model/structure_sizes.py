@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from hmt_deepspeed.architectures import Experts, experts_of, field_of
 from hmt_deepspeed.planner.model.listed import Length
 
-__all__ = ["Experts", "Sizes", "field_of", "size_of", "starred"]
+__all__ = ["Sizes", "size_of", "starred"]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_EXPERTS = (
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts",
-    "moe_num_experts",
-    "num_experts_per_layer",
-)
-_CHOSEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-    "num_selected_experts",
-    "top_k",
-)
 _IMAGE = re.compile(r"vision|visual|image|img|pixel|patch|vit\b|video", re.IGNORECASE)
 _AUDIO = re.compile(r"audio|speech|acoustic|mel\b", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Experts of a layer, and how many of them each token meets."""
-
-    chosen: int
-    total: int
 
 
 class Sizes:
@@ -67,12 +41,8 @@ class Sizes:
         return 1.0
 
     def experts(self, full: str) -> Experts | None:
-        config = self.text_config(full)
-        total, chosen = (
-            next((int(v) for v in map(lambda f: _largest(config, f), fields) if v), 0)
-            for fields in (_EXPERTS, _CHOSEN)
-        )
-        return Experts(min(chosen, total), total) if total and chosen else None
+        """Experts of a part."""
+        return experts_of(self.text_config(full))
 
     def text_config(self, path: str) -> Any:
         """The config of a part: of a tower where a path leads into one, else that of the text, else the whole."""
@@ -149,25 +119,10 @@ class Sizes:
         return 0
 
 
-def field_of(holder: Any, name: str) -> Any:
-    """A field, None without it; where layers differ in it, that of the last."""
-    try:
-        return getattr(holder, name, None)
-    except Exception:  # transformers' refusal of a field that differs is no AttributeError
-        layers = getattr(holder, "per_layer_config", None)
-        return getattr(layers[len(layers) - 1], name, None) if layers else None
-
-
 def size_of(holder: Any, name: str, default: int) -> int:
     """A field that is a number of something."""
     value = field_of(holder, name)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
-
-
-def _largest(config: Any, name: str) -> int:
-    value = field_of(config, name)
-    values = value if isinstance(value, list | tuple) else [value]
-    return max((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default=0)
 
 
 def _patches(config: Any) -> int:

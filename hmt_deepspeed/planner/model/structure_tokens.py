@@ -19,6 +19,7 @@ from hmt_deepspeed.planner.model.structure_modules import (
     norm_channels,
 )
 from hmt_deepspeed.planner.model.structure_sizes import Sizes, size_of, starred
+from hmt_deepspeed.sites import ExpertWeight, expert_weights
 
 __all__ = ["TokenReader"]
 
@@ -54,6 +55,7 @@ class TokenReader:
                     key.rpartition(".")[2]
                 )
                 shared = product.linear is not None and reads in seen and not leads_back
+                shared = shared and product.experts is None  # which read rows of their own
                 seen.add(reads)
                 if product.place == "out" and any(p.place == "up" for p in products):
                     product = replace(product, place="mlp_out")
@@ -67,9 +69,7 @@ class TokenReader:
         ups = sum(p.outputs for p in products if p.place == "up")
         downs = sum(p.inputs for p in products if p.place == "down")
         activations += downs if ups >= 2 * downs else 0
-        activations += sum(
-            p.outputs / 2 for p in products if p.place == "other" and "gate_up" in p.name
-        )
+        activations += sum(p.outputs / 2 for p in products if p.name.endswith("gate_up_proj"))
         return Tokens(tuple(products), tuple(ops), activations, norms, centred)
 
     def _products(
@@ -78,8 +78,14 @@ class TokenReader:
         """Products of the weights that a module itself has."""
         place = components.get(key, "other")
         times = self._sizes.times(full)
+        experts = expert_weights(module)
         for name, weight in module._parameters.items():
             if weight is None or weight.dim() < 2 or not weight.numel():
+                continue
+            if name in experts:
+                yield self._of_experts(f"{key}.{name}", place, experts[name], full)
+                continue
+            if experts:  # their biases
                 continue
             if isinstance(module, nn.Embedding):
                 continue
@@ -105,8 +111,24 @@ class TokenReader:
                     False,
                     linear,
                 )
-            else:  # experts in one tensor
+            else:  # several matrices in one tensor
                 yield self._expert_product(path, weight, full)
+
+    def _of_experts(self, path: str, place: Place, weight: ExpertWeight, full: str) -> Product:
+        """The product of those experts that a token is sent to, or of all where all compute it."""
+        found = self._sizes.experts(full)
+        chosen = found.chosen if found is not None and found.total == weight.count else weight.count
+        times = chosen if weight.is_routed else weight.count
+        linear = Linear(path, weight.role, weight.inputs, weight.outputs, False, weight)
+        return Product(
+            path,
+            place,
+            float(times * linear.elements),
+            times * linear.inputs,
+            times * linear.outputs,
+            linear=linear,
+            useful=chosen / times,
+        )
 
     def _expert_product(self, path: str, weight: nn.Parameter, full: str) -> Product:
         experts = self._sizes.experts(full)

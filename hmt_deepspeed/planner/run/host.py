@@ -349,7 +349,7 @@ def _left_bytes(
     recalled = [size for state, size in kept.items() if state.recalled]
     if recalled:
         found += room.old_moments * (sharded + sum(map(_pages, recalled)))
-    widest = mode.rule.rank_at(mode.rank, *parameter.shape)
+    widest = mode.rule.rank_at(mode.rank, *parameter.shape[-2:])
     if room.old_bases and rank < widest:  # which it may have left
         found += sharded * widest / rank
     return found
@@ -390,8 +390,7 @@ def snapshot_bytes(
         if low_rank:
             tensors += _matrix_tensors(parameter, own, sharding, itemsize)
         if held["weights"] and mode.weight_dtype == "int8" and mode.is_projected(parameter):
-            rows, columns = parameter.shape
-            tensors += [rows * columns, held["weights"] - rows * columns]
+            tensors += [parameter.numel, held["weights"] - parameter.numel]
         total += parameter.count * sum(map(_pages, tensors))
     return total
 

@@ -6,8 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, get_args
 
-from hmt_deepspeed.config.optimizer import Projection, Residual, SecondMoment, StateDtype
-from hmt_deepspeed.planner.model.flops import Projected, check_probes, check_rank, probes_at
+from hmt_deepspeed.config.optimizer import (
+    ExpertBasis,
+    Projection,
+    Residual,
+    SecondMoment,
+    StateDtype,
+)
+from hmt_deepspeed.planner.model.flops import (
+    Projected,
+    check_probes,
+    check_rank,
+    on_inputs,
+    probes_at,
+)
 from hmt_deepspeed.planner.model.shapes import (
     ModelShape,
     Parameter,
@@ -60,6 +72,8 @@ class OptimizerMode:
             :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
+        expert_basis: of a mixture's experts; "auto" is planned for as "shared", of which "own" takes no more bytes.
+            None: experts are left to AdamW.
         max_full_gradient_bytes: None for "auto".
         on_gpu: the device is a GPU, where "auto" probes are as many as its tensor cores want.
         host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
@@ -80,6 +94,7 @@ class OptimizerMode:
     projected_backward: bool = True
     redrawn: bool = False
     share_basis: bool = False
+    expert_basis: ExpertBasis | None = None
     ranks: tuple[tuple[str, int], ...] = ()
     max_full_gradient_bytes: int | None = None
     on_gpu: bool = True
@@ -107,6 +122,8 @@ class OptimizerMode:
             return False
         if self.rule.is_dense or parameter.kind == "vector":
             return False
+        if parameter.kind == "experts" and self.expert_basis is None:
+            return False
         if parameter.kind in ("embedding", "head") and self.target_modules != "all":
             return False
         return is_selected(parameter.name, self.target_modules, self.adamw_modules)
@@ -114,6 +131,7 @@ class OptimizerMode:
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
         patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
+        patched = patched and (parameter.experts is None or parameter.experts.is_projected)
         return self._takes_projection and patched and self.is_low_rank(parameter)
 
     @property
@@ -122,13 +140,16 @@ class OptimizerMode:
         return self.rule.gradient != "whole" and self.residual != "full"
 
     def is_transposed(self, parameter: Parameter) -> bool:
-        """Whether a low-rank matrix is projected from the left."""
-        m, n = parameter.shape
+        """Whether a low-rank matrix is projected from the left: of experts by the side of their bases."""
+        m, n = parameter.shape[-2:]
+        experts = parameter.experts
+        if experts is not None and self.expert_basis is not None and self.rule.side == "chosen":
+            return on_inputs(experts, self.expert_basis) == experts.is_transposed
         return self.rule.transposes(self.projection, m, n)
 
     def oriented(self, parameter: Parameter) -> tuple[int, int]:
-        """(m, n) of a matrix as its rule sees it."""
-        m, n = parameter.shape
+        """(m, n) of a matrix, or of one of its matrices, as its rule sees it."""
+        m, n = parameter.shape[-2:]
         return (n, m) if self.is_transposed(parameter) else (m, n)
 
     @property
@@ -146,6 +167,10 @@ class OptimizerMode:
     def can_be_full(self) -> bool:
         """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
         return self.rule.becomes_dense and not self.redrawn
+
+    def num_bases(self, parameter: Parameter) -> int:
+        """Bases of a low-rank matrix: of experts one, or one of each."""
+        return parameter.num_matrices if self.expert_basis == "own" else 1
 
     def is_full(self, parameter: Parameter) -> bool:
         """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
@@ -167,6 +192,7 @@ class OptimizerMode:
             side="right" if self.projection == "two_sided" else self.projection,
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
+            expert_basis=self.expert_basis,
             target_modules=self.target_modules,
             adamw_modules=self.adamw_modules,
             others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
@@ -194,7 +220,7 @@ class OptimizerMode:
         return self._lowered(parameter) if own is None else own
 
     def _lowered(self, parameter: Parameter) -> int:
-        m, n = parameter.shape
+        m, n = parameter.shape[-2:]
         return self.rule.rank_at(self.rank, m, n)
 
     def states_dtype(self, parameter: Parameter) -> str:
@@ -208,6 +234,7 @@ class OptimizerMode:
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {
+    "expert_basis": (None, *get_args(ExpertBasis)),
     "projection": get_args(Projection),
     "residual": get_args(Residual),
     "state_dtype": get_args(StateDtype),

@@ -103,7 +103,7 @@ def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Grou
 def _listed_groups(shape: ListedShape, mode: OptimizerMode, itemsize: int) -> list[_Group]:
     """Likewise, of layers that need not be equal."""
     roles: dict[str, Role] = {
-        f"{shape.names.layer}.{product.name}.weight": product.role
+        f"{shape.names.layer}.{product.linear.weight}": product.role
         for group in shape.groups
         for product in group.tokens.products
         if product.linear is not None and product.role is not None

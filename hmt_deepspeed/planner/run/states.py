@@ -117,13 +117,16 @@ def states_by_parameter(
 def parameters_by_mode(
     shape: ModelShape, mode: OptimizerMode
 ) -> Iterator[tuple[Parameter, OptimizerMode]]:
-    """Every parameter with the mode of its layers: more than once where layers have ranks of their own."""
+    """Every parameter with the mode of its layers: more than once where layers have ranks of their own.
+
+    Experts have no r x r core: with ``two_sided`` they are projected from one side.
+    """
     layers = mode.by_layers(shape) if mode.ranks else []
     for parameter in parameters(shape):
-        if not layers or not parameter.name.startswith(shape.names.layer):
-            yield parameter, mode
-            continue
-        for own, count in layers:
+        is_of_layers = bool(layers) and parameter.name.startswith(shape.names.layer)
+        for own, count in layers if is_of_layers else [(mode, parameter.count)]:
+            if parameter.experts is not None and own.rule.gradient == "core":
+                own = replace(own, projection="right")
             yield replace(parameter, count=count), own
 
 
@@ -154,8 +157,10 @@ def _states_of(
         "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
     }
     if encoded:
-        rows, columns = parameter.shape
-        sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
+        rows, columns = parameter.shape[-2:]
+        sizes["weights"] = (
+            parameter.num_matrices * rows * (columns + -(-columns // STATE_BLOCK) * FP32)
+        )
     if mode.is_low_rank(parameter):
         return sizes | _matrix_states(
             parameter, mode, sharding, itemsize, gradient_itemsize, borrows
@@ -222,10 +227,11 @@ def kept_bytes(
         itemsize: of the weights. in_fp32: states as they are saved, not as they are held.
     """
     rows, columns = mode.oriented(parameter)
-    held = most_rows(rows, columns, sharding.ranks(1))
+    held = most_rows(parameter.num_matrices * rows, columns, sharding.ranks(1))
     rank, dtype = mode.rank_of(parameter), "fp32" if in_fp32 else mode.states_dtype(parameter)
     return {
-        state: state.nbytes(held, columns, rank, dtype, itemsize)
+        state: (1 if state.by_rows else parameter.num_matrices)
+        * state.nbytes(held, columns, rank, dtype, itemsize)
         for state in mode.rule.states
         if not (state.stored == "model" and mode.redrawn)
     }
@@ -241,7 +247,7 @@ def projection_bytes(
     """
     if not mode.finds_bases or mode.is_full(parameter):
         return 0, 0
-    n, rank = mode.oriented(parameter)[1], mode.rank_of(parameter)
+    n, rank = mode.num_bases(parameter) * mode.oriented(parameter)[1], mode.rank_of(parameter)
     probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
     if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
         n = _part(n, sharding.world_size)
@@ -249,12 +255,13 @@ def projection_bytes(
 
 
 def gradient_columns(parameter: Parameter, mode: OptimizerMode) -> tuple[int, int]:
-    """(rows, columns) of the gradient that accumulates of a low-rank matrix."""
+    """(rows, columns) of the gradient that accumulates of a low-rank matrix; of experts, all their rows."""
     m, n = mode.oriented(parameter)
+    rows = parameter.num_matrices * m
     if mode.updates_whole(parameter):
-        return m, n
+        return rows, n
     rank = mode.rank_of(parameter)
-    return m, rank + min(mode.probes_at(rank), n - rank)
+    return rows, rank + min(mode.probes_at(rank), n - rank)
 
 
 def communication_volume(shape: ModelShape, sharding: Sharding) -> int:
