@@ -88,9 +88,10 @@ def patch(module, links):
     return links
 
 
-def projected(link, gradient):
+def projected(link, gradient, columns=None):
     """The gradient of an expert weight, E x a x b, as its link is to have it."""
-    return (gradient.transpose(1, 2) if link.transposed else gradient) @ link.projection
+    columns = link.projection if columns is None else columns
+    return (gradient.transpose(1, 2) if link.transposed else gradient) @ columns
 
 
 def gradients(module, x, index, weights):
