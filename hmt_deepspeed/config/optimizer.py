@@ -185,6 +185,15 @@ class OptimizerConfig(StrictModel):
         "gradients.",
         json_schema_extra={"who": "Bases that weigh too much: 2.532 against 2.515 (1M tokens)."},
     )
+    expert_basis: ExpertBasis = Field(
+        default="auto",
+        description="Bases of a mixture's experts, whose weights are 3-D: one for all experts of a weight, on the side of "
+        "the stream that they read and write (auto), or one of each expert on its inputs. `projection` decides nothing "
+        "for them. The engine leaves them to AdamW.",
+        json_schema_extra={
+            "who": "own: experts that read little in common, with memory to spare. shared: the smallest bases."
+        },
+    )
     probes: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto",
         description='Probe columns k per matrix; "auto" is a quarter of its rank r and at least 8, and 8 with "residual": '

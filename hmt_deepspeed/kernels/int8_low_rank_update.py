@@ -169,11 +169,11 @@ if triton is not None:
             factors.width,
             factors.rank,
             *factors.update.stride()[:2],
-            factors.projections[0].stride(0),
+            factors.given[0].stride(-2),
             (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
             LOAD_LR=isinstance(lr, Tensor),
             LOAD_DECAY=isinstance(weight_decay, Tensor),
-            PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
+            PROJECTION=TRITON_DTYPES[factors.given[0].dtype],
             ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
             PRODUCT=TRITON_DTYPES[factors.product_dtype],

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "addresses_of",
     "capability_of",
+    "count_of",
     "device_table",
+    "matrices_in",
     "multiplies_in_fp32",
     "on_its_device",
     "tile_for",
@@ -64,6 +67,29 @@ def tile_for(tiles: Mapping[int, _T], capability: int) -> _T:
     """The entry of the newest architecture that is not newer than the device's; of one older than all, the
     oldest's."""
     return tiles[max((c for c in tiles if c <= capability), default=min(tiles))]
+
+
+def count_of(tensors: Sequence[Tensor]) -> int:
+    """How many matrices they hold: each one, rows x n, or E of them, E x rows x n."""
+    return sum(len(tensor) if tensor.dim() == 3 else 1 for tensor in tensors)
+
+
+def matrices_in(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """These matrices one by one."""
+    return [
+        one for tensor in tensors for one in (tensor.unbind() if tensor.dim() == 3 else (tensor,))
+    ]
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Their addresses, without a view of each."""
+    found: list[int] = []
+    for tensor in tensors:
+        first, step = tensor.data_ptr(), 0
+        if tensor.dim() == 3:
+            step = tensor.stride(0) * tensor.element_size()
+        found += [first + step * place for place in range(count_of([tensor]))]
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

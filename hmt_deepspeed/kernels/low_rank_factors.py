@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from hmt_deepspeed.kernels.launching import addresses_of, count_of, matrices_in
 
 try:
     import triton
@@ -35,7 +38,8 @@ _MOST_COLUMNS = 1 << 24  # 128 rows of a tile are then less than 2^31 elements a
 class ScaledRows:
     """``diag(s_b) G_b`` of B matrices, which stay as they are and where they are.
 
-    matrices: of one shape, dtype and strides: fp32, bf16 or fp16. scale: B x rows, fp32, contiguous.
+    matrices: of one shape, dtype and strides, some or all of them E in one tensor: fp32, bf16 or fp16. scale: B x rows,
+    fp32, contiguous.
     """
 
     matrices: Sequence[Tensor]
@@ -47,30 +51,31 @@ class ScaledRows:
 
     def part(self, members: slice) -> ScaledRows:
         """Of some of the matrices."""
-        return ScaledRows(self.matrices[members], self.scale[members])
+        return ScaledRows(matrices_in(self.matrices)[members], self.scale[members])
 
     def whole(self, member: int) -> Tensor:
         """Of one matrix, fp32; zeros where the scale is zero, whatever the matrix holds."""
         scale = self.scale[member].unsqueeze(1)
-        return torch.where(scale != 0, self.matrices[member] * scale, 0.0)
+        return torch.where(scale != 0, matrices_in(self.matrices)[member] * scale, 0.0)
 
     def check(self, rows: int, n: int, count: int) -> None:
         """Raises ValueError unless these are rows x n beside updates of ``count`` weights."""
-        kinds = {(m.dtype, m.shape, m.stride()) for m in self.matrices}
+        kinds = {(m.dtype, m.shape[-2:], m.stride()[-2:]) for m in self.matrices}
         first = self.matrices[0] if self.matrices else None
         if (
             first is None
             or len(kinds) != 1
-            or first.shape != (rows, n)
+            or first.shape[-2:] != (rows, n)
             or first.dtype not in _DTYPES
         ):
             raise ValueError(
                 f"matrices beside must be {rows} x {n} of one dtype and strides, fp32, bf16 or fp16, got {kinds}"
             )
-        if len(self.matrices) != count or max(first.stride()) > _MOST_COLUMNS:
+        found, strides = count_of(self.matrices), first.stride()[-2:]
+        if found != count or max(strides) > _MOST_COLUMNS:
             raise ValueError(
                 f"{count} weights take as many matrices, whose elements are at most 2^24 apart, got "
-                f"{len(self.matrices)} with strides {first.stride()}"
+                f"{found} with strides {strides}"
             )
         scale = self.scale
         if (
@@ -88,7 +93,7 @@ class Factors:
     """``U_b P_b^T`` of weights rows x n, or with ``transposed`` ``P_b U_b^T``.
 
     update: B x rows x w (transposed: B x n x w). projections: B matrices n x w (transposed: rows x w), of
-    which some may be the same, or one tensor of them. Both fp32, bf16 or fp16, with w contiguous.
+    which some may be the same, and some or all may be in one tensor. Both fp32, bf16 or fp16, with w contiguous.
     column_scale: B x 2, fp32, contiguous: factors of the first ``rank`` columns of an update and of the rest.
     """
 
@@ -105,21 +110,27 @@ class Factors:
     @property
     def product_dtype(self) -> torch.dtype:
         """What the kernels multiply in."""
-        dtypes = (self.update.dtype, self.projections[0].dtype)
+        dtypes = (self.update.dtype, self.given[0].dtype)
         return next((d for d in (torch.bfloat16, torch.float16) if d in dtypes), torch.float32)
 
     @property
     def rows_aligned(self) -> bool:
         """Whether 16 divides what the rows of the factors are apart."""
-        strides = (*self.update.stride()[:2], self.projections[0].stride(0))
+        strides = (*self.update.stride()[:2], self.given[0].stride(-2))
         return not any(stride % 16 for stride in strides)
 
+    @property
+    def given(self) -> Sequence[Tensor]:
+        """The projections, each a matrix or a tensor of several."""
+        return [self.projections] if isinstance(self.projections, Tensor) else self.projections
+
+    @cached_property
+    def each(self) -> list[Tensor]:
+        """The projections one by one."""
+        return matrices_in(self.given)
+
     def projection_addresses(self) -> list[int]:
-        if isinstance(self.projections, Tensor):
-            first, step = self.projections.data_ptr(), self.projections.stride(0)
-            step *= self.projections.element_size()
-            return [first + b * step for b in range(len(self.projections))]
-        return [projection.data_ptr() for projection in self.projections]
+        return addresses_of(self.given)
 
     def scaled(self, member: int, scale: Sequence[float]) -> tuple[Tensor, Tensor]:
         """What the torch twin multiplies: left rows x w and right n x w of one matrix, in one dtype."""
@@ -128,7 +139,7 @@ class Factors:
             columns = torch.full((self.width,), scale[1], device=update.device)
             columns[: self.rank] = scale[0]
             update = update * columns
-        update, projection = as_factors(update, self.projections[member])
+        update, projection = as_factors(update, self.each[member])
         return (projection, update) if self.transposed else (update, projection)
 
     def check(self, shape: torch.Size, count: int) -> None:
@@ -139,10 +150,11 @@ class Factors:
                 f"{tuple(shape)} and {tuple(self.update.shape)}"
             )
         rows, n = reversed(shape) if self.transposed else shape
-        if tuple(self.update.shape[:2]) != (count, rows) or len(self.projections) != count:
+        found = count_of(self.given)
+        if tuple(self.update.shape[:2]) != (count, rows) or found != count:
             raise ValueError(
                 f"{count} weights {shape[0]} x {shape[1]} take an update {count} x {rows} x w and as many "
-                f"projections, got {tuple(self.update.shape)} and {len(self.projections)}"
+                f"projections, got {tuple(self.update.shape)} and {found}"
             )
         if shape[1] > _MOST_COLUMNS:
             raise ValueError(f"a weight has at most 2^24 columns, got {shape[1]}")
@@ -159,15 +171,14 @@ class Factors:
             )
 
     def _check_projections(self, n: int) -> None:
-        first, shape = self.projections[0], (n, self.width)
-        one = self.projections[:1] if isinstance(self.projections, Tensor) else self.projections
-        for projection in one:
-            if projection.shape != shape or projection.dtype != first.dtype:
+        first, shape = self.given[0], (n, self.width)
+        for projection in self.given:
+            if projection.shape[-2:] != shape or projection.dtype != first.dtype:
                 raise ValueError(
                     f"every projection must be {n} x {self.width} and {first.dtype}, got "
                     f"{tuple(projection.shape)} and {projection.dtype}"
                 )
-            if projection.stride() != first.stride():
+            if projection.stride()[-2:] != first.stride()[-2:]:
                 raise ValueError("all projections must have the same strides")
         for name, factor in (("update", self.update), ("projections", first)):
             if factor.dtype not in _DTYPES:

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.launching import (
+    addresses_of,
     capability_of,
+    count_of,
     device_table,
+    matrices_in,
     multiplies_in_fp32,
     on_its_device,
     tile_for,
@@ -80,9 +83,10 @@ def project_together_reference(
     gradients: Sequence[Tensor], projections: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`project_together`."""
-    pairs = zip(gradients, projections, strict=True)
+    each = matrices_in(gradients)
+    pairs = zip(each, matrices_in(projections), strict=True)
     images = torch.stack([project_reference(one, columns) for one, columns in pairs])
-    rows = [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in gradients]
+    rows = [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in each]
     return images, torch.stack(rows).square_()
 
 
@@ -150,9 +154,10 @@ if triton is not None:
         out: Tensor,
         squares: Tensor | None,
     ) -> None:
-        (rows, n), width, members = gradients[0].shape, projections[0].shape[1], len(gradients)
-        addresses = tuple(tensor.data_ptr() for tensor in (*gradients, *projections))
-        strides = *gradients[0].stride(), *projections[0].stride()
+        (rows, n), width = gradients[0].shape[-2:], projections[0].shape[-1]
+        members = count_of(gradients)
+        addresses = tuple(addresses_of((*gradients, *projections)))
+        strides = *gradients[0].stride()[-2:], *projections[0].stride()[-2:]
         sizes = [width, *addresses, *(stride for stride in strides if stride != 1)]
         aligned = not any(size % 16 for size in sizes)
         capability = capability_of(out.device)
@@ -188,8 +193,8 @@ if triton is not None:
         gradients: Sequence[Tensor], projections: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Triton launcher; see :func:`project_together`."""
-        first, width = gradients[0], projections[0].shape[1]
-        shape = (len(gradients), first.shape[0])
+        first, width = gradients[0], projections[0].shape[-1]
+        shape = (count_of(gradients), first.shape[-2])
         images = torch.empty(*shape, width, dtype=torch.float32, device=first.device)
         squares = torch.zeros(shape, dtype=torch.float32, device=first.device)
         if images.numel():
@@ -220,7 +225,7 @@ def project_together(
     gradients: Sequence[Tensor], projections: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """:func:`project` of B gradients of one shape, dtype and strides, each on columns of its own, at least one, that
-    are also alike.
+    are also alike. Some or all may be in tensors of several, E x rows x n and E x n x w.
 
     Returns:
         B x rows x w, and the squared norms of the gradients' rows, B x rows; fp32.
@@ -229,13 +234,19 @@ def project_together(
         ValueError: for other dtypes, shapes or strides.
     """
     for name, tensors in (("gradients", gradients), ("projections", projections)):
-        kinds = {(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors}
-        if len(kinds) != 1 or len(tensors) != len(gradients):
+        kinds = {(t.shape[-2:], t.dtype, t.stride()[-2:]) for t in tensors}
+        count, found = count_of(gradients), count_of(tensors)
+        if len(kinds) != 1 or found != count:
             raise ValueError(
-                f"{name} must be {len(gradients)} of one shape, dtype and strides, got {len(tensors)} of {kinds}"
+                f"{name} must be {count} of one shape, dtype and strides, got {found} of {kinds}"
             )
-    _check(gradients[0], projections[0])
-    if not projections[0].shape[1]:
+    _check(
+        *(
+            tensors[0][0] if tensors[0].dim() == 3 else tensors[0]
+            for tensors in (gradients, projections)
+        )
+    )
+    if not projections[0].shape[-1]:
         raise ValueError("projects on at least one column, got none")
     if gradients[0].is_cuda and triton is not None:
         return project_together_triton(gradients, projections)

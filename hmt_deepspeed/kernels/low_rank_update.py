@@ -22,8 +22,11 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks, scratch_like
 from hmt_deepspeed.kernels.launching import (
+    addresses_of,
     capability_of,
+    count_of,
     device_table,
+    matrices_in,
     multiplies_in_fp32,
     on_its_device,
     tile_for,
@@ -87,10 +90,9 @@ def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, deca
 
 
 def _add_rows_(
-    value: Tensor, beside: ScaledRows, member: int, chunk: slice, transposed: bool, lr: float
+    value: Tensor, matrix: Tensor, scale: Tensor, chunk: slice, transposed: bool, lr: float
 ) -> None:
     """``value <- value - lr diag(s) G`` for some rows of a weight."""
-    matrix, scale = beside.matrices[member], beside.scale[member]
     if transposed:
         value.addcmul_(matrix.t()[chunk].float(), scale.unsqueeze(0), value=-lr)
     else:
@@ -110,20 +112,22 @@ def low_rank_updates_reference_(
     """Torch twin of the kernel; see :func:`low_rank_updates_`. Reads its numbers on the host."""
     lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
     halves = [] if keys is None else keys.tolist()
+    each, copied = matrices_in(weights), matrices_in(copies or ())
+    rows = [] if beside is None else matrices_in(beside.matrices)
     for b, scale in enumerate(factors.column_scale.tolist()):
         if scale[0] == 0:
             continue
-        weight, (left, right) = weights[b], factors.scaled(b, scale)
+        weight, (left, right) = each[b], factors.scaled(b, scale)
         for chunk in row_chunks(*weight.shape):
             value = weight[chunk].float()  # of an fp32 weight its own memory
             add_product_(value, left[chunk], right.t(), lr, decay)
             if beside is not None:
-                _add_rows_(value, beside, b, chunk, factors.transposed, lr)
+                _add_rows_(value, rows[b], beside.scale[b], chunk, factors.transposed, lr)
             if weight.dtype == torch.bfloat16:
                 first = offset + chunk.start * weight.shape[1]
                 stochastic_round_reference(value, weight[chunk], tuple(halves[b]), first)
-            if copies is not None:
-                copies[b][chunk].copy_(value)
+            if copied:
+                copied[b][chunk].copy_(value)
 
 
 if triton is not None:
@@ -223,24 +227,22 @@ if triton is not None:
         beside: ScaledRows | None = None,
     ) -> None:
         """Triton launcher; see :func:`low_rank_updates_`."""
-        (rows, n), first = weights[0].shape, weights[0]
+        (rows, n), first, members = weights[0].shape[-2:], weights[0], count_of(weights)
         if not first.numel():
             return
         targets = weights if copies is None else copies
-        addresses = [t.data_ptr() for t in (*weights, *targets)] + factors.projection_addresses()
+        addresses = addresses_of((*weights, *targets)) + factors.projection_addresses()
         beside_row, beside_column, kind = 0, 0, None
         if beside is not None:
-            addresses += [matrix.data_ptr() for matrix in beside.matrices]
-            given = beside.matrices[0].t() if factors.transposed else beside.matrices[0]
-            (beside_row, beside_column), kind = given.stride(), given.dtype
+            addresses += addresses_of(beside.matrices)
+            given = beside.matrices[0].mT if factors.transposed else beside.matrices[0]
+            (beside_row, beside_column), kind = given.stride()[-2:], given.dtype
         aligned = not any(address % 16 for address in addresses)
         rows_aligned = aligned and not n % 16 and factors.rows_aligned
         capability, reads_rows = capability_of(first.device), beside is not None
         tile = launch_options(factors.product_dtype, capability, rows_aligned, reads_rows)
         copy = None if copies is None else copies[0].dtype
-        grid = (
-            len(weights) * triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),
-        )
+        grid = (members * triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(n, tile["BLOCK_N"]),)
         _low_rank_update_kernel[grid](
             device_table(tuple(addresses), first.device),
             factors.update,
@@ -248,13 +250,13 @@ if triton is not None:
             keys,
             lr,
             weight_decay,
-            len(weights),
+            members,
             rows,
             n,
             factors.width,
             factors.rank,
             *factors.update.stride()[:2],
-            factors.projections[0].stride(0),
+            factors.given[0].stride(-2),
             (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
             None if beside is None else beside.scale,
             beside_row,
@@ -263,7 +265,7 @@ if triton is not None:
             LOAD_DECAY=isinstance(weight_decay, Tensor),
             WEIGHT=tl.int16 if first.dtype == torch.bfloat16 else tl.float32,
             COPY={None: None, torch.bfloat16: tl.int16}.get(copy, tl.float16),
-            PROJECTION=TRITON_DTYPES[factors.projections[0].dtype],
+            PROJECTION=TRITON_DTYPES[factors.given[0].dtype],
             BESIDE=None if kind is None else TRITON_DTYPES[kind],
             ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
@@ -296,9 +298,10 @@ def low_rank_updates_(
 
     Args:
         weights: B matrices rows x n of one dtype, contiguous, each with memory of its own: fp32, or bf16
-            (rounded stochastically). Updated in place.
+            (rounded stochastically). Updated in place. As of projections, copies and rows beside, some or all may be
+            in tensors of several, E x rows x n.
         update: B x rows x w. projections: B matrices n x w of one dtype and strides, of which some may be the
-            same, or one tensor B x n x w. Both fp32, bf16 or fp16, w contiguous.
+            same. Both fp32, bf16 or fp16, w contiguous.
         lr, weight_decay: step length; decay per unit of step length. Numbers, or 0-dim fp32 on the device.
         rank: columns of the first factor of S. column_scale: B x 2, fp32, contiguous.
         keys: B x 2, int32, contiguous: halves of the key of each matrix' rounding; a bf16 weight needs them, an
@@ -314,17 +317,18 @@ def low_rank_updates_(
         ValueError: for other dtypes, shapes, strides or bf16 weights without keys.
     """
     factors = Factors(update, projections, rank, column_scale, transposed)
-    factors.check(weights[0].shape if weights else torch.Size(), len(weights))
+    count = count_of(weights)
+    factors.check(weights[0].shape[-2:] if weights else torch.Size(), count)
     dtype = weights[0].dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"weights must be fp32 or bf16, got {dtype}")
-    _check_matrices("weights", weights, weights[0].shape, dtype)
+    _check_matrices("weights", weights, weights[0].shape[-2:], dtype)
     if dtype == torch.bfloat16:
-        check_keys(keys, len(weights))
+        check_keys(keys, count)
     if copies is not None:
         _check_copies(weights, copies)
     if beside is not None:
-        beside.check(update.shape[1], weights[0].shape[0 if transposed else 1], len(weights))
+        beside.check(update.shape[1], weights[0].shape[-2 if transposed else -1], count)
     if weights[0].is_cuda and triton is not None:
         low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, offset, copies, beside)
     else:
@@ -357,7 +361,7 @@ def _check_matrices(
     name: str, matrices: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> None:
     for matrix in matrices:
-        if matrix.shape != shape or matrix.dtype != dtype or not matrix.is_contiguous():
+        if matrix.shape[-2:] != shape or matrix.dtype != dtype or not matrix.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, {tuple(shape)} and {dtype}, got {tuple(matrix.shape)} and "
                 f"{matrix.dtype} with strides {matrix.stride()}"
@@ -368,6 +372,7 @@ def _check_copies(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     dtype = copies[0].dtype if copies else None
     if weights[0].dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"copies fp32 weights to bf16 or fp16, got {weights[0].dtype} and {dtype}")
-    if len(copies) != len(weights):
-        raise ValueError(f"{len(weights)} weights take as many copies, got {len(copies)}")
-    _check_matrices("copies", copies, weights[0].shape, dtype)
+    count, found = count_of(weights), count_of(copies)
+    if found != count:
+        raise ValueError(f"{count} weights take as many copies, got {found}")
+    _check_matrices("copies", copies, weights[0].shape[-2:], dtype)

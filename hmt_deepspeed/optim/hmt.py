@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed import ownership
+from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_weights
 from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.backward.patches import Patches
 from hmt_deepspeed.optim.decisions.refresh import BasisRefreshes
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.optim.settings.assign import assign_rules, head_weights, linear_weights
+from hmt_deepspeed.optim.settings.assign import (
+    ExpertKind,
+    assign_rules,
+    head_weights,
+    linear_weights,
+)
 from hmt_deepspeed.optim.settings.options import (
     check_group,
     complete_options,
@@ -91,6 +97,7 @@ class HMT(Optimizer):
         self._bases = BasisRefreshes(self.options)
         self._linear_names: set[str] | None = None
         self._head_names: set[str] = set()
+        self._experts: Mapping[str, ExpertKind] | None = None
         self._steps = 0
         self._taken_by: str | None = None
         model = params if isinstance(params, nn.Module) else None
@@ -114,8 +121,13 @@ class HMT(Optimizer):
             release(model)  # a deep copy of a module has its INT8 weights, and no owner
             linears = linear_weights(model)
             self._linear_names, self._head_names = set(linears), head_weights(model)
+            sites = expert_weights(model)
+            self._experts = {
+                name: ExpertKind(site.role, site.is_transposed, site.reason)
+                for name, site in sites.items()
+            }
             self._build()
-            self._patch(model, linears)
+            self._patch(model, linears, sites)
             self._prepare()
 
     # -- construction ---------------------------------------------------------------------------
@@ -146,6 +158,7 @@ class HMT(Optimizer):
             target_modules=self.options["target_modules"],
             linear_names=self._linear_names,
             head_names=self._head_names,
+            expert_weights=self._experts,
         )
         first = next((a.name for a in assigned if a.low_rank), None)
         if self.options["projected_backward"] is True and not self._linear_names and first:
@@ -182,14 +195,20 @@ class HMT(Optimizer):
                     "rounding is for bfloat16. Convert the weights or use 'fp32'."
                 )
 
-    def _patch(self, model: nn.Module, linears: Mapping[str, nn.Module]) -> None:
-        """Projected backward for the low-rank linears; undone by :meth:`close` or with this object."""
+    def _patch(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, nn.Module],
+        experts: Mapping[str, ExpertSite],
+    ) -> None:
+        """Projected backward for the low-rank linears and experts; undone by :meth:`close` or with this object."""
         wanted = self.options["projected_backward"]
         if wanted is False:
             return
         self._patches.install(
             model,
             linears,
+            experts,
             [(slot.param, slot.matrix) for slot in self._bases.slots if slot.matrix is not None],
             required=wanted is True,
             encode=self.options["weight_dtype"] == "int8",
@@ -204,7 +223,7 @@ class HMT(Optimizer):
             slot.encoded = self._patches.encoded.get(slot.param)
 
     def close(self) -> None:
-        """Give the linears their own backward and weights again. The optimizer goes on with ``p.grad``."""
+        """Give the modules their own backward and weights again. The optimizer goes on with ``p.grad``."""
         ownership.leave(self)
         self._patches.close()
         self._link()
@@ -215,7 +234,7 @@ class HMT(Optimizer):
         return f"an earlier HMT optimizer (step {self._steps}, parameters from {named})"
 
     def owned(self) -> Iterable[Tensor]:
-        """The weights of patched linears."""
+        """The weights of patched modules."""
         return list(self._patches.projected)
 
     def unfinished(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.low_rank_projection import project, project_together
 from hmt_deepspeed.kernels.noise import base_key
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
@@ -76,10 +76,10 @@ class Slot:
         self.encoded: Int8Weight | None = None
         self.due = False
         if assigned.settings is not None:
-            shape = (param.shape[0], param.shape[1])
-            rows = (0, assigned.settings.oriented(*shape)[0])
+            settings, shape = assigned.settings, assigned.matrix_shape
+            rows, on = (0, settings.oriented(*shape)[0]), (param.dtype, param.device)
             self.matrix = build_matrix(
-                self.name, shape, rows, assigned.settings, param.dtype, param.device
+                self.name, shape, rows, settings, *on, assigned.count, settings.own_bases
             )
 
     @property
@@ -122,12 +122,13 @@ class Slot:
         """Let backward project on the columns of the coming step."""
         if self.linear is not None and self.matrix is not None:
             self.linear.projection = None if self.due else stored_projection(self.matrix)
+            self.linear.own = self.matrix.own_bases
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
         assert self.matrix is not None
         gradient = self.param.grad
-        return gradient.t() if gradient is not None and self.matrix.transposed else gradient
+        return gradient.mT if gradient is not None and self.matrix.transposed else gradient
 
     def redraw(self, number: int) -> None:
         """Take basis ``number`` of a rule that redraws from a seed."""
@@ -143,8 +144,8 @@ class Slot:
         return [g for g in (pending, self.param.grad) if g is not None]
 
     def reduced(self) -> Tensor | None:
-        """The accumulated gradient as the rule takes it: rows x width, where rows are whole the user's own; None without
-        a gradient."""
+        """The accumulated gradient as the rule takes it: rows x width, E x rows x width of experts, where rows are whole
+        the user's own; None without a gradient."""
         assert self.matrix is not None
         gradient = self.full_gradient()
         if self.matrix.takes_whole:
@@ -153,7 +154,11 @@ class Slot:
         if gradient is not None:
             columns = self.matrix.projection
             assert columns is not None
-            part = project(gradient, columns)
+            if self.matrix.count == 1:
+                part = project(gradient, columns)
+            else:
+                each = columns.expand(self.matrix.count, -1, -1)
+                part, _ = project_together([gradient], [each])
             total = part if total is None else total + part
         return total
 
@@ -224,15 +229,26 @@ class Slot:
 
     def _reason(self) -> str:
         """Why the rule is what it is; of a low-rank matrix where it is not what the options say."""
-        settings, shape = self.assigned.settings, self.assigned.shape
-        if settings is None or self.matrix is None:
+        settings, matrix = self.assigned.settings, self.matrix
+        if settings is None or matrix is None:
             return self.assigned.reason
-        wanted, stored = settings.lowered_from(*shape), self.matrix.state_dtype
-        which = "rank" if len(self.matrix.candidates) == 1 else "largest rank"
-        parts = [] if wanted is None else [f"{which} lowered from {wanted}"]
+        wanted, stored = settings.lowered_from(*matrix.shape), matrix.state_dtype
+        which = "rank" if len(matrix.candidates) == 1 else "largest rank"
+        parts = [] if matrix.count == 1 else [self._of_experts(matrix)]
+        parts += [] if wanted is None else [f"{which} lowered from {wanted}"]
         if stored != settings.state_dtype:
             parts.append(f"moments in {stored}, under {MIN_INT8_ELEMENTS} elements")
         return ", ".join(parts)
+
+    def _of_experts(self, matrix: MatrixRule) -> str:
+        """How the start table names several matrices: "experts 8 x 64 x 32, one basis of the inputs"."""
+        said = "experts " + " x ".join(map(str, self.assigned.shape))
+        if isinstance(matrix, ProjectedMatrix):
+            side = "first" if matrix.transposed else "last"
+            said += f", {'bases' if matrix.own_bases else 'one basis'} of the {side} dimension"
+            if self.linear is None and not matrix.settings.wants_whole:
+                said += ", projected from whole gradients"
+        return said
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers of everything but the master; of an INT8 weight its codes."""
@@ -258,7 +274,7 @@ class Slot:
         if fits and self.matrix is None:
             fits = tuple(saved["exp_avg"].shape) == shape
         elif fits and isinstance(self.matrix, ProjectedMatrix) and "basis" in saved:
-            fits = saved["basis"].shape[0] == self.matrix.shape[1]
+            fits = saved["basis"].shape[-2] == self.matrix.shape[1]
         if not fits:
             states = {key: tuple(v.shape) for key, v in saved.items() if isinstance(v, Tensor)}
             raise ValueError(

@@ -84,7 +84,9 @@ class StackedStep:
                 if slot.linear is not None:
                     slot.linear.take()
             clip = clipped.to(stack.device) if isinstance(clipped, Tensor) else clipped
-            stack.observe(stack.measure(gradient, slice(None)), clip)
+            seen = stack.measure(gradient, slice(None))
+            factor = stack.taken(factor, seen)
+            stack.observe(seen, clip)
             hyper, number = self._hyper(members[0]), self._numbers.step(step, stack.device)
             update, sums = stack.advance(
                 gradient, factor, betas=hyper["betas"], eps=hyper["eps"], step=number
@@ -118,7 +120,7 @@ class StackedStep:
             keys = stack.keys(number, Stream.WEIGHT_ROUNDING)
         columns = stack.update_columns(change)
         factors: dict[str, Any] = {
-            "rank": min(stack.rank, columns[0].shape[1]),
+            "rank": min(stack.rank, columns[0].shape[-1]),
             "column_scale": change.scale,
             "keys": keys,
             "transposed": transposed,
@@ -162,9 +164,9 @@ def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Gradients, Tensor
     parts = [slot.reduced() for slot in members]
     given = [part for part in parts if part is not None]
     if len(given) == len(parts):
-        factor = torch.ones(len(parts), device=stack.device)
+        factor = torch.ones(len(stack.base_keys), device=stack.device)
     else:
-        there = [float(part is not None) for part in parts]
+        there = stack.of_each([float(part is not None) for part in parts])
         factor = upload(there, torch.float32, stack.device)
         zeros = torch.zeros_like(given[0])
         given = [zeros if part is None else part for part in parts]
@@ -172,5 +174,5 @@ def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Gradients, Tensor
     if stack.reads_whole_rows:
         return known, factor
     if stack.first.takes_whole:  # they are the user's, and are used up
-        return torch.stack(known).float(), factor
-    return stacked(known).float(), factor
+        return torch.stack(known).flatten(0, -3).float(), factor
+    return stacked(known).flatten(0, -3).float(), factor

@@ -17,6 +17,7 @@ DEFAULTS = {
     "range_finder": "randomized",
     "residual": "probe",
     "share_basis": False,
+    "expert_basis": "auto",
     "probes": "auto",
     "projected_backward": "auto",
     "scale": "auto",

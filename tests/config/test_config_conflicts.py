@@ -16,6 +16,7 @@ LOW_RANK_ONLY = {
     "range_finder": "svd",
     "second_moment": "factored",
     "share_basis": True,
+    "expert_basis": "own",
     "weight_dtype": "int8",
     "rank_candidates": [8],
     "energy_threshold": 0.5,

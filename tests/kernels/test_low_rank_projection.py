@@ -62,6 +62,8 @@ def test_together_as_alone(dtypes):
         for tensors, dtype in zip(zip(*pairs, strict=True), dtypes, strict=True)
     )
     images, squares = project_together(gradients, projections)
+    tensors = [torch.stack(gradients)], [torch.stack(projections)]
+    assert all(map(torch.equal, project_together(*tensors), (images, squares)))
     for place, (gradient, projection) in enumerate(zip(gradients, projections, strict=True)):
         assert torch.equal(images[place], project(gradient, projection))
         torch.testing.assert_close(squares[place], gradient.double().square().sum(1).float())
@@ -102,6 +104,14 @@ def check_together(device="cpu"):
                 [place(gradient.to(device)) for gradient in gradients],
                 [projection.to(device) for projection in projections],
             )
+            one = projections[0].to(device).expand(3, -1, -1)
+            together, _ = low_rank_projection.project_together_triton(
+                [torch.stack(gradients).to(device)], [one]
+            )
+            last, columns = gradients[2], projections[0]
+            exact = last.double() @ columns.double()
+            terms = last.double().abs() @ columns.double().abs()
+            assert_as_accurate(together[2].cpu(), project_reference(last, columns), exact, terms)
             for b, (gradient, projection) in enumerate(zip(gradients, projections, strict=True)):
                 exact = gradient.double() @ projection.double()
                 terms = gradient.double().abs() @ projection.double().abs()

@@ -5,7 +5,7 @@ import torch
 from interpreted import assert_as_accurate, run_interpreted
 
 from hmt_deepspeed.kernels import chunks, low_rank_update
-from hmt_deepspeed.kernels.launching import device_table
+from hmt_deepspeed.kernels.launching import count_of, device_table
 from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows, low_rank_product
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
 from hmt_deepspeed.kernels.noise import key_halves
@@ -288,6 +288,45 @@ def test_rows_beside(mode, matrix_dtype, width, monkeypatch):
     check_rows(given, after, 0.125, 0.5)
 
 
+def in_tensors(given):
+    """The same with the first matrix by itself and the other three in one tensor."""
+
+    def place(value):
+        if not isinstance(value, list):
+            return value
+        rest = torch.stack(value[1:])
+        if value[0].stride(0) == 1:  # rows of a transpose
+            rest = rest.mT.contiguous().mT
+        return [value[0].as_strided(value[0].shape, rest.stride()[1:]), rest]
+
+    found = {name: place(value) for name, value in given.items()}
+    if given.get("beside") is not None:
+        beside = given["beside"]
+        found["beside"] = ScaledRows(place(list(beside.matrices)), beside.scale)
+    return found
+
+
+def check_in_tensors(update, device="cpu"):
+    for number, mode in enumerate(FP32_MODES):
+        given = with_rows(members(*mode), torch.bfloat16, number)
+        given["projections"] = [projection.contiguous() for projection in given["projections"]]
+        alone, together = cloned(given, device), in_tensors(cloned(given, device))
+        for arguments in (alone, together):
+            update(**arguments, lr=0.125, weight_decay=0.5, offset=11)
+        for name in ("weights", "copies"):
+            if given[name] is not None:
+                first, rest = together[name]
+                assert all(map(torch.equal, (first, *rest), alone[name])), (mode, name)
+
+
+def test_matrices_in_one_tensor():
+    check_in_tensors(low_rank_updates_)
+
+
+def check_kernel_in_tensors(device="cpu"):
+    check_in_tensors(kernel, device)
+
+
 def narrowed(given, width):
     """The first columns of the factors."""
     given["projections"] = [projection[:, :width] for projection in given["projections"]]
@@ -387,7 +426,7 @@ def kernel(
     **rest,
 ):
     factors = Factors(update, projections, rank, column_scale, transposed)
-    factors.check(weights[0].shape, len(weights))
+    factors.check(weights[0].shape[-2:], count_of(weights))
     low_rank_update.low_rank_updates_triton_(weights, factors, lr, weight_decay, keys, **rest)
 
 
@@ -499,6 +538,7 @@ def check_kernel_edges(device="cpu"):
         "check_kernel_rows",
         "check_kernel_launches",
         "check_kernel_edges",
+        "check_kernel_in_tensors",
     ],
 )
 def test_kernel(check):
@@ -516,6 +556,7 @@ def test_kernel(check):
         check_kernel_rows,
         check_kernel_launches,
         check_kernel_edges,
+        check_kernel_in_tensors,
     ],
 )
 def test_kernel_on_gpu(check):

@@ -1,4 +1,4 @@
-"""The optimizer without DeepSpeed patches a module's linears, and undoes it."""
+"""The optimizer without DeepSpeed patches a module's linears and experts, and undoes it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from hmt_deepspeed.optim.backward.experts import ExpertSite, patch_experts, unpatch_experts
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, check_encodable, quantize
 from hmt_deepspeed.optim.backward.linear import can_project, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear, SharedInputs
@@ -18,12 +19,13 @@ __all__ = ["Patches"]
 
 
 class Patches:
-    """Projected backward and INT8 weights for a module's low-rank linears, from :meth:`install` to :meth:`close`.
+    """Projected backward for a module's low-rank linears and experts, and INT8 weights of the linears, from
+    :meth:`install` to :meth:`close`.
 
     They are undone with this object too.
 
     Attributes:
-        projected: patched linears by their weight. encoded: converted weights by the weight they replace.
+        projected: links of what is patched by the weight. encoded: converted weights by the weight they replace.
         shared: which patched linears read the same input.
         accumulated: projected gradients that backwards have left in them.
     """
@@ -39,15 +41,16 @@ class Patches:
         self,
         model: nn.Module,
         linears: Mapping[str, nn.Module],
+        experts: Mapping[str, ExpertSite],
         matrices: Iterable[tuple[Tensor, MatrixRule]],
         *,
         required: bool,
         encode: bool,
     ) -> None:
-        """Patch the linears of those matrices that a backward can be projected for.
+        """Patch the linears and experts of those matrices that a backward can be projected for.
 
         Args:
-            linears: of the model, by the name of the weight.
+            linears, experts: of the model, by the name of the weight.
             matrices: of weights.
             required: refuse a matrix that needs its whole gradient.
             encode: convert the patched linears' weights to INT8.
@@ -55,28 +58,36 @@ class Patches:
         Raises:
             ValueError: a matrix that is refused, weights that INT8 cannot store.
         """
-        patched = []
+        patched, grouped = [], []
         for weight, matrix in matrices:
             module, able = linears.get(matrix.name), matrix.settings.takes_projection
+            site = experts.get(matrix.name)
+            link = ProjectedLinear(matrix.name, matrix.transposed)
             if module is not None and able and can_project(module):
-                projected = self.projected[weight] = ProjectedLinear(matrix.name, matrix.transposed)
-                patched.append((cast(nn.Linear, module), projected))
+                patched.append((cast(nn.Linear, module), link))
+            elif site is not None and able and not site.reason:
+                grouped.append((site, link))
             elif required:
-                raise ValueError(_refusal(matrix, module))
+                raise ValueError(_refusal(matrix, module, site))
+            else:
+                continue
+            self.projected[weight] = link
         if encode:
-            check_encodable(model, {projected.name: module for module, projected in patched})
-        self.shared = SharedInputs(self.projected.values())
-        for module, projected in patched:
-            patch_linear(module, projected, self.shared)
+            check_encodable(model, {link.name: module for module, link in patched})
+        self.shared = SharedInputs(link for _, link in patched)
+        for module, link in patched:
+            patch_linear(module, link, self.shared)
+        patch_experts(grouped)
         self.accumulated.linears = list(self.projected.values())
-        holders = patch_zero_grad(model, self.accumulated, patched)
-        self._undo = weakref.finalize(self, _unpatch, patched, holders, self.accumulated)
+        links = [*patched, *((site.module, link) for site, link in grouped)]
+        holders = patch_zero_grad(model, self.accumulated, links)
+        self._undo = weakref.finalize(self, _unpatch, patched, grouped, holders, self.accumulated)
         self._undo.atexit = False  # a process that ends needs no decoded weights
         if encode:
             self.encoded = {module.weight: quantize(module) for module, _ in patched}
 
     def close(self) -> None:
-        """Give the linears their own backward and weights again."""
+        """Give the modules their own backward and weights again."""
         if self._undo is not None:
             self._undo()
         self.projected.clear()
@@ -85,9 +96,11 @@ class Patches:
         self.shared.retire()
 
 
-def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
+def _refusal(matrix: MatrixRule, module: nn.Module | None, site: ExpertSite | None) -> str:
     if not matrix.settings.takes_projection:
         why = f"needs whole gradients: {matrix.settings.wants_whole}"
+    elif site is not None:
+        why = site.reason
     elif module is None:
         why = "is not the weight of a linear layer"
     else:
@@ -100,9 +113,12 @@ def _refusal(matrix: MatrixRule, module: nn.Module | None) -> str:
 
 def _unpatch(
     patched: Iterable[tuple[nn.Linear, ProjectedLinear]],
+    grouped: Iterable[tuple[ExpertSite, ProjectedLinear]],
     holders: Sequence[nn.Module],
     accumulated: Accumulated,
 ) -> None:
-    for module, projected in patched:
-        unpatch_linear(module, projected)
+    for module, link in patched:
+        unpatch_linear(module, link)
+    for site, link in grouped:
+        unpatch_experts(site.module, link)
     unpatch_zero_grad(holders, accumulated)

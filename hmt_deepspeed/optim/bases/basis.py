@@ -195,18 +195,20 @@ def transfer_second_moment(
         second: m x r_old, bias-corrected second moment.
         overlap: r_old x r_new, R. left_overlap: r_old x r_new, R_P of a two-sided core.
 
+    All but a core's may be of several matrices, with that leading dimension; ``overlap`` then of each or of all.
+
     Returns:
         v^ in the new basis, m x r_new (r_new x r_new of a core).
     """
     squared = overlap.square()
-    rho = squared.sum(0).clamp(max=1.0)
+    rho = squared.sum(-2, keepdim=overlap.dim() == 3).clamp(max=1.0)
     variance, turned = (second - mean.square()) @ squared, mean @ overlap
     if left_overlap is not None:
         left_squared = left_overlap.square()
         rho = left_squared.sum(0).clamp(max=1.0).unsqueeze(1) * rho
         variance, turned = left_squared.t() @ variance, left_overlap.t() @ turned
     moved = (variance + turned.square()).abs() / rho.clamp_min(1e-6)
-    return torch.maximum(moved, floor * moved.mean(dim=1, keepdim=True))
+    return torch.maximum(moved, floor * moved.mean(dim=-1, keepdim=True))
 
 
 @fp32_products()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.optim.bases.expert_search import ExpertSearch
 from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.range_finder import (
     Conditions,
@@ -18,7 +19,7 @@ from hmt_deepspeed.optim.bases.range_finder import (
     find_subspace,
 )
 
-__all__ = ["SubspaceSearch", "find_subspace_to_energy", "finish_searches"]
+__all__ = ["Search", "SubspaceSearch", "find_subspace_to_energy", "finish_searches"]
 
 
 class SubspaceSearch:
@@ -123,12 +124,15 @@ class SubspaceSearch:
         return found
 
 
+Search = SubspaceSearch | ExpertSearch
+
+
 def _numbers(conditions: Conditions, found: Subspace) -> Tensor:
     """What the host decides by: whether all conditions were met, energies, their total; flat fp32 on the device."""
     return torch.cat((conditions.met.float().view(1), found.energies, found.total.view(1)))
 
 
-def finish_searches(searches: Sequence[SubspaceSearch]) -> list[Subspace | None]:
+def finish_searches(searches: Sequence[Search]) -> list[Subspace | None]:
     """What each has found; one read for all, and one more for each further width of any."""
     if not searches:
         return []

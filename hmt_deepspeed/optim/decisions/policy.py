@@ -406,7 +406,8 @@ def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -
 
 def _dense_bytes(group: Sequence[MatrixRule]) -> int:
     """Bytes of AdamW's moments for a group's low-rank matrices."""
-    return sum(8 * m.shape[0] * m.shape[1] for m in group if isinstance(m, ProjectedMatrix))
+    matrices = (m for m in group if isinstance(m, ProjectedMatrix))
+    return sum(8 * m.count * m.shape[0] * m.shape[1] for m in matrices)
 
 
 def _is_full(leader: ProjectedMatrix) -> bool | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.projected_linear import SharedInputs
 from hmt_deepspeed.optim.bases.range_finder import Subspace
-from hmt_deepspeed.optim.bases.search import SubspaceSearch, finish_searches
+from hmt_deepspeed.optim.bases.search import Search, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -169,7 +169,7 @@ def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:
     return [cast(ProjectedMatrix, slot.matrix) for slot in slots]
 
 
-def _search(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> SubspaceSearch:
+def _search(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) -> Search:
     """Begin to find the basis of one group."""
     first, sought = policy.first_width(index), policy.sought_energy(index)
     return _matrices(slots)[0].search_basis(lambda: _gradient(slots), step, first, sought)
@@ -177,9 +177,10 @@ def _search(index: int, slots: Sequence[Slot], policy: RankPolicy, step: int) ->
 
 def _gradient(slots: Sequence[Slot]) -> Tensor:
     """Stacked full gradients of one group."""
-    gradient = stacked_gradient(_matrices(slots), [slot.full_gradient() for slot in slots])
+    matrices = _matrices(slots)
+    gradient = stacked_gradient(matrices, [slot.full_gradient() for slot in slots])
     assert gradient is not None
-    return gradient
+    return matrices[0].searched(gradient)
 
 
 def _adopt(

@@ -11,6 +11,7 @@ The smaller side is projected: a weight with more columns than rows arrives as i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -43,12 +44,17 @@ class ApolloStack(Stack):
     def projections(self) -> list[Tensor]:
         """Of the auxiliary space, fp32: entries N(0, 1/rank)."""
         keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
-        return list(normals(keys, self.shape[1], self.rank).div_(self.rank**0.5).unbind())
+        return self.by_member(normals(keys, self.shape[1], self.rank).div_(self.rank**0.5))
 
     def measure(self, gradient: Gradients, counted: slice) -> Tensor:
         """``||G||^2``."""
-        norms = torch._foreach_norm([one[counted] for one in gradient], dtype=torch.float32)
-        return torch.stack(norms).square_().unsqueeze(1)
+        own = [one[..., counted, :] for one in gradient]
+        if self.first.count == 1:
+            norms = torch.stack(torch._foreach_norm(own, dtype=torch.float32))
+        else:
+            of_experts = partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float32)
+            norms = torch.cat([of_experts(one) for one in own])
+        return norms.square_().unsqueeze(1)
 
     def square_norms(self, sums: Tensor) -> Tensor:
         return sums[:, 0]
@@ -116,7 +122,7 @@ class ApolloMatrix(MatrixRule):
         (self.rank,) = self.candidates
         self.draw = 0
         moments = (self.num_rows, self.rank)
-        self.moments = Moments(moments, self.state_dtype, self.device, self.name, settings.seed)
+        self.moments = Moments(moments, self.state_dtype, self.device, self.names, settings.seed)
 
     @property
     def takes_whole(self) -> bool:

@@ -20,14 +20,16 @@ def build_matrix(
     settings: MatrixSettings,
     dtype: torch.dtype,
     device: torch.device,
+    count: int = 1,
+    own_bases: bool = False,
 ) -> MatrixRule:
-    """The rule of one matrix; arguments as of :class:`MatrixRule`, but ``shape`` is the weight's.
+    """The rule of one matrix or of ``count`` experts; arguments as of :class:`MatrixRule`, but ``shape`` is the weight's.
 
     ``rows`` are those of ``settings.oriented(*shape)``.
     """
     kind = _class_of(settings.rule)
     oriented, transposed = settings.oriented(*shape), settings.transposes(*shape)
-    return kind(name, oriented, rows, settings, dtype, device, transposed)
+    return kind(name, oriented, rows, settings, dtype, device, transposed, count, own_bases)
 
 
 def _class_of(rule: Rule) -> type[MatrixRule]:

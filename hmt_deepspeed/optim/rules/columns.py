@@ -12,7 +12,8 @@ __all__ = ["Columns"]
 
 @dataclass(eq=False)
 class Columns:
-    """``[Q | P]`` of one matrix, or of several that share a basis.
+    """``[Q | P]`` of one matrix, or of several that share a basis; of experts with bases of their own E of them, in one
+    tensor.
 
     Attributes:
         owner: name of the matrix whose bytes they count as.
@@ -32,7 +33,7 @@ class Columns:
     @property
     def basis(self) -> Tensor | None:
         """The first r columns of the whole: a view."""
-        return None if self.whole is None else self.whole[:, : self.rank]
+        return None if self.whole is None else self.whole[..., : self.rank]
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor on the device by ``place`` of it, the same values elsewhere."""

@@ -11,7 +11,7 @@ others and stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,12 @@ from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.adam import count_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
-from hmt_deepspeed.optim.rules.moments import COLUMN_MEANS, Moments, PreviousMoments
+from hmt_deepspeed.optim.rules.moments import (
+    COLUMN_MEANS,
+    LEAST_EVIDENCE,
+    Moments,
+    PreviousMoments,
+)
 from hmt_deepspeed.optim.rules.stack import Gradients
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
@@ -48,9 +53,14 @@ class FactoredMoments(Moments):
     }
 
     def __init__(
-        self, shape: tuple[int, int], dtype: str, device: torch.device, name: str, seed: int
+        self,
+        shape: tuple[int, int],
+        dtype: str,
+        device: torch.device,
+        names: Sequence[str],
+        seed: int,
     ) -> None:
-        super().__init__(shape, dtype, device, name, seed)
+        super().__init__(shape, dtype, device, names, seed)
         self.row_means, self.mean = self._means(shape[0], 1), self._means()
 
     def _allocate(self, shape: tuple[int, int]) -> None:
@@ -58,7 +68,7 @@ class FactoredMoments(Moments):
         self.exp_avg_sq = self._means(1, shape[1])
 
     def _means(self, *shape: int) -> StateTensor:
-        return StateTensor(shape, "fp32", False, self.device)
+        return StateTensor(shape, "fp32", False, self.device, self.several)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +76,8 @@ class FactoredMoments(Moments):
 
     def column_energies(self, counted: slice) -> Tensor:
         held = len(range(*counted.indices(self.exp_avg.shape[0])))
-        return (self.exp_avg_sq.data / self.evidence).squeeze(0) * held
+        weight = self.evidence.clamp_min(LEAST_EVIDENCE)
+        return (self.exp_avg_sq.data.squeeze(-2) / weight).view(-1, weight.shape[-1]).sum(0) * held
 
     # -- change of basis ------------------------------------------------------------------------
 
@@ -83,9 +94,10 @@ class FactoredMoments(Moments):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.exp_avg = restored_state(state["exp_avg"], self.dtype, True, self.device)
+        self.exp_avg = restored_state(state["exp_avg"], self.dtype, True, self.device, self.several)
         self.row_means, self.mean = (
-            restored_state(state[key], "fp32", False, self.device) for key in (ROW_MEANS, MEAN)
+            restored_state(state[key], "fp32", False, self.device, self.several)
+            for key in (ROW_MEANS, MEAN)
         )
 
 
@@ -154,4 +166,4 @@ class FactoredMatrix(LowRankMatrix):
 
     def _new_states(self) -> FactoredMoments:
         shape = (self.num_rows, self.rank)
-        return FactoredMoments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
+        return FactoredMoments(shape, self.state_dtype, self.device, self.names, self.settings.seed)

@@ -91,7 +91,7 @@ def clipped_images(images: Tensor, squares: Tensor, factor: Tensor) -> tuple[Ten
 
 
 def full_residual(
-    direction: Tensor, projected: Tensor, squares: Tensor, basis: Tensor
+    direction: Tensor, projected: Tensor, squares: Tensor, gram: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fira's residual ``phi o (G - A Q^T)`` row by row: ``phi``, and its squared norm; B x rows each.
 
@@ -100,10 +100,10 @@ def full_residual(
     ``||G_j - A_j Q^T||^2 = ||G_j||^2 - 2 ||A_j||^2 + A_j Q^T Q A_j^T``, whatever rounding has left of ``Q^T Q = I``.
 
     Args:
-        squares: ``||G_j||^2``, B x rows. basis: B x n x r, fp32.
+        squares: ``||G_j||^2``, B x rows. gram: ``Q^T Q``, B x r x r, fp32.
     """
     seen = projected.square().sum(dim=2)
-    turned = projected @ (basis.mT @ basis)
+    turned = projected @ gram
     missed = (squares - 2 * seen + (turned * projected).sum(dim=2)).clamp_min(0)
     phi = direction.norm(dim=2) / torch.maximum(seen, 0.01 * missed).sqrt().clamp_min(TINY)
     return phi, phi.square() * missed

@@ -22,7 +22,7 @@ from hmt_deepspeed.optim.rules.adam import direct_
 from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual, growth_factor
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients
 
 __all__ = ["LowRankMatrix", "LowRankStack"]
 
@@ -82,7 +82,7 @@ class LowRankStack(ProjectedStack):
         images, squares = clipped_images(images, squares, factor)
         directions = images.clone()
         self.direct(directions, (factor != 0).float(), *hyper)
-        ratio, squares = full_residual(directions, images, squares, stacked(projections).float())
+        ratio, squares = full_residual(directions, images, squares, self.grams(projections))
         known = self.residual_scale().unsqueeze(1)
         images *= (ratio * known).unsqueeze(2)
         self._kept = ScaledRows(gradient, ratio * known).times(factor), images
@@ -96,7 +96,7 @@ class LowRankStack(ProjectedStack):
         """c of each matrix, (B,) fp32 on the device; 0 where it takes no residual."""
         scales = tuple(m.residual_scale for m in self.members if isinstance(m, LowRankMatrix))
         if self._known is None or self._known[0] != scales:
-            self._known = scales, upload(scales, torch.float32, self.device)
+            self._known = scales, upload(self.of_each(scales), torch.float32, self.device)
         return self._known[1]
 
     @property
@@ -118,7 +118,7 @@ class LowRankStack(ProjectedStack):
         change = Change(update, torch.stack((taken, taken * limit), dim=1))
         if not self.takes_whole:
             return change
-        rows = ScaledRows(list(update.unbind()), torch.ones_like(update[..., 0])).times(taken)
+        rows = ScaledRows([update], torch.ones_like(update[..., 0])).times(taken)
         return change._replace(update=update[..., :0], beside=rows)
 
     def limited(self, sums: Tensor, factor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class LowRankMatrix(ProjectedMatrix):
 
     def _new_states(self) -> Moments:
         shape = (self.num_rows, self.rank)
-        return Moments(shape, self.state_dtype, self.device, self.name, self.settings.seed)
+        return Moments(shape, self.state_dtype, self.device, self.names, self.settings.seed)
 
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]

@@ -5,6 +5,9 @@ others. Its row of :mod:`hmt_deepspeed.rules` says which states it keeps and wha
 
 A weight that is projected from the left is handed over as its transpose (``transposed``): every rule
 works on rows, with bases of the columns.
+
+The experts of a mixture are E matrices alike in one parameter, and one rule holds them (``count``): every state has a
+leading dimension E, without which ordinary matrices do. What is said of one matrix here holds of each.
 """
 
 from __future__ import annotations
@@ -41,12 +44,15 @@ class MatrixRule(ABC):
         settings: see :class:`MatrixSettings`.
         dtype: of the basis (the model's compute dtype). device: where everything lives.
         transposed: the gradient handed in and the update handed out are those of the transpose.
+        count: E, of matrices that one parameter holds. own_bases: each of them has a basis of its own, where they have
+            any, instead of one for all.
 
     Attributes:
         rank: in force. candidates: legal ranks. draw: number of a seeded basis. measured: the basis, if any, is no
             random one that waits for a gradient. moments: states of the rows held here. state_dtype: how they are
             stored. energy: (3,) fp32, smoothed: captured energy, squared norm of the gradient, weight in both.
         limited_norm: 0-dim fp32, of the last residual. made_basis: this window's gradient made the basis.
+        several: (E,) of experts, () of a matrix: the leading dimension of states.
         projection: n x width columns that backward projects on, constant over an accumulation window;
             None when the rule takes whole gradient rows. A rule that redraws makes it anew each time.
     """
@@ -69,19 +75,30 @@ class MatrixRule(ABC):
         dtype: torch.dtype,
         device: torch.device,
         transposed: bool = False,
+        count: int = 1,
+        own_bases: bool = False,
     ) -> None:
         self.name, self.shape, self.rows = name, shape, rows
         self.settings, self.dtype, self.device = settings, dtype, device
-        self.transposed = transposed
+        self.transposed, self.count = transposed, count
+        self.own_bases = own_bases and count > 1
+        self.several: tuple[int, ...] = () if count == 1 else (count,)
         self.state_dtype = settings.states_dtype(*shape)
-        self.energy = torch.zeros(len(_ENERGIES), device=device)
-        self.limited_norm = torch.zeros((), device=device)
+        self.energy = torch.zeros(*self.several, len(_ENERGIES), device=device)
+        self.limited_norm = torch.zeros(self.several, device=device)
         self.made_basis = False
         self._start()
 
     @abstractmethod
     def _start(self) -> None:
         """Candidates, first basis and empty moments."""
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of each matrix, which seed what is random in its steps, so that no other matrix changes it."""
+        if self.count == 1:
+            return [self.name]
+        return [f"{self.name}[{place}]" for place in range(self.count)]
 
     # -- shapes ---------------------------------------------------------------------------------
 
@@ -141,7 +158,7 @@ class MatrixRule(ABC):
         """Equal for matrices that can be in one stack; :meth:`_resized` says that it is another."""
         return (
             type(self), id(self.settings), self.shape, self.rows, self.rank, self.width, self.takes_whole,
-            self.transposed, self.dtype, self.device, self.state_dtype,
+            self.transposed, self.count, self.own_bases, self.dtype, self.device, self.state_dtype,
         )  # fmt: skip
 
     def _resized(self) -> None:
@@ -175,20 +192,26 @@ class MatrixRule(ABC):
 
     @property
     def captured_energy(self) -> Tensor:
-        """Not yet divided by the weight, as the next: 0-dim fp32."""
-        return self.energy[0]
+        """Of each matrix, not yet divided by the weight: 0-dim or (E,), fp32."""
+        return self.energy[..., 0]
 
     @property
     def mean_square_norm(self) -> Tensor:
-        return self.energy[1]
+        """Not yet divided by the weight, of all matrices together: 0-dim fp32, as the next."""
+        return self.energy[1] if self.count == 1 else self.energy[:, 1].sum()
 
     @property
     def energy_weight(self) -> Tensor:
-        return self.energy[2]
+        """The most that any of the matrices has."""
+        return self.energy[2] if self.count == 1 else self.energy[:, 2].max()
 
     def smoothed_energy(self) -> Tensor:
-        """Captured energy E in [0, 1], an average over recent steps; 0-dim fp32."""
-        return self.captured_energy / self.energy_weight.clamp_min(1e-12)
+        """Captured energy E in [0, 1] of all matrices together, an average over recent steps; 0-dim fp32."""
+        captured, squares, weights = self.energy.unbind(-1)
+        shares = captured / weights.clamp_min(1e-12)
+        if self.count == 1:
+            return shares
+        return (shares * squares).sum() / squares.sum().clamp_min(_TINY)
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -198,7 +221,7 @@ class MatrixRule(ABC):
             **self.moments.state_dict(),
             "rank": self.rank,
             "limited_norm": self.limited_norm,
-            **dict(zip(_ENERGIES, self.energy.unbind(), strict=True)),
+            **dict(zip(_ENERGIES, self.energy.unbind(-1), strict=True)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +230,7 @@ class MatrixRule(ABC):
         self.rank = int(state["rank"])
         self._resized()
         self.limited_norm = self._number(state["limited_norm"])
-        self.energy = torch.stack([self._number(state[key]) for key in _ENERGIES])
+        self.energy = torch.stack([self._number(state[key]) for key in _ENERGIES], dim=-1)
 
     def _number(self, value: Any) -> Tensor:
         return torch.as_tensor(value).to(device=self.device, dtype=torch.float32, copy=True)

@@ -9,14 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.noise import base_key
+from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.noise import Key, base_key, key_halves
 from hmt_deepspeed.optim.bases.basis import transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
-__all__ = ["COLUMN_MEANS", "Moments", "PreviousMoments", "Recalled"]
+__all__ = ["COLUMN_MEANS", "LEAST_EVIDENCE", "Moments", "PreviousMoments", "Recalled"]
 
 COLUMN_MEANS = "exp_avg_sq_col"  # Adafactor's name
-_LEAST_EVIDENCE = 1e-8
+LEAST_EVIDENCE = 1e-8
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,17 @@ class PreviousMoments:
 
     @classmethod
     def restored(
-        cls, state: Mapping[str, Any], dtype: str, device: torch.device
+        cls,
+        state: Mapping[str, Any],
+        dtype: str,
+        device: torch.device,
+        several: tuple[int, ...] = (),
     ) -> PreviousMoments:
         """Restore from :meth:`state_dict`; 8- and 16-bit values come back exactly."""
         columns = COLUMN_MEANS in state
-        first = None if columns else restored_state(state["exp_avg"], dtype, True, device)
+        first = None if columns else restored_state(state["exp_avg"], dtype, True, device, several)
         key, kind = (COLUMN_MEANS, "fp32") if columns else ("exp_avg_sq", dtype)
-        second = restored_state(state[key], kind, False, device)
+        second = restored_state(state[key], kind, False, device, several)
         own = (torch.as_tensor(state[key]) for key in ("evidence", "first_evidence"))
         evidence, early = (e.to(device=device, dtype=torch.float32, copy=True) for e in own)
         return cls(first, second, evidence, early, int(state["steps"]))
@@ -82,17 +87,28 @@ class PreviousMoments:
         A new direction has the evidence of the old ones it came from: rho w when all had weight w.
 
         Args:
-            overlap: r_old x r_new, ``Q_old^T Q_new``. left_overlap: of a two-sided core, ``P_old^T P_new``.
+            overlap: r_old x r_new, ``Q_old^T Q_new``; E of them where each expert has a basis of its own.
+            left_overlap: of a two-sided core, ``P_old^T P_new``.
         """
-        second = self.exp_avg_sq.read() / self.evidence.clamp_min(_LEAST_EVIDENCE)
+        second = self.exp_avg_sq.read()
+        second = second / _over_rows(self.evidence, second).clamp_min(LEAST_EVIDENCE)
         mean = torch.zeros_like(second)
         if self.exp_avg is not None:
-            mean = self.exp_avg.read() / self.first_evidence.clamp_min(_LEAST_EVIDENCE)
+            early = self.first_evidence.clamp_min(LEAST_EVIDENCE)
+            mean = self.exp_avg.read() / early[..., None, None]
         moved = transfer_second_moment(mean, second, overlap, left_overlap)
-        weight = self.evidence @ overlap.square()
+        if overlap.dim() == 3:
+            weight = torch.einsum("ei,eij->ej", self.evidence, overlap.square())
+        else:
+            weight = self.evidence @ overlap.square()
         if left_overlap is not None:
             weight = left_overlap.square().t() @ weight
         return moved, weight
+
+
+def _over_rows(values: Tensor, matrix: Tensor) -> Tensor:
+    """What there is of each column, or of each element, for all rows."""
+    return values.unsqueeze(-2) if values.dim() < matrix.dim() else values
 
 
 class Recalled(NamedTuple):
@@ -116,8 +132,10 @@ class Moments(KeptStates):
     Args:
         shape: rows x r of a one-sided projection (rows held here), r x r of a two-sided core.
         dtype: storage, see :class:`StateTensor`. device: where everything lives.
-        name, seed: key the stochastic rounding.
+        names, seed: key the stochastic rounding: of the matrix, or of each of several.
         two_sided: evidence per entry of the core instead of per column.
+
+    All tensors of several matrices have that leading dimension.
 
     Attributes:
         exp_avg, exp_avg_sq: the stored means, uncorrected. evidence: of the second moment, (r,) or
@@ -132,20 +150,24 @@ class Moments(KeptStates):
         shape: tuple[int, int],
         dtype: str,
         device: torch.device,
-        name: str,
+        names: Sequence[str],
         seed: int,
         two_sided: bool = False,
     ) -> None:
-        self.dtype, self.device, self.name, self.seed = dtype, device, name, seed
+        self.dtype, self.device, self.names, self.seed = dtype, device, names, seed
         self.two_sided = two_sided
+        self.several = () if len(names) == 1 else (len(names),)
         self.steps = 0
-        self.first_evidence = torch.zeros((), device=device)
+        self.first_evidence = torch.zeros(self.several, device=device)
         self._allocate(shape)
 
     def _allocate(self, shape: tuple[int, int]) -> None:
-        self.exp_avg = StateTensor(shape, self.dtype, True, self.device)
-        self.exp_avg_sq = StateTensor(shape, self.dtype, False, self.device)
-        self.evidence = torch.zeros(shape if self.two_sided else shape[1:], device=self.device)
+        self.exp_avg, self.exp_avg_sq = (
+            StateTensor(shape, self.dtype, signed, self.device, self.several)
+            for signed in (True, False)
+        )
+        columns = shape if self.two_sided else shape[1:]
+        self.evidence = torch.zeros(*self.several, *columns, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -154,10 +176,12 @@ class Moments(KeptStates):
         return sum(state.nbytes for state in stored)
 
     def column_energies(self, counted: slice) -> Tensor:
-        """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held; over all
-        of a core: (r,) fp32."""
+        """Bias-corrected second moment of each direction, summed over the ``counted`` rows of those held, of all
+        matrices; over all of a core: (r,) fp32."""
         rows = slice(None) if self.two_sided else counted
-        return self.exp_avg_sq.read()[rows].div(self.evidence).sum(0)
+        second = self.exp_avg_sq.read()[..., rows, :]
+        weight = _over_rows(self.evidence, second).clamp_min(LEAST_EVIDENCE)
+        return second.div(weight).flatten(0, -2).sum(0)
 
     # -- change of basis ------------------------------------------------------------------------
 
@@ -188,19 +212,27 @@ class Moments(KeptStates):
         for older in recalled:
             second, evidence = older.moments.second_in(older.overlap)
             evidence *= older.decay
-            moved = torch.where(evidence > weight, second, moved)
+            moved = torch.where(_over_rows(evidence > weight, moved), second, moved)
             weight = torch.maximum(weight, evidence)
         self._replace(mean, moved, weight)
 
     def _replace(self, mean: Tensor, corrected_second: Tensor, weight: Tensor) -> None:
-        weight = weight.clamp(_LEAST_EVIDENCE, 1.0)
-        self._allocate((mean.shape[0], mean.shape[1]))
+        weight = weight.clamp(LEAST_EVIDENCE, 1.0)
+        self._allocate((mean.shape[-2], mean.shape[-1]))
         self.evidence = weight
-        self._write(mean, corrected_second * weight)
+        self._write(mean, corrected_second * _over_rows(weight, corrected_second))
 
     def _write(self, mean: Tensor, second: Tensor) -> None:
         for state, value, which in ((self.exp_avg, mean, 0), (self.exp_avg_sq, second, 1)):
-            state.write(value, base_key(self.seed, self.name, "state", which, self.steps))
+            state.write(value, self._rounding(which))
+
+    def _rounding(self, which: int) -> Key | Tensor:
+        """Of a state that is carried to another basis."""
+        of = [base_key(self.seed, name, "state", which, self.steps) for name in self.names]
+        if not self.several:
+            return of[0]
+        halves = [half for key in of for half in key_halves(key)]
+        return upload(halves, torch.int32, self.device).view(-1, 2)
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -210,7 +242,7 @@ class Moments(KeptStates):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore values of :meth:`state_dict`; values that were 8- or 16-bit come back exactly."""
-        found = PreviousMoments.restored(state, self.dtype, self.device)
+        found = PreviousMoments.restored(state, self.dtype, self.device, self.several)
         if found.exp_avg is not None:
             self.exp_avg = found.exp_avg
         self.exp_avg_sq = found.exp_avg_sq

@@ -54,6 +54,8 @@ class ProbeDraws:
         for first, _, stacked, base, held in self._known.values():
             stacked.gather()
             whole, rank, keys = stacked.whole, first.rank, step_keys(base, step, Stream.PROBES)
+            if first.own_bases:
+                whole = whole.flatten(0, 1)
             if held is not None:
                 whole = whole[:, : max(0, held.n - held.begin)]  # the last rows may be padding
             whole[..., rank:] = probe_columns(whole[..., :rank], first.num_probes, keys, held)
@@ -75,13 +77,13 @@ class ProbeDraws:
                     there.shape,
                     there.dtype,
                 )
-                kind += (there.device, matrix.rank, matrix.settings.seed)
+                kind += (there.device, matrix.rank, matrix.own_bases, matrix.settings.seed)
                 together.setdefault(kind, []).append(matrix)
         known, self._known = self._known, {}
         for key, owners in together.items():
             found, columns = known.pop(key, None), [matrix.columns for matrix in owners]
             if found is None or found.columns != columns:
-                names = [matrix.name for matrix in owners]
+                names = [name for matrix in owners for name in matrix.basis_names]
                 keys = base_keys(owners[0].settings.seed, names, owners[0].device)
                 place, held = "whole", None
                 if columns[0].local is not None:

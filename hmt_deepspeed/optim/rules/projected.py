@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config.probes import auto_probes
+from hmt_deepspeed.kernels.launching import device_table
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
 from hmt_deepspeed.kernels.precision import fp32_products
@@ -23,8 +24,9 @@ from hmt_deepspeed.optim.bases.basis import (
     random_basis,
     widened,
 )
+from hmt_deepspeed.optim.bases.expert_search import ExpertSearch
 from hmt_deepspeed.optim.bases.range_finder import Subspace
-from hmt_deepspeed.optim.bases.search import SubspaceSearch
+from hmt_deepspeed.optim.bases.search import Search, SubspaceSearch
 from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
@@ -63,7 +65,7 @@ class ProjectedMatrix(MatrixRule):
         self.full_rank = False
         self.draw = 0
         self.window = 0
-        self._base_keys: dict[str, Tensor] = {}
+        self._base_keys: dict[tuple[str, ...], Tensor] = {}
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_states()
 
@@ -106,13 +108,14 @@ class ProjectedMatrix(MatrixRule):
         local, basis = self.columns.local, self.columns.basis
         if self.columns.owner != self.name or basis is None:
             return self.moments.nbytes
-        held = basis if local is None else local[:, : self.rank]
+        held = basis if local is None else local[..., : self.rank]
         return self.moments.nbytes + held.nbytes
 
     def moment_bytes_at(self, rank: int) -> int:
         """Bytes at a rank of the states of all rows that a budget counts."""
         counted = (s for s in self.settings.rule.states if s.in_budget and s.stored != "model")
-        return sum(state.nbytes(*self.shape, rank, self.state_dtype) for state in counted)
+        each = sum(state.nbytes(*self.shape, rank, self.state_dtype) for state in counted)
+        return self.count * each
 
     def basis_bytes_at(self, rank: int) -> int:
         """Bytes of the whole basis at a rank; full-rank AdamW has none."""
@@ -121,7 +124,8 @@ class ProjectedMatrix(MatrixRule):
         itemsize = self.dtype.itemsize
         more = (s for s in self.settings.rule.states if s.stored == "model")
         beside = sum(state.nbytes(*self.shape, rank, "fp32", itemsize) for state in more)
-        return self.shape[1] * rank * itemsize + beside
+        bases = self.count if self.own_bases else 1
+        return bases * self.shape[1] * rank * itemsize + beside
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -132,8 +136,8 @@ class ProjectedMatrix(MatrixRule):
             return None
         if not self.redraws:
             return self.columns.whole if self.columns.fetch is None else self.columns.fetch()
-        keys = self._keys(self.columns.owner, self.window, Stream.PROBES)
-        return with_probes(self._drawn_basis()[None], self.num_probes, keys)[0]
+        keys = self._keys(self.basis_names, self.window, Stream.PROBES)
+        return self._of_all(with_probes(self._each(self._drawn_basis()), self.num_probes, keys))
 
     def make_projection(self) -> Tensor:
         """:attr:`projection` of a rule that redraws."""
@@ -143,7 +147,8 @@ class ProjectedMatrix(MatrixRule):
 
     @property
     def basis(self) -> Tensor | None:
-        """Q, n x r: a view of the projection where there is one; made anew by a rule that redraws."""
+        """Q, n x r, E x n x r of experts with bases of their own: a view of the projection where there is one; made anew
+        by a rule that redraws."""
         if self.redraws:
             return self._drawn_basis()
         return self.columns.basis
@@ -151,11 +156,25 @@ class ProjectedMatrix(MatrixRule):
     def _drawn_basis(self) -> Tensor:
         return self._seeded_right(self.rank, self.draw).to(self.dtype)
 
-    def _keys(self, name: str, number: int, stream: Stream) -> Tensor:
-        """The key of a name's draw ``number``: 1 x 2."""
-        if name not in self._base_keys:  # else a copy to the device for every draw
-            self._base_keys[name] = base_keys(self.settings.seed, [name], self.device)
-        return step_keys(self._base_keys[name], number, stream)
+    @property
+    def basis_names(self) -> list[str]:
+        """What seeds the basis, or each expert's."""
+        return self.names if self.own_bases else [self.columns.owner]
+
+    def _each(self, columns: Tensor) -> Tensor:
+        """Columns n x w, or E of them, with a leading dimension."""
+        return columns if self.own_bases else columns[None]
+
+    def _of_all(self, columns: Tensor) -> Tensor:
+        """Undo :meth:`_each`."""
+        return columns if self.own_bases else columns[0]
+
+    def _keys(self, names: Sequence[str], number: int, stream: Stream) -> Tensor:
+        """The keys of each name's draw ``number``: N x 2."""
+        known = tuple(names)
+        if known not in self._base_keys:  # else a copy to the device for every draw
+            self._base_keys[known] = base_keys(self.settings.seed, names, self.device)
+        return step_keys(self._base_keys[known], number, stream)
 
     @property
     def redraws(self) -> bool:
@@ -167,8 +186,8 @@ class ProjectedMatrix(MatrixRule):
         return self._seeded_right(rank, number)
 
     def _seeded_right(self, rank: int, number: int) -> Tensor:
-        keys = self._keys(self.columns.owner, number, Stream.BASIS)
-        return random_basis(self.shape[1], rank, keys)[0]
+        keys = self._keys(self.basis_names, number, Stream.BASIS)
+        return self._of_all(random_basis(self.shape[1], rank, keys))
 
     def prepare(self, step: int, refreshed: bool = False) -> None:
         """Note the coming step; :class:`ProbeDraws` draws."""
@@ -180,8 +199,9 @@ class ProjectedMatrix(MatrixRule):
         whole = self.columns.whole
         if whole is None or not self.num_probes or self.columns.owner != self.name:
             return
-        keys = self._keys(self.name, step, Stream.PROBES)
-        whole[:, self.rank :] = probe_columns(whole[None, :, : self.rank], self.num_probes, keys)[0]
+        keys, basis = self._keys(self.basis_names, step, Stream.PROBES), whole[..., : self.rank]
+        probes = probe_columns(self._each(basis), self.num_probes, keys)
+        whole[..., self.rank :] = self._of_all(probes)
 
     def search_basis(
         self,
@@ -190,9 +210,9 @@ class ProjectedMatrix(MatrixRule):
         first: int,
         sought: float,
         older: Tensor | None = None,
-    ) -> SubspaceSearch:
-        """Begin to search the dominant subspace of the mean full gradient (m x n), of ``first`` columns or, by
-        candidates, as many more as it takes to capture ``sought`` of its energy.
+    ) -> Search:
+        """Begin to search the dominant subspace of the mean full gradient (m x n; E x m x n of experts with bases of their
+        own), of ``first`` columns or, by candidates, as many more as it takes to capture ``sought`` of its energy.
 
         ``older`` is a wider basis of before, n x r_old: where the rank rises again, the columns that the
         present one lacks start from it.
@@ -202,23 +222,29 @@ class ProjectedMatrix(MatrixRule):
         generator = keyed_generator(
             self.device, self.settings.seed, self.columns.owner, "sketch", step
         )
-        start = self.basis if self.measured else None
+        finder, kept = self.settings.range_finder, self.basis
+        if self.own_bases:
+            if kept is None:  # of a full-rank matrix
+                kept = torch.zeros(*self.several, self.shape[1], 0, device=self.device)
+            known = kept, self.measured
+            ranks = self.candidates
+            return ExpertSearch(finder, gradient, ranks, sought, generator, *known, first=first)
+        start = kept if self.measured else None
         if start is not None and older is not None and older.shape[1] > start.shape[1]:
             start = widened(start, older)
         return SubspaceSearch(
-            self.settings.range_finder,
-            gradient,
-            self.candidates,
-            sought,
-            generator,
-            start,
-            first=first,
+            finder, gradient, self.candidates, sought, generator, start, first=first
         )
 
     def captured_at_candidates(self, found: Subspace) -> list[float]:
         """E(r) of the candidate ranks that were sketched."""
         captured = found.captured().tolist()
         return [captured[r - 1] for r in self.candidates if r <= len(captured)]
+
+    def searched(self, gradient: Tensor) -> Tensor:
+        """The gradient as :meth:`search_basis` takes it: of experts that share a basis one below the other."""
+        shared = self.count > 1 and not self.own_bases
+        return gradient.flatten(0, 1) if shared else gradient
 
     @property
     def basis_rows(self) -> int:
@@ -227,11 +253,11 @@ class ProjectedMatrix(MatrixRule):
 
     def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
         """The basis for :meth:`adopt`, of a rank <= that of ``found``, in the basis dtype."""
-        return found.basis[:, :rank].to(self.dtype)
+        return found.basis[..., :rank].to(self.dtype)
 
     def _resize(self, basis: Tensor | None) -> None:
         self.full_rank = basis is None
-        self.rank = self.shape[1] if basis is None else basis.shape[1]
+        self.rank = self.shape[1] if basis is None else basis.shape[-1]
         self.num_probes = 0 if basis is None else self.probes_for(self.rank)
         self._resized()
 
@@ -240,9 +266,9 @@ class ProjectedMatrix(MatrixRule):
         self.columns.whole, self.columns.rank = None, self.rank
         if basis is None or self.redraws:
             return
-        n = self.shape[1]
-        columns = torch.zeros(n, self.rank + self.num_probes, dtype=self.dtype, device=self.device)
-        columns[:, : self.rank].copy_(basis)
+        size = (*basis.shape[:-1], self.rank + self.num_probes)
+        columns = torch.zeros(size, dtype=self.dtype, device=self.device)
+        columns[..., : self.rank].copy_(basis)
         self.columns.whole = columns
 
     # -- from one basis to the next --------------------------------------------------------------
@@ -322,8 +348,9 @@ def with_probes(bases: Tensor, num_probes: int, keys: Tensor) -> Tensor:
 
 
 def overlap_of(old: Tensor, new: Tensor | None) -> Tensor:
-    """``Q_old^T Q_new`` in fp32; None is the identity, the basis of a full-rank matrix."""
-    return old.float().t() if new is None else old.float().t() @ new.float()
+    """``Q_old^T Q_new`` in fp32, of each expert with a basis of its own; None is the identity, the basis of a full-rank
+    matrix."""
+    return old.float().mT if new is None else old.float().mT @ new.float()
 
 
 @fp32_products()
@@ -360,26 +387,43 @@ class ProjectedStack(Stack):
     def takes_whole(self) -> bool:
         return self.first.takes_whole
 
-    def bases(self) -> Tensor:
-        """B x n x r, in the basis dtype."""
-        if self.first.redraws:
-            return self.drawn_bases(self.shape[1], Stream.BASIS)
-        found = [matrix.basis for matrix in self._projected()]
-        return stacked([basis for basis in found if basis is not None])
+    @property
+    def shares(self) -> bool:
+        """Whether a member's experts have one basis."""
+        return self.first.count > 1 and not self.first.own_bases
 
     def drawn_bases(self, n: int, stream: Stream) -> Tensor:
-        """Of members that redraw, B x n x r in the basis dtype: each its own number."""
-        return random_bases(n, self.rank, self.keys(self.draws(), stream), self.first.dtype)
+        """Of members that redraw, B x n x r in the basis dtype, or one of each whose experts share it: each its own
+        number."""
+        return random_bases(n, self.rank, self._basis_keys(self.draws(), stream), self.first.dtype)
+
+    def draws(self) -> Tensor:
+        if not self.shares:
+            return super().draws()
+        return device_table(tuple(member.draw for member in self.members), self.device)
+
+    def _basis_keys(self, step: Tensor | int, stream: Stream) -> Tensor:
+        """Keys of bases and probes: of members, or of each of their experts."""
+        return step_keys(self.member_keys if self.shares else self.base_keys, step, stream)
 
     def projections(self) -> list[Tensor]:
         if self.first.redraws:
-            bases = self.bases()
+            bases = self.drawn_bases(self.shape[1], Stream.BASIS)
             if self.first.num_probes:
-                keys = self.keys(self.first.window, Stream.PROBES)
+                keys = self._basis_keys(self.first.window, Stream.PROBES)
                 bases = with_probes(bases, self.first.num_probes, keys)
-            return list(bases.unbind())
-        found = [m.basis if self.takes_whole else m.projection for m in self._projected()]
-        return [columns for columns in found if columns is not None]
+            given = list(bases.unbind()) if self.shares else self.by_member(bases)
+        else:
+            found = [m.basis if self.takes_whole else m.projection for m in self._projected()]
+            given = [columns for columns in found if columns is not None]
+        return [c.expand(self.first.count, -1, -1) for c in given] if self.shares else given
+
+    def grams(self, projections: Sequence[Tensor]) -> Tensor:
+        """``Q^T Q`` of the columns of :meth:`projections`, B x r x r fp32."""
+        bases = stacked([one[0] for one in projections] if self.shares else projections)
+        bases = bases.flatten(0, -3).float()
+        grams = bases.mT @ bases
+        return grams.repeat_interleave(self.first.count, dim=0) if self.shares else grams
 
     def _projected(self) -> list[ProjectedMatrix]:
         return [matrix for matrix in self.members if isinstance(matrix, ProjectedMatrix)]
@@ -392,7 +436,8 @@ class ProjectedStack(Stack):
     def _seen(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """``A`` of the counted rows, and squared norms of what is known outside the basis, (B,)."""
         if isinstance(gradient, list):
-            images, squares = project_together([g[counted] for g in gradient], self.projections())
+            rows = [one[..., counted, :] for one in gradient]
+            images, squares = project_together(rows, self.projections())
             return images, (squares.sum(dim=1) - square_norms(images)).clamp_min(0)
         own = gradient[:, counted]
         if self.takes_whole:

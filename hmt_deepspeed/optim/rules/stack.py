@@ -2,14 +2,16 @@
 
 All matrices of equal rule and settings, equal shape as they are projected, equal rank, dtype and rows held here are
 one stack. Each of its tensors has a leading dimension B, one entry a matrix; what a matrix itself has of it, for a
-refresh or a checkpoint, is a view. A matrix alone is a stack of one. One step::
+refresh or a checkpoint, is a view. A matrix alone is a stack of one; a member that holds E experts has E entries, one
+after the other. One step::
 
     sums = measure(gradient)            B x sums, each summed over all holders of rows
     observe(sums)                       the gradient's norm, smoothed energies
     update, late = advance(gradient)    states; ``late`` summed over all holders
     change = finish(update, late)       limiter and scale, applied together with the update
 
-Whole rows of gradients stay where they are, and are a part of the change: no copy of them is made.
+Whole rows of gradients stay where they are, and are a part of the change: no copy of them is made. Of experts they, and
+what they are projected on, are one tensor of a member's E matrices.
 Nothing is read from the device. A matrix whose factor is zero takes no step: its states stay as they are, bit for
 bit, whatever its gradient holds.
 """
@@ -34,7 +36,9 @@ from hmt_deepspeed.optim.rules.state import StateTensor
 __all__ = ["MOST_ALIVE", "Change", "Gradients", "Stack", "Stacked", "Stacks", "alike", "stacked"]
 
 _S = TypeVar("_S", bound="Stack")
-# Of B matrices: B x rows x width, or where they are whole rows one by one, of equal strides and float dtype.
+_T = TypeVar("_T")
+# Of B matrices: B x rows x width, or where they are whole rows one by one, of equal strides and float dtype; of members
+# with E experts each is E x rows x width.
 Gradients = Tensor | list[Tensor]
 # fp32 elements of what a part of a stack has beside its gradients while it steps: 256 MiB.
 MOST_ALIVE = 1 << 26
@@ -136,7 +140,8 @@ class Stack(ABC):
     """Matrices that take their steps together; a rule's class says how.
 
     Attributes:
-        members: B of them. tensors: of all, by name, see :meth:`MatrixRule.paths`.
+        members: with B matrices. tensors: of all, by name, see :meth:`MatrixRule.paths`.
+        base_keys, member_keys: of matrices and of members, see :func:`base_keys`.
     """
 
     def __init__(self, members: Sequence[MatrixRule]) -> None:
@@ -144,10 +149,12 @@ class Stack(ABC):
         self.first = members[0]
         self.settings, self.rule = self.first.settings, self.first.settings.rule
         self.shape, self.rank, self.device = self.first.shape, self.first.rank, self.first.device
-        names = [member.name for member in members]
         self._cut: dict[int, list[Any]] = {}
         self._room: Tensor | None = None
-        self.base_keys = base_keys(self.settings.seed, names, self.device)
+        names, seed = [name for member in members for name in member.names], self.settings.seed
+        self.base_keys = self.member_keys = base_keys(seed, names, self.device)
+        if self.first.count > 1:
+            self.member_keys = base_keys(seed, [member.name for member in members], self.device)
         self.tensors = {n: Stacked(members, path) for n, path in self.first.paths().items()}
 
     def gather(self) -> None:
@@ -162,13 +169,16 @@ class Stack(ABC):
         other = copy(self)
         other.members = self.members[begin:end]
         other._cut, other._room = {}, None
-        other.first, other.base_keys = other.members[0], self.base_keys[begin:end]
+        other.first, other.member_keys = other.members[0], self.member_keys[begin:end]
+        count = self.first.count
+        other.base_keys = self.base_keys[begin * count : end * count]
         other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
         return other
 
     def parts(self: _S, most: int) -> list[_S]:
-        """The stack in parts of at most ``most`` elements of update, or of one matrix; the same objects every time."""
-        each = max(1, most // max(1, self.first.num_rows * self.alive_width))
+        """The stack in parts of at most ``most`` elements of update, or of one member; the same objects every time."""
+        size = self.first.count * self.first.num_rows * self.alive_width
+        each = max(1, most // max(1, size))
         if each >= len(self.members):
             return [self]
         if each not in self._cut:
@@ -179,7 +189,8 @@ class Stack(ABC):
     def room(self, place: int) -> Tensor:
         """Memory for the gradient of one member, rows x width fp32: a part of all members', until :meth:`free`."""
         if self._room is None:
-            shape = (len(self.members), self.first.num_rows, self.first.width)
+            first = self.first
+            shape = (len(self.members), *first.several, first.num_rows, first.width)
             self._room = torch.empty(shape, device=self.device)
         return self._room[place]
 
@@ -188,26 +199,37 @@ class Stack(ABC):
         self._room = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor of all members, B x ..."""
-        return self.tensors[name].whole
+        """A tensor of all matrices, B x ..."""
+        whole = self.tensors[name].whole
+        return whole.flatten(0, 1) if self.first.count > 1 else whole
 
     def state(self, name: str) -> StateTensor:
-        """A stored state of all members."""
-        scales = self.tensors.get(f"{name}.scales")
-        parts = [self[f"{name}.data"]] + ([] if scales is None else [scales.whole])
-        return self.first.states()[name].of_many(parts)
+        """A stored state of all matrices."""
+        parts = [f"{name}.data"] + [f"{name}.scales"] * (f"{name}.scales" in self.tensors)
+        return self.first.states()[name].of_many([self[part] for part in parts])
 
     def keys(self, step: Tensor | int, stream: int) -> Tensor:
         """Keys of what is random in a step, B x 2 int32, see :func:`step_keys`.
 
         Args:
-            step: its number, or (B,) int64 of each member.
+            step: its number, or (B,) int64 of each matrix.
         """
         return step_keys(self.base_keys, step, stream)
 
     def draws(self) -> Tensor:
-        """Numbers of the members' seeded bases, (B,) int64 on the device."""
-        return device_table(tuple(member.draw for member in self.members), self.device)
+        """Numbers of the matrices' seeded bases, (B,) int64 on the device."""
+        return device_table(tuple(self.of_each([m.draw for m in self.members])), self.device)
+
+    def of_each(self, values: Sequence[_T]) -> Sequence[_T]:
+        """What members have, for each of their matrices."""
+        count = self.first.count
+        return values if count == 1 else [value for value in values for _ in range(count)]
+
+    def by_member(self, whole: Tensor) -> list[Tensor]:
+        """Matrices B x rows x n as members have them: each one, or E experts in one tensor."""
+        if self.first.count > 1:
+            whole = whole.unflatten(0, (len(self.members), self.first.count))
+        return list(whole.unbind())
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -221,14 +243,25 @@ class Stack(ABC):
 
     @abstractmethod
     def projections(self) -> list[Tensor]:
-        """Columns that gradients are projected on, n x width of each member; those of a rule that redraws are made.
-        None of members without a basis."""
+        """Columns that gradients are projected on, n x width of each member, E x n x width of experts; those of a rule
+        that redraws are made. None of members without a basis."""
 
     def update_columns(self, change: Change) -> list[Tensor]:
-        """The columns that a change's update is of, n x its width of each member."""
+        """The columns that a change's update is of, n x its width of each member, E x n x width of experts."""
         if change.update.shape[2]:
             return self.projections()
-        return [torch.empty(self.shape[1], 0, device=self.device)] * len(self.members)
+        none = torch.empty(*self.first.several, self.shape[1], 0, device=self.device)
+        return [none] * len(self.members)
+
+    def taken(self, factor: Tensor, sums: Tensor) -> Tensor:
+        """The factor of a step, (B,) fp32: 0 for an expert whose gradient is zero, as it is of one without tokens.
+
+        Args:
+            sums: of :meth:`measure`, over all rows.
+        """
+        if self.first.count == 1:
+            return factor
+        return torch.where(self.square_norms(sums) == 0, 0.0, factor)
 
     def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
         """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each B x its length, by name in the table."""
@@ -301,7 +334,7 @@ class Stack(ABC):
         """Smooth ``||G||^2`` without the scale and the share of it inside the basis, (B,) each; bias-corrected like a
         moment. A window without a gradient says nothing of either, that of a refresh next to nothing."""
         usual = 1 - ENERGY_SMOOTHING
-        own = [member.made_basis for member in self.members]
+        own = self.of_each([member.made_basis for member in self.members])
         weight = (total > 0) & (total < float("inf"))
         if taken is not None:
             weight &= taken

@@ -19,10 +19,12 @@ from torch import Tensor
 from hmt_deepspeed.kernels.int8_state import (
     BLOCK,
     decode_state,
+    decode_states,
     encode_state,
+    encode_states,
 )
 from hmt_deepspeed.kernels.noise import Key
-from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
+from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.kernels.stored_state import StoredState
 
 __all__ = ["KeptStates", "StateTensor", "restored_state"]
@@ -32,42 +34,71 @@ class StateTensor:
     """One optimizer state, zero at first.
 
     Args:
-        shape: of the state. dtype: ``fp32``, ``bf16`` or ``int8``.
+        shape: of the state of one matrix. dtype: ``fp32``, ``bf16`` or ``int8``.
         signed: False for a state that is never negative; int8 then has twice the levels.
         device: where it lives.
+        several: (E,) of E matrices, whose tensors have that leading dimension; () of one.
 
     Attributes:
         data: the stored tensor (fp32, bf16, or uint8 codes). scales: of int8 blocks, else None.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: str, signed: bool, device: torch.device
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        signed: bool,
+        device: torch.device,
+        several: tuple[int, ...] = (),
     ) -> None:
         self.shape, self.dtype, self.signed = torch.Size(shape), dtype, signed
+        self.several = several
         self.scales: Tensor | None = None
         if dtype == "int8":
             # The code and the scale of zeros, made without the kernel's table: a dry run has fake tensors, and
             # a table of them would outlive it.
-            self.data = torch.zeros(prod(shape), dtype=torch.uint8, device=device)
-            self.scales = torch.zeros(-(-prod(shape) // BLOCK), device=device)
+            numel = prod(shape)
+            self.data = torch.zeros(*several, numel, dtype=torch.uint8, device=device)
+            self.scales = torch.zeros(*several, -(-numel // BLOCK), device=device)
         else:
             kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-            self.data = torch.zeros(shape, dtype=kind, device=device)
+            self.data = torch.zeros((*several, *shape), dtype=kind, device=device)
 
     def read(self) -> Tensor:
         """The values in fp32; the stored tensor itself when that is fp32."""
-        if self.scales is not None:
-            return decode_state(self.data, self.scales, self.signed, tuple(self.shape))
-        return self.data.float()
+        if self.scales is None:
+            return self.data.float()
+        if self.several:
+            shape = (*self.several, *self.shape)
+            return decode_states(self.data, self.scales, self.signed, shape)
+        return decode_state(self.data, self.scales, self.signed, tuple(self.shape))
 
-    def write(self, value: Tensor, key: Key | None) -> None:
-        """Store fp32 values of the same shape; ``key`` seeds the rounding, None rounds to nearest."""
+    def write(self, value: Tensor, key: Key | Tensor | None) -> None:
+        """Store fp32 values of the same shape; ``key`` seeds the rounding, None rounds to nearest.
+
+        Args:
+            key: of E matrices E x 2, see :func:`hmt_deepspeed.kernels.noise.step_keys`.
+        """
         if value is self.data:
             return
-        if self.scales is not None:
+        if self.several:
+            self._write_several(value.contiguous(), key)
+        elif self.scales is not None:
+            assert not isinstance(key, Tensor)
             self.data, self.scales = encode_state(value.contiguous().view(-1), self.signed, key)
         elif self.dtype == "bf16" and key is not None:
+            assert not isinstance(key, Tensor)
             stochastic_round(value.contiguous(), self.data, key)
+        else:
+            self.data.copy_(value)
+
+    def _write_several(self, value: Tensor, key: Key | Tensor | None) -> None:
+        flat = value.view(len(value), -1)
+        if self.scales is not None:
+            encode_states(flat, self.signed, key, self.data, self.scales)
+        elif self.dtype == "bf16" and key is not None:
+            assert isinstance(key, Tensor)
+            stochastic_rounds(flat, self.data.view(flat.shape), key)
         else:
             self.data.copy_(value)
 
@@ -126,7 +157,7 @@ class StateTensor:
     def of_many(self, tensors: Sequence[Tensor]) -> StateTensor:
         """The same state of B matrices, from their :meth:`tensors` with a leading dimension."""
         many = self.holding(tensors)
-        many.shape = torch.Size((len(tensors[0]), *self.shape))
+        many.several = (len(tensors[0]),)
         return many
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
@@ -141,10 +172,12 @@ class StateTensor:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-def restored_state(value: Any, dtype: str, signed: bool, device: torch.device) -> StateTensor:
+def restored_state(
+    value: Any, dtype: str, signed: bool, device: torch.device, several: tuple[int, ...] = ()
+) -> StateTensor:
     """A state of values read before; those that were 8- or 16-bit come back exactly."""
     value = torch.as_tensor(value).to(device=device, dtype=torch.float32)
-    made = StateTensor(tuple(value.shape), dtype, signed, device)
+    made = StateTensor(tuple(value.shape[len(several) :]), dtype, signed, device, several)
     made.write(value, None)
     return made
 

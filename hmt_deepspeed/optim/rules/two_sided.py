@@ -111,7 +111,7 @@ class TwoSidedMatrix(LowRankMatrix):
 
     def _new_states(self) -> Moments:
         shape = (self.rank, self.rank)
-        return Moments(shape, self.state_dtype, self.device, self.name, self.settings.seed, True)
+        return Moments(shape, self.state_dtype, self.device, self.names, self.settings.seed, True)
 
     def state_bytes(self) -> int:
         held = self._held_left_basis
@@ -138,7 +138,7 @@ class TwoSidedMatrix(LowRankMatrix):
         return torch.cat((self._seeded_right(rank, number), self._seeded_left(rank, number)))
 
     def _seeded_left(self, rank: int, number: int) -> Tensor:
-        keys = self._keys(self.name, number, Stream.LEFT_BASIS)
+        keys = self._keys([self.name], number, Stream.LEFT_BASIS)
         return random_basis(self.shape[0], rank, keys)[0]
 
     @property
@@ -152,7 +152,7 @@ class TwoSidedMatrix(LowRankMatrix):
         step would blow the rounding noise off the diagonal up to full size.
         """
         right = found.basis[:, :rank]
-        turn = random_basis(rank, rank, self._keys(self.name, self.steps, Stream.TURN))[0]
+        turn = random_basis(rank, rank, self._keys([self.name], self.steps, Stream.TURN))[0]
         left = orthonormal(gradient.float() @ right) @ turn
         return torch.cat((right, left)).to(self.dtype)
 

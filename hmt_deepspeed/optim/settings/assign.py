@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 
 __all__ = [
     "Assignment",
+    "ExpertKind",
     "assign_rules",
     "head_weights",
     "linear_weights",
@@ -23,6 +24,24 @@ __all__ = [
 ]
 
 ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
+# Of the matrices in a 3-D weight that is not known to be one of experts: narrower ones may be kernels of a convolution.
+_LEAST_SIDE = 8
+_NO_EXPERTS: Mapping[str, Any] = {}
+
+
+class ExpertKind(NamedTuple):
+    """What is known of a 3-D weight of several matrices.
+
+    Attributes:
+        role: of experts, "up" for what reads a layer's stream and "down" for what writes into it; None of a weight that
+            user's code reads in its own way.
+        is_transposed: stored E x in x out, else E x out x in.
+        reason: why no backward can be projected for it; empty if one can.
+    """
+
+    role: Literal["up", "down"] | None
+    is_transposed: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,8 @@ class Assignment:
     Attributes:
         settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
         lr_scale: factor on the learning rate, see :attr:`MatrixSettings.beside_ratio`; 1 of a matrix.
+
+    A matrix rule has a 3-D weight as several matrices, :attr:`count` of :attr:`matrix_shape`.
     """
 
     name: str
@@ -56,6 +77,14 @@ class Assignment:
         return self.settings is not None
 
     @property
+    def count(self) -> int:
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.shape[-2], self.shape[-1]
+
+    @property
     def rule(self) -> str:
         """Name of the method."""
         return DENSE if self.settings is None else self.settings.method
@@ -66,7 +95,9 @@ class Assignment:
         settings = self.settings
         if settings is None:
             return self.rule
-        return settings.rule.layout(settings.projection, settings.drawn_rank(*self.shape))
+        drawn = settings.drawn_rank(*self.matrix_shape)
+        found = settings.rule.layout(settings.projection, drawn)
+        return found if self.count == 1 else f"{found}, experts, {settings.expert_basis or 'auto'}"
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Module]:
@@ -126,6 +157,7 @@ def assign_rules(
     target_modules: Sequence[str] | Literal["all"] | None,
     linear_names: Iterable[str] | None = None,
     head_names: Iterable[str] = (),
+    expert_weights: Mapping[str, ExpertKind] | None = _NO_EXPERTS,
 ) -> list[Assignment]:
     """Assign a rule to each parameter.
 
@@ -138,6 +170,8 @@ def assign_rules(
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
         head_names: names known to be weights of output heads, which stay dense too.
+        expert_weights: 3-D weights that may have a matrix rule, by name: those of a known role as linears have it,
+            others where a pattern names them. None when no module is at hand, then any that a pattern names.
 
     Raises:
         ValueError: a pattern that should match and does not, or whose matches earlier ones take.
@@ -145,9 +179,11 @@ def assign_rules(
     parameters = list(parameters)
     targets = [] if target_modules is None or target_modules == "all" else target_modules
     _check_matches(targets, module_rules, parameters)
-    _check_order(module_rules, parameters)
     linear = None if linear_names is None else set(linear_names)
-    choice = _Choice(settings, module_rules, target_modules, linear, set(head_names))
+    heads = set(head_names)
+    choice = _Choice(settings, module_rules, target_modules, linear, heads, expert_weights, {})
+    matrices = [name for name, shape in parameters if len(shape) == 2 or choice.holds(name, shape)]
+    _check_order(module_rules, parameters, matrices)
     assigned = [choice.assign(name, tuple(shape)) for name, shape in parameters]
     _check_targets(targets, assigned, [pattern for pattern, _ in module_rules])
     if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
@@ -164,11 +200,24 @@ class _Choice:
     target_modules: Sequence[str] | Literal["all"] | None
     linear: set[str] | None
     heads: set[str]
+    experts: Mapping[str, ExpertKind] | None
+    made: dict[
+        tuple[int, str, str | None], MatrixSettings
+    ]  # for stacks: of equal settings the same
+
+    def holds(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter is one of several matrices that can have a matrix rule."""
+        if len(shape) != 3 or min(shape) < 2:
+            return False
+        known = ExpertKind(None) if self.experts is None else self.experts.get(name)
+        return known is not None and (known.role is not None or min(shape[1:]) >= _LEAST_SIDE)
 
     def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
         """Assign by shape, then by the first module rule that matches, then by the target modules."""
         settings = self.settings
         scale = settings.beside_ratio if settings and _is_beside(name, shape, self.heads) else 1.0
+        if self.holds(name, shape):
+            return self._assign_experts(name, shape)
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
             reason = reason if settings else f"method is {DENSE}"
@@ -184,7 +233,40 @@ class _Choice:
             return Assignment(name, shape, None, reason, scale)
         return Assignment(name, shape, settings)
 
-    def _reason_dense(self, name: str) -> str:
+    def _assign_experts(self, name: str, shape: tuple[int, ...]) -> Assignment:
+        """Several matrices: by the first module rule that matches, then by the target modules."""
+        known = ExpertKind(None) if self.experts is None else self.experts[name]
+        rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
+        if rule is not None:
+            reason = "" if rule[1] else f"module_rules {rule[0]!r}"
+            return Assignment(name, shape, rule[1] and self._of_experts(rule[1], known), reason)
+        reason = self._reason_dense(name, of_experts=True)
+        if not reason and known.role is None and self.target_modules is None:
+            reason = "3-D weight" + (f", {known.reason}" if known.reason else "")
+        if self.settings is None or reason:
+            return Assignment(name, shape, None, reason)
+        return Assignment(name, shape, self._of_experts(self.settings, known))
+
+    def _of_experts(self, settings: MatrixSettings, known: ExpertKind) -> MatrixSettings:
+        """The settings with the side that is projected and whose basis it is, which the role says, not ``projection``:
+        a basis of the stream is on the inputs of "up" and on the outputs of "down", one of each expert on its inputs."""
+        if settings.rule.side == "smaller":
+            return settings
+        own = settings.expert_basis == "own"
+        projection, basis = settings.projection, settings.expert_basis
+        if known.role is not None:
+            on_inputs = known.role == "up" or own
+            projection = "right" if on_inputs != known.is_transposed else "left"
+        elif projection == "two_sided":
+            projection = "right"
+        if known.role != "down":
+            basis = "own" if own else "shared"
+        key = id(settings), projection, basis
+        if key not in self.made:
+            self.made[key] = replace(settings, projection=projection, expert_basis=basis)
+        return self.made[key]
+
+    def _reason_dense(self, name: str, of_experts: bool = False) -> str:
         """Why a matrix that no module rule matches is left to AdamW; empty if it is not."""
         if self.settings is None:
             return f"method is {DENSE}"
@@ -198,7 +280,7 @@ class _Choice:
         targets = self.target_modules
         if targets is not None and not any(re.search(p, name) for p in targets):
             return "not in target_modules"
-        if self.linear is not None and name not in self.linear:
+        if self.linear is not None and name not in self.linear and not of_experts:
             return "not the weight of a linear layer"
         return ""
 
@@ -234,11 +316,12 @@ def _is_vector(shape: tuple[int, ...]) -> bool:
 
 
 def _check_order(
-    rules: Sequence[ModuleRule], parameters: Sequence[tuple[str, tuple[int, ...]]]
+    rules: Sequence[ModuleRule],
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    matrices: Collection[str],
 ) -> None:
     """Refuse a pattern all of whose matrices an earlier one takes, or that has none to give a rule to."""
     patterns = [pattern for pattern, _ in rules]
-    matrices = [name for name, shape in parameters if len(shape) == 2]
     for pattern, settings in rules:
         if settings is not None and not any(re.search(pattern, name) for name in matrices):
             name = next(name for name, _ in parameters if re.search(pattern, name))

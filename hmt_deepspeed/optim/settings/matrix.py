@@ -22,6 +22,7 @@ class MatrixSettings:
     ``rank_candidates`` (None: shares of the smaller side) by ``energy_threshold``. A matrix has it as far as
     :meth:`ranks` says.
     scale: factor on the update; None is the rule's.
+    expert_basis: of experts: ``shared``, ``own``, or None where the first gradient is to decide.
     probes: probe columns per matrix. residual: ``none``, ``probe`` or ``full``.
     state_dtype: storage of the states, see :meth:`states_dtype`. written: keys of the values that a module rule
     gives, for messages.
@@ -40,6 +41,7 @@ class MatrixSettings:
     state_dtype: str
     second_moment: str
     seed: int
+    expert_basis: str | None = None
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def key(self, name: str) -> str:
@@ -62,6 +64,11 @@ class MatrixSettings:
     def beside_ratio(self) -> float:
         """Factor on the learning rate of embeddings, heads and vectors beside the matrices."""
         return self.rule.beside_ratio if self.scale is None else 1.0
+
+    @property
+    def own_bases(self) -> bool:
+        """Whether each of several experts has a basis of its own from the start."""
+        return self.expert_basis == "own"
 
     @property
     def takes_projection(self) -> bool:

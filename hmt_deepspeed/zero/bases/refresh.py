@@ -11,7 +11,7 @@ from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.range_finder import Subspace
-from hmt_deepspeed.optim.bases.search import SubspaceSearch
+from hmt_deepspeed.optim.bases.search import Search
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -107,9 +107,9 @@ class BasisRefresh:
 
     def _search_all(
         self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy, step: int
-    ) -> dict[int, SubspaceSearch]:
+    ) -> dict[int, Search]:
         """Begin to find the dominant subspaces of the groups that this rank owns: by place in ``refreshing``."""
-        searches: dict[int, SubspaceSearch] = {}
+        searches: dict[int, Search] = {}
         for place, (index, group) in enumerate(refreshing):
             with self.bases.whole(self.low_rank[group[0]]):  # warm start, at the owner
                 if self._has_gradient(group):
@@ -157,9 +157,7 @@ class BasisRefresh:
         is_owner = self._gradient(group[0]).owner == self.collectives.rank
         return is_owner and any(self._gradient(i).full is not None for i in group)
 
-    def _search(
-        self, index: int, group: Sequence[int], policy: RankPolicy, step: int
-    ) -> SubspaceSearch:
+    def _search(self, index: int, group: Sequence[int], policy: RankPolicy, step: int) -> Search:
         """Begin to find the dominant subspace of a group's stacked full gradients, at their owner."""
         first, sought = policy.first_width(index), policy.sought_energy(index)
         older = self.bases.recall(self.low_rank[group[0]])

@@ -255,7 +255,7 @@ class HostMoment(StateTensor):
         """Its values; those in host memory themselves, not a copy."""
         return self._states.read(self._column)
 
-    def write(self, value: Tensor, key: Key | None) -> None:
+    def write(self, value: Tensor, key: Key | Tensor | None) -> None:
         """Store values exactly.
 
         Args:
