@@ -22,6 +22,7 @@ from hmt_deepspeed.activations.checkpoint import (
     with_positional_activations,
 )
 from hmt_deepspeed.activations.codecs import Codec, Keep, SavedTensor
+from hmt_deepspeed.activations.following import FollowMode
 from hmt_deepspeed.activations.head import hold_head_input
 from hmt_deepspeed.activations.installation import Installation
 from hmt_deepspeed.activations.ledger import ActivationReport, Ledger, by_label, by_layer
@@ -29,6 +30,7 @@ from hmt_deepspeed.activations.policy import LayerSites, Policy
 from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, Site
 from hmt_deepspeed.activations.replay import ReplayMode
+from hmt_deepspeed.activations.tape import Tape
 from hmt_deepspeed.activations.tapes import Tapes
 from hmt_deepspeed.attribution import Attribution
 from hmt_deepspeed.config.components import Choice, Component
@@ -165,15 +167,17 @@ class ActivationBackend:
         holds_products = self._policy.holds_products() if sites is None else sites.holds_products
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         tape = None if sites is None else self._tapes.find(sites, tensors)
-        record = RecordMode(
-            recording, base, self._ledger, key, self._measures, holds_products, tape, tensors
-        )
-        replay = functools.partial(ReplayMode, recording, base, self._ledger)
+        ledger, measures = self._ledger, self._measures
+        record: RecordMode | FollowMode
+        if isinstance(tape, Tape):
+            record = FollowMode(recording, ledger, key, measures, tape, tensors)
+        else:
+            record = RecordMode(recording, base, ledger, key, measures, holds_products, tape)
+        replay = functools.partial(ReplayMode, recording, base, ledger)
         holders = self._holders(recording, sites, args, key)
 
         def run(fn: Callable[..., Any], *args: Any) -> Any:
             checkpointed = Call(fn, args, kwargs, record, replay, holders, options)
-            record.on_leaving = checkpointed.remember_random_states
             return checkpointed.run(args)
 
         return run(fn, *args) if self._around is None else self._around(run, fn, *args)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from hmt_deepspeed.activations.recording import (
     storage_of,
 )
 
-__all__ = ["RAW", "CachingMode", "active_mode", "tracked"]
+__all__ = ["RAW", "ActiveMode", "CachingMode", "activate", "active_mode", "deactivate", "tracked"]
 
 RAW = Keep()
 
@@ -57,18 +57,18 @@ class CachingMode(TorchDispatchMode):
         super().__init__()
         self.recording, self.ledger, self._base = recording, ledger, base
         self._sites: list[Site] = []
-        self._tokens: list[Token[CachingMode | None]] = []
+        self._tokens: list[Token[ActiveMode | None]] = []
         self._aliases: dict[int, list[_Alias]] = {}  # by storage
         self._saving: list[tuple[Site, SavingCodes]] = []
         self._is_busy = False  # with tensors of its own, which are none of the function's
 
     def __enter__(self) -> Any:
         self._sites = [] if self._base is None else [self._base]
-        self._tokens.append(_active.set(self))
+        self._tokens.append(activate(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        _active.reset(self._tokens.pop())
+        deactivate(self._tokens.pop())
         while self._saving:
             self._end_saving()
         self._aliases.clear()
@@ -142,12 +142,32 @@ class CachingMode(TorchDispatchMode):
                 operation.held = tuple(parts)
 
 
+class ActiveMode(Protocol):
+    """What is told which modules a checkpointed function computes."""
+
+    def enter(self, site: Site, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A module begins; returns other arguments if it is to have others."""
+
+    def leave(self, site: Site) -> None:
+        """A module ends."""
+
+
 # A context variable, because modes are a thread's own and backward may run in a thread of autograd.
-_active: ContextVar[CachingMode | None] = ContextVar("active", default=None)
+_active: ContextVar[ActiveMode | None] = ContextVar("active", default=None)
 
 
-def active_mode() -> CachingMode | None:
-    """The mode under which the caller's thread is recording or replaying."""
+def activate(mode: ActiveMode) -> Token[ActiveMode | None]:
+    """Let it be the caller's thread's, until :func:`deactivate`."""
+    return _active.set(mode)
+
+
+def deactivate(token: Token[ActiveMode | None]) -> None:
+    """The mode before :func:`activate` is active again."""
+    _active.reset(token)
+
+
+def active_mode() -> ActiveMode | None:
+    """The mode under which the caller's thread is recording, following a tape or replaying."""
     return _active.get()
 
 

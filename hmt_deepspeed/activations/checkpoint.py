@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hmt_deepspeed.activations.codecs import Codec, SavedTensor
+from hmt_deepspeed.activations.following import FollowMode
 from hmt_deepspeed.activations.record import RecordMode
 from hmt_deepspeed.activations.recording import Recording, storage_of
 from hmt_deepspeed.activations.replay import ReplayMode
@@ -81,7 +82,7 @@ class Call:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        record: RecordMode,
+        record: RecordMode | FollowMode,
         replay: Callable[[], ReplayMode],
         holders: Sequence[Holder | None],
         options: Options,
@@ -93,22 +94,17 @@ class Call:
         chosen = dict(zip(activations_among(args), holders, strict=False))
         self._inputs = _save(tensors, record.recording, chosen)
         self._surroundings = Surroundings(tensors)
-        if record.tape is None:
-            self.remember_random_states()
+        if options.preserve_rng_state:
+            self._surroundings.remember_random_states()
         self._recording, self._ledger = record.recording, record.ledger
         self._replay, self._record = replay, record
         self._geometries: list[tuple[Any, ...]] | None = None
-        if record.tape is None and options.checks:
+        if not isinstance(record, FollowMode) and options.checks:
             self._geometries = []
         self._num_saved = 0
         self._values: dict[int, Tensor] = {}
         self._tape: Tape | None = None
-        self._given: list[Tensor | None] = []
-
-    def remember_random_states(self) -> None:
-        """Those at the beginning of forward, before anything is drawn."""
-        if self._options.preserve_rng_state:
-            self._surroundings.remember_random_states()
+        self._given: Sequence[Tensor | None] = ()
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Forward, with the arguments that this was made for."""
@@ -118,6 +114,8 @@ class Call:
                 return self._fn(*args, **self._kwargs)
         finally:
             self._tape, self._given = record.tape, record.given[len(self._places) :]
+            if self._tape is not None:  # it draws nothing
+                self._surroundings.forget_random_states()
             del self._record
 
     def _pack(self, tensor: Tensor) -> int | Tensor:
@@ -234,6 +232,10 @@ class Surroundings:
     def remember_random_states(self) -> None:
         """As they are now."""
         self._states = (torch.get_rng_state(), *get_device_states(*self._tensors))
+
+    def forget_random_states(self) -> None:
+        """Nothing is drawn."""
+        self._states = None
 
     @contextmanager
     def again(self) -> Iterator[None]:

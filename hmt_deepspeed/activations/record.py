@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +14,11 @@ from hmt_deepspeed.activations.dependence import Dependence, tensors_among
 from hmt_deepspeed.activations.ledger import Ledger
 from hmt_deepspeed.activations.ops import Traits, traits_of
 from hmt_deepspeed.activations.recording import Blank, Constant, Operation, Part, Recording, Site
-from hmt_deepspeed.activations.tape import (
-    Given,
-    Heavy,
-    Made,
-    Several,
-    Step,
-    Tape,
-    geometry_of,
-)
+from hmt_deepspeed.activations.tape import Tape
 from hmt_deepspeed.activations.tapes import TapeBuilder
 from hmt_deepspeed.sites import is_computing_projection
 
 __all__ = ["RecordMode"]
-
-_END = Step(None, (), {}, True, 0, (), None)  # no operation is it
 
 
 class RecordMode(CachingMode):
@@ -40,11 +29,9 @@ class RecordMode(CachingMode):
         key: of the noise of a rounding, by the number of the operation.
         measures: whether what is encoded with a loss is compared.
         holds_products: whether ``X [Q | P]`` of projected linears is held, else it is computed again.
-        tape: what the function did before, which decides as long as it does the same; or what records it; or None.
-        args: the tensors among the function's arguments.
+        builder: records a tape.
 
     Attributes:
-        on_leaving: called where the function does otherwise than its tape.
         tape: after the call what it did, if there is a tape of it.
         given: the tensors that the tape has not made.
     """
@@ -57,44 +44,34 @@ class RecordMode(CachingMode):
         key: Callable[[int], int],
         measures: bool,
         holds_products: bool,
-        tape: Tape | TapeBuilder | None = None,
-        args: Sequence[Tensor] = (),
+        builder: TapeBuilder | None = None,
     ) -> None:
         super().__init__(recording, base, ledger)
         self._product_codec = RAW if holds_products else None
         self._key, self._measures = key, measures
-        self._dependence = Dependence()
-        self._builder = tape if isinstance(tape, TapeBuilder) else None
-        self.tape = tape if isinstance(tape, Tape) else None
-        self.given: list[Tensor | None] = []
-        self._steps: Sequence[Step] = ()
-        if self.tape is not None:
-            self._steps = (*self.tape.steps, _END)
-            self.given = [*args, *[None] * (len(self.tape.given) - len(args))]
-        self._made: list[Callable[[], Tensor | None]] = []
-        self._at = self._num_saved = 0
-        self.on_leaving: Callable[[], None] = lambda: None
+        self._dependence, self._builder = Dependence(), builder
+        self.tape: Tape | None = None
+        self.given: Sequence[Tensor | None] = ()
+
+    def __enter__(self) -> Any:
+        if self._builder is not None:
+            self._builder.calls.__enter__()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         try:
             return super().__exit__(*error)
         finally:
+            if self._builder is not None:
+                self._builder.calls.__exit__(*error)
             if error[0] is None:
                 self._end()
 
     def _end(self) -> None:
-        tape, recording = self.tape, self.recording
-        if tape is not None and (self._at, self._num_saved) != (len(tape.steps), len(tape.packs)):
-            self._leave_tape()
-        if self.tape is not None:
-            self.tape.misses = 0
-            self.ledger.add(self.ledger.hits, self.tape.hits)
-            for (layer, label), nbytes in self.tape.charges.items():
-                recording.charge(layer, label, nbytes)
-        else:
-            self._drop_unneeded()
-            for operation in recording.all_operations():
-                recording.charge(operation.site.layer, operation.label, operation.nbytes)
+        recording = self.recording
+        self._drop_unneeded()
+        for operation in recording.all_operations():
+            recording.charge(operation.site.layer, operation.label, operation.nbytes)
         self.ledger.hold(recording, recording.charges)
         if self._builder is not None:
             self.tape, self.given = self._builder.build()
@@ -104,14 +81,6 @@ class RecordMode(CachingMode):
     def save(self, number: int, tensor: Tensor) -> int | Tensor:
         """Autograd saves a tensor, as the call's ``number``-th: what it saves in its place; the tensor itself, where
         that costs no memory."""
-        self._num_saved = number + 1
-        tape = self.tape
-        if tape is not None:
-            if number < len(tape.packs):
-                at, source = tape.packs[number]
-                if at == self._at and self._is_same(source, tensor):
-                    return tensor if number in tape.kept else number
-            self._leave_tape()
         self._dependence.need((tensor,))
         if self._builder is not None and self._builder.save(tensor):
             return tensor
@@ -131,23 +100,6 @@ class RecordMode(CachingMode):
         kwargs = kwargs or {}
         if self._is_busy:
             return func(*args, **kwargs)
-        if self.tape is not None:
-            step = self._steps[self._at]
-            if (
-                step.func is func
-                and self._are_same(args, step.args)
-                and (not (kwargs or step.kwargs) or self._are_same_by_name(kwargs, step.kwargs))
-                and (step.heavy is None or self._is_there(step.heavy))
-            ):
-                out = func(*args, **kwargs)
-                self._at += 1
-                for output in (out,) if step.single else out:
-                    is_tensor = isinstance(output, Tensor)
-                    self._made.append(weakref.ref(output) if is_tensor else _nothing)
-                if step.heavy is not None:
-                    self._hold_as_before(step, step.heavy, out)
-                return out
-            self._leave_tape()
         traits = traits_of(func)
         if traits.writes and self._aliases:
             self._copy_before_write(tensors_among(traits.written(args, kwargs)))
@@ -158,7 +110,7 @@ class RecordMode(CachingMode):
         elif self._dependence.num_bits or traits.fresh:
             self._dependence.follow(traits, (*args, *kwargs.values()), out)
         if self._builder is not None:
-            self._builder.add(func, traits, args, kwargs, out, self._dependence.origin, heavy)
+            self._builder.add(func, traits, args, kwargs, out, heavy)
         return out
 
     def _record(
@@ -220,8 +172,7 @@ class RecordMode(CachingMode):
                 held = chosen.encode(
                     output, dims if index == 0 else 0, self._key(number), operation.name
                 )
-            if self.tape is None:
-                self._watch(operation, index, output, chosen)
+            self._watch(operation, index, output, chosen)
             if self._measures and chosen.lossy:
                 self.ledger.measure(operation.label, output, held)
             parts.append(held)
@@ -232,8 +183,6 @@ class RecordMode(CachingMode):
         self, site: Site, codec: Codec, tensor: Tensor
     ) -> tuple[None, SavedBlocks | None]:
         """Hold it; the forward reads what it always did."""
-        if self.tape is not None:
-            self._leave_tape()
         if self._builder is not None:
             self._builder.give_up()
         operation = self._new_operation(None, site, "attention_output", tensor)
@@ -247,100 +196,8 @@ class RecordMode(CachingMode):
             self._dependence.set((codes.codes, codes.scales), operation.codes_bit)
         return None, codes
 
-    # -- along a tape -------------------------------------------------------------------------------
-
-    def _are_same(self, found: Sequence[Any], expected: Sequence[Any]) -> bool:
-        """Whether arguments are what the tape has."""
-        if len(found) != len(expected):
-            return False
-        made = self._made
-        for one, other in zip(found, expected):  # noqa: B905  its check takes as long as all the rest
-            kind = other.__class__
-            if kind is Made:  # most of them
-                if made[other]() is not one:
-                    return False
-            elif kind is Given:
-                if not self._is_same(other, one):
-                    return False
-            elif kind is Several:
-                if not isinstance(one, (list, tuple)) or not self._are_same(one, other):
-                    return False
-            elif one.__class__ is not kind or one != other:
-                return False
-        return True
-
-    def _is_same(self, number: Made | Given, found: Any) -> bool:
-        """Whether a tensor is that of the tape; one that the function has not made is bound by its first use."""
-        if number.__class__ is Made:
-            return self._made[number]() is found
-        before = self.given[number]
-        if before is not None or not isinstance(found, Tensor):
-            return before is found and before is not None
-        assert self.tape is not None
-        self.given[number] = found
-        return geometry_of(found) == self.tape.given[number]
-
-    def _are_same_by_name(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
-        names = list(expected)
-        return found.keys() == expected.keys() and self._are_same(
-            [found[name] for name in names], [expected[name] for name in names]
-        )
-
-    def _is_there(self, heavy: Heavy) -> bool:
-        return self.site is heavy.site and is_computing_projection() == heavy.is_product
-
-    def _hold_as_before(self, step: Step, heavy: Heavy, out: Any) -> None:
-        """What the tape knows to do of an operation's outputs."""
-        operation = Operation(
-            step.func, heavy.site, heavy.label, heavy.bit, heavy.blanks, single=step.single
-        )
-        recording = self.recording
-        (recording.products if heavy.is_product else recording.operations).append(operation)
-        if heavy.is_held:
-            assert heavy.codec is not None
-            outputs = (out,) if step.single else out
-            self._hold(operation, outputs, heavy.codec, heavy.dims, heavy.number)
-        elif heavy.is_blank:
-            operation.held = heavy.blanks
-
-    def _leave_tape(self) -> None:
-        """The function does otherwise: from here on as if there had been no tape.
-
-        What the tape has decided before holds good: outputs that it has not saved are computed again.
-        """
-        tape, self.tape = self.tape, None
-        assert tape is not None
-        self.given = []
-        tape.misses += 1
-        self.on_leaving()
-        dependence = self._dependence
-        kinds = {False: iter(self.recording.operations), True: iter(self.recording.products)}
-        for step in tape.steps[: self._at]:
-            refs = self._made[step.first : step.first + len(step.origins)]
-            made = [ref() for ref in refs]
-            for tensor, origin in zip(made, step.origins, strict=True):
-                if tensor is not None:
-                    dependence.set((tensor,), origin)
-            if step.heavy is None:
-                continue
-            operation = next(kinds[step.heavy.is_product])
-            dependence.num_bits = step.heavy.number
-            self.ledger.count(self.ledger.hits, operation.site.layer, operation.label)
-            if operation.is_blank:
-                operation.held = operation.codec = None
-            elif operation.codec is not None:
-                for index, tensor in enumerate(made):
-                    if tensor is not None and tensor.is_floating_point():
-                        chosen = operation.codec if index == 0 else RAW
-                        self._watch(operation, index, tensor, chosen)
-        dependence.needed = (1 << dependence.num_bits) - 1
-
 
 # -- small things -----------------------------------------------------------------------------------
-
-
-def _nothing() -> None:
-    """In place of a reference to what is no tensor."""
 
 
 def _blank(output: Any) -> Part:

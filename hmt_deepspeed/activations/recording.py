@@ -149,6 +149,7 @@ class Recording:
         input_storages: keep the identities of their storages from being given away.
         charges: device bytes by layer and label.
         is_coming: what is held off the device has been asked for.
+        is_given_up: no operation's output is held, so all are run again.
     """
 
     redraws: bool
@@ -160,6 +161,7 @@ class Recording:
     input_storages: list[StorageWeakRef] = field(default_factory=list)
     charges: dict[tuple[str, str], int] = field(default_factory=dict)
     is_coming: bool = False
+    is_given_up: bool = False
 
     def all_operations(self) -> list[Operation]:
         return [*self.operations, *self.products, *self.substitutes]

@@ -63,6 +63,9 @@ class ReplayMode(CachingMode):
         return func(*args, **kwargs)
 
     def _replay(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.recording.is_given_up:
+            assert self.site is not None
+            return self._run_again(func, self.site.layer, self.site.label, args, kwargs)
         operation = self._recorded("operations", func)
         if operation.held is not None:
             return self._hand_out(operation)
@@ -131,6 +134,8 @@ class ReplayMode(CachingMode):
     def substitute(
         self, site: Site, codec: Codec, tensor: Tensor
     ) -> tuple[Tensor | None, SavedBlocks | None]:
+        if self.recording.is_given_up:
+            return None, None
         operation = self._recorded("substitutes", None)
         if operation.is_blank:
             return None, None

@@ -1,10 +1,12 @@
 """A checkpointed function as a list of its operations, recorded once for a shape.
 
-Later forwards compare themselves with it, operation by operation, and take from it what is saved and how. Backward
-then runs those operations only that lead from what is saved to what autograd reads, in place of the whole function.
+Later forwards compare the functions of torch that they call with those of the tape, whose operations they would see at a
+higher cost, and take from it what is saved and how. Backward then runs those operations only that lead from
+what is saved to what autograd reads, in place of the whole function.
 
 What a tape cannot hold is not recorded: operations that write into their arguments, draw random numbers, read values
-on the host or return memory to be filled unseen. Such functions are computed again as they are.
+on the host or return memory to be filled unseen, that no function of torch has called, and weights that ZeRO-3 gathers.
+Such functions are computed again as they are.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hmt_deepspeed.activations.calls import Calls
 from hmt_deepspeed.activations.codecs import Codec
-from hmt_deepspeed.activations.recording import Operation, Part, Recording, Site
+from hmt_deepspeed.activations.recording import Blank, Constant, Operation, Part, Recording, Site
 
 __all__ = [
     "Given",
     "Heavy",
     "Made",
     "Several",
+    "Source",
     "Step",
     "Tape",
     "geometry_of",
@@ -46,6 +50,19 @@ class Several(list[Any]):
     """In place of a list or tuple with tensors in it."""
 
 
+class Source(NamedTuple):
+    """Where forward finds an output of a heavy operation.
+
+    Attributes:
+        place: of a tensor of the same memory, see :class:`Calls`.
+        shape, strides: of the operation's output where that has others; else None.
+    """
+
+    place: int
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
+
+
 class Heavy(NamedTuple):
     """What becomes of a heavy operation's outputs.
 
@@ -57,6 +74,7 @@ class Heavy(NamedTuple):
         dims: along which tokens follow each other in the first output.
         bit: see :class:`Operation`. number: of operations with a bit so far, for the key of the rounding.
         flops: of a run.
+        sources: of its outputs; what stands for those that forward does not come to see.
     """
 
     site: Site
@@ -70,6 +88,7 @@ class Heavy(NamedTuple):
     bit: int
     number: int
     flops: int
+    sources: tuple[Source | Blank | Constant, ...] = ()
 
 
 @dataclass(eq=False)
@@ -79,8 +98,7 @@ class Step:
     Attributes:
         args, kwargs: with :class:`Made`, :class:`Given` and :class:`Several` in place of tensors.
         single: it returns a tensor and not several values.
-        first: number of its first output.
-        origins: per output the set of heavy operations that its bytes depend on.
+        first: number of its first output. num_outputs: how many there are.
         heavy: of one that is worth holding.
     """
 
@@ -89,7 +107,7 @@ class Step:
     kwargs: dict[str, Any]
     single: bool
     first: int
-    origins: tuple[int, ...]
+    num_outputs: int
     heavy: Heavy | None
 
 
@@ -119,40 +137,35 @@ class Tape:
     """The operations of a function, for tensors of one geometry.
 
     Attributes:
-        steps: in call order. packs: of each tensor that autograd saves, the number of steps before it and the
-            tensor.
-        num_made: outputs of all steps.
-        given: geometry of the tensors that the function has not made, its arguments first.
-        kept: numbers of those packs that autograd may save as they are: they are views of what the function has not
-            made and what is there anyhow.
+        calls: of functions of torch that run them.
+        heavy: the heavy operations, in call order.
+        kept: numbers of what autograd may save as it is: views of what the function has not made and what is there
+            anyhow.
         can_replay: backward may run it; else the function is computed again as it is.
         is_checked: backward has once found it equal to that.
         misses: calls in a row that did otherwise.
         charges: device bytes of what is held, by layer and label.
         hits: heavy operations by layer and label. rerun, rerun_flops: those that backward runs. unread: those that are
             held and that it does not read.
+        read: numbers of the outputs of heavy operations that backward reads.
     """
 
     def __init__(
         self,
         steps: list[Step],
-        packs: list[tuple[int, Made | Given]],
+        calls: Calls,
+        packs: list[Made | Given],
+        kept: set[int],
         num_made: int,
-        given: list[tuple[Any, ...]],
-        can_replay: bool,
         charges: Mapping[_Key, int],
-        views: set[Made],
     ) -> None:
         self.charges = dict(charges)
-        self.kept = {
-            i for i, (_, source) in enumerate(packs) if isinstance(source, Made) and source in views
-        }
-        self.steps, self.packs, self.num_made = steps, packs, num_made
-        self.given, self.can_replay = given, can_replay
-        self.is_checked, self.misses = False, 0
-        heavy = [step.heavy for step in steps if step.heavy is not None]
+        self.calls, self.kept, self._num_made = calls, kept, num_made
+        self.can_replay, self.is_checked, self.misses = True, False, 0
+        self.heavy = [step for step in steps if step.heavy is not None]
+        heavy = [step.heavy for step in self.heavy if step.heavy is not None]
         self.hits: Counter[_Key] = Counter((h.site.layer, h.label) for h in heavy)
-        others = [(i, source) for i, (_, source) in enumerate(packs) if i not in self.kept]
+        others = [(i, source) for i, source in enumerate(packs) if i not in kept]
         self._replayed = _needed(steps, others)
         self._saved_given = [(i, source) for i, source in others if isinstance(source, Given)]
         run = [r.step.heavy for r in self._replayed if r.part < 0 and r.step.heavy is not None]
@@ -160,11 +173,13 @@ class Tape:
         self.rerun_flops: Counter[_Key] = Counter()
         for h in run:
             self.rerun_flops[h.site.layer, h.label] += h.flops
-        read = {r.step.first for r in self._replayed}
+        self.read = {r.step.first + r.part for r in self._replayed if r.part >= 0}
         self.unread: Counter[_Key] = Counter(
             (step.heavy.site.layer, step.heavy.label)
             for step in steps
-            if step.heavy is not None and step.heavy.is_held and step.first not in read
+            if step.heavy is not None
+            and step.heavy.is_held
+            and self.read.isdisjoint(range(step.first, step.first + step.num_outputs))
         )
 
     @torch.no_grad()
@@ -183,7 +198,7 @@ class Tape:
             save: is given each with its number.
             decode: an output of an operation, by its number.
         """
-        made: list[Tensor | None] = [None] * self.num_made
+        made: list[Tensor | None] = [None] * self._num_made
 
         for index, source in self._saved_given:
             tensor = given[source]
@@ -283,7 +298,7 @@ def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) ->
         if step.heavy is not None:
             counts[step.heavy.is_product] -= 1
             held = counts[step.heavy.is_product]
-        outputs = range(step.first, step.first + len(step.origins))
+        outputs = range(step.first, step.first + step.num_outputs)
         read = [number for number in outputs if number in wanted]
         if not read:
             continue
@@ -303,7 +318,7 @@ def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) ->
         outputs = (
             range(step.first + part, step.first + part + 1)
             if part >= 0
-            else range(step.first, step.first + len(step.origins))
+            else range(step.first, step.first + step.num_outputs)
         )
         kept = tuple((number, index) for number in outputs for index in saved.get(number, ()))
         result.append(_Replayed(step, part, held, tuple(ended), kept))

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hmt_deepspeed.activations.calls import CallLog, Calls, is_container, signature_of
 from hmt_deepspeed.activations.dependence import tensors_among
 from hmt_deepspeed.activations.ops import Traits, flops
-from hmt_deepspeed.activations.recording import Operation, storage_of
-from hmt_deepspeed.activations.tape import Given, Heavy, Made, Several, Step, Tape, geometry_of
+from hmt_deepspeed.activations.recording import Blank, Constant, Operation, storage_of
+from hmt_deepspeed.activations.tape import (
+    Given,
+    Heavy,
+    Made,
+    Several,
+    Source,
+    Step,
+    Tape,
+    geometry_of,
+)
 
 __all__ = ["TapeBuilder", "Tapes"]
 
 _GEOMETRIES = 16  # of one function that are remembered
+# What a call may be given and return beside tensors and containers.
+_VALUES: tuple[type, ...] = (
+    *(bool, int, float, complex, str, slice, type, types.EllipsisType, types.NoneType),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class _CallLog(CallLog):
+    """Knows where in the log functions are, and whether one is being called."""
+
+    def __init__(self, args: Sequence[Tensor]) -> None:
+        super().__init__(args)
+        self.functions: set[int] = set()
+        self.is_called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.add(len(self.log))
+        self.is_called = True
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.is_called = False
 
 
 class TapeBuilder:
-    """Records the operations of one call.
+    """Records the operations of one call, and the functions of torch that called them.
 
     Args:
         args: the tensors among the function's arguments.
@@ -28,13 +62,18 @@ class TapeBuilder:
 
     Attributes:
         is_usable: nothing has come up yet that a tape cannot hold.
+        calls: the mode that logs the functions of torch.
     """
 
     def __init__(self, args: Sequence[Tensor], keep: Callable[[Tape | None], None]) -> None:
         self.is_usable, self._keep = True, keep
-        self.steps: list[Step] = []
-        self.packs: list[tuple[int, Made | Given]] = []
-        self._operations: list[Operation | None] = []  # of the heavy steps
+        self.calls = _CallLog(args)
+        self._steps: list[Step] = []
+        self._operations: list[
+            tuple[Operation, Sequence[Any]] | None
+        ] = []  # of steps, with outputs
+        self._packs: list[Made | Given] = []
+        self._kept: set[int] = set()
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}  # by id
         self._num_made = 0
         self._given, self._num_args = list(args), len(args)
@@ -45,8 +84,10 @@ class TapeBuilder:
     def give_up(self) -> None:
         """There is something that a tape cannot hold."""
         self.is_usable = False
-        self.steps.clear()
-        self._given.clear()
+        for items in (self.calls.log, self._steps, self._operations, self._given):
+            items.clear()
+
+    # -- operations ---------------------------------------------------------------------------------
 
     def add(
         self,
@@ -55,25 +96,23 @@ class TapeBuilder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        origin: Callable[[Sequence[Tensor]], int],
         heavy: tuple[Operation, bool, tuple[int, ...], int] | None = None,
     ) -> None:
         """An operation has been run.
 
         Args:
-            origin: the set of heavy operations that tensors depend on.
             heavy: of a heavy one its record, whether it is a projected linear's product, its dimensions of
                 tokens and the number of operations so far.
         """
         if not self.is_usable:
             return
-        if traits.is_untaped or traits.drew(args, kwargs):
+        if not self.calls.is_called or traits.is_untaped or traits.drew(args, kwargs):
             self.give_up()
             return
         taken = tuple(self._taken(arg) for arg in args)
         named = {name: self._taken(value) for name, value in kwargs.items()}
         outputs = out if isinstance(out, (list, tuple)) else (out,)
-        first, origins = self._num_made, []
+        first = self._num_made
         givens = {storage_of(tensor): n for n, tensor in enumerate(self._given)}
         for output in outputs:
             if isinstance(output, Tensor):
@@ -83,13 +122,12 @@ class TapeBuilder:
                 viewed = givens.get(storage_of(output))
                 if viewed is None:
                     self._storages.add(storage_of(output))
-                elif viewed >= self._num_args and not _comes_and_goes(self._given[viewed]):
+                elif viewed >= self._num_args:
                     self._views.add(made)
-            origins.append(origin((output,)) if isinstance(output, Tensor) else 0)
             self._num_made += 1
         if not self.is_usable:
             return
-        described, operation = None, None
+        described, noted = None, None
         if heavy is not None:
             operation, is_product, dims, number = heavy
             described = Heavy(
@@ -105,17 +143,10 @@ class TapeBuilder:
                 number,
                 flops(func, args, kwargs, out),
             )
+            noted = operation, outputs
         single = not isinstance(out, (list, tuple))
-        self.steps.append(Step(func, taken, named, single, first, tuple(origins), described))
-        self._operations.append(operation)
-
-    def save(self, tensor: Tensor) -> bool:
-        """Autograd saves a tensor; whether it may do so as it is, see :attr:`Tape.kept`."""
-        if not self.is_usable:
-            return False
-        source = self._number(tensor)
-        self.packs.append((len(self.steps), source))
-        return isinstance(source, Made) and source in self._views
+        self._steps.append(Step(func, taken, named, single, first, len(outputs), described))
+        self._operations.append(noted)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -137,26 +168,93 @@ class TapeBuilder:
         self._given.append(tensor)
         return given
 
+    def save(self, tensor: Tensor) -> bool:
+        """Autograd saves a tensor; whether it may do so as it is, see :attr:`Tape.kept`."""
+        if not self.is_usable:
+            return False
+        source = self._number(tensor)
+        is_kept = isinstance(source, Made) and source in self._views
+        if is_kept:
+            self._kept.add(len(self._packs))
+        self._packs.append(source)
+        self.calls.log.append(tensor)
+        return is_kept
+
     def build(self) -> tuple[Tape | None, list[Tensor | None]]:
         """The tape, once the call has ended and it is known what is needed, and the tensors that the function has
         not made; None where there can be no tape."""
-        if not self.is_usable:
-            self._keep(None)
-            return None, []
+        tape = self._tape() if self.is_usable else None
+        self._keep(tape)
+        given: list[Tensor | None] = [] if tape is None else [*self._given]
+        self.give_up()
+        return tape, given
+
+    def _tape(self) -> Tape | None:
+        if any(map(_comes_and_goes, self._given)):
+            return None
+        log = self.calls.log
+        calls = Calls(log)
+        if not all(map(self._is_comparable, range(len(log)), log)):
+            return None
+        places: dict[int, int] = {}
+        for place, item in enumerate(log):
+            places.setdefault(id(item), place)
+        given = [places.get(id(tensor)) for tensor in self._given]
         charges: Counter[tuple[str, str]] = Counter()
-        for step, operation in zip(self.steps, self._operations, strict=True):
-            if operation is not None and step.heavy is not None:
+        nodes: list[int] = []
+        for step, noted in zip(self._steps, self._operations, strict=True):
+            if noted is not None and step.heavy is not None:
+                operation, outputs = noted
                 is_blank = operation.is_blank
                 is_held = operation.held is not None and not is_blank
-                step.heavy = step.heavy._replace(is_held=is_held, is_blank=is_blank)
+                sources = tuple(_source(output, log) for output in outputs)
+                step.heavy = step.heavy._replace(
+                    is_held=is_held, is_blank=is_blank, sources=sources
+                )
                 charges[operation.site.layer, operation.label] += operation.nbytes
-        can_replay = not any(map(_comes_and_goes, self._given))
-        geometry = [geometry_of(tensor) for tensor in self._given]
-        tape = Tape(
-            self.steps, self.packs, self._num_made, geometry, can_replay, charges, self._views
-        )
-        self._keep(tape)
-        return tape, list(self._given)
+                nodes += [source.place for source in sources if isinstance(source, Source)]
+        tape = Tape(self._steps, calls, self._packs, self._kept, self._num_made, charges)
+        unseen = {
+            step.first + number
+            for step in tape.heavy
+            for number, source in enumerate(step.heavy.sources if step.heavy else ())
+            if isinstance(source, Blank)
+        }
+        if None in given or not unseen.isdisjoint(tape.read):
+            return None
+        calls.check(log, [place for place in given if place is not None], nodes)
+        return tape
+
+    def _is_comparable(self, place: int, item: Any) -> bool:
+        if place in self.calls.functions:
+            return _is_of_torch(item)
+        return isinstance(item, (Tensor, *_VALUES)) or is_container(item)
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether its arguments decide what a function does. One that sets an attribute does it unseen."""
+    if isinstance(func, types.FunctionType):
+        return func.__module__.partition(".")[0] == "torch"
+    return getattr(func, "__name__", "") != "__set__"
+
+
+def _source(value: Any, log: Sequence[Any]) -> Source | Blank | Constant:
+    """Where later forwards find an output of a heavy operation: the first tensor of its geometry, or of its memory."""
+    if not isinstance(value, Tensor):
+        return Constant(value)
+    start = (storage_of(value), value.storage_offset(), value.dtype, value.numel())
+    same = [
+        (place, item)
+        for place, item in enumerate(log)
+        if isinstance(item, Tensor)
+        and (storage_of(item), item.storage_offset(), item.dtype, item.numel()) == start
+    ]
+    for place, item in same:
+        if geometry_of(item) == geometry_of(value):
+            return Source(place)
+    if same:
+        return Source(same[0][0], tuple(value.shape), value.stride())
+    return Blank(value)
 
 
 def _comes_and_goes(tensor: Tensor) -> bool:
@@ -176,7 +274,11 @@ class Tapes:
     def find(self, owner: object, args: Sequence[Tensor]) -> Tape | TapeBuilder | None:
         """The tape of a call, what records one, or None."""
         tapes = self._found.setdefault(owner, OrderedDict())
-        geometry = tuple((*geometry_of(arg), arg.requires_grad) for arg in args)
+        kinds = {"cpu", *(arg.device.type for arg in args)}
+        geometry = (
+            *map(signature_of, args),
+            *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        )
         found = tapes.get(geometry)
         if found is None:
             tapes[geometry] = True  # it may be recorded

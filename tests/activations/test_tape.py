@@ -110,8 +110,18 @@ class Changing(Mlp):
             hidden = nn.functional.dropout(hidden, 0.3)
         elif self.flag == "written":
             hidden.mul_(2)
+        elif self.flag == "set":
+            hidden = hidden.clone()
+            hidden.data = hidden.data.sin()
+        elif self.flag == "no gradient":
+            with torch.no_grad():
+                hidden = self.fc1(x)
         hidden = torch.tanh(hidden) * (3.0 if self.flag == "other constant" else 2.0)
-        out = self.fc2(hidden)
+        parts = [hidden[..., :16], hidden[..., 16:]]
+        if self.flag == "other order":
+            parts.reverse()
+        with torch.autocast("cpu", enabled=self.flag == "autocast"):
+            out = self.fc2(torch.cat(parts, dim=-1)).float()
         if self.flag == "other input":
             return x + torch.tanh(out) + torch.tanh(hidden[..., :16])
         if self.flag == "shorter":
@@ -125,8 +135,12 @@ KINDS = [
     "other constant",
     "other input",
     "shorter",
+    "other order",
     "drawn",
     "written",
+    "set",
+    "no gradient",
+    "autocast",
 ]
 
 
@@ -148,6 +162,53 @@ def test_a_function_that_changes_is_noticed(kind, choice):
                 assert max(errors) < 0.05  # memory that holds nothing is an error of NaN
             else:
                 assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_what_needs_no_gradient_any_more_is_noticed(frozen):
+    """A square linear saves its input or its weight: as many tensors of the same shape."""
+    layer = Mlp()
+    layer.fc1 = nn.Linear(16, 16)
+    layer.fc2 = nn.Linear(16, 16)
+    model = Stack(layer)
+    x = batch(16, 16)
+
+    def step():
+        model.zero_grad()
+        x.grad = None
+        model(x).square().sum().backward()
+        named = {"x": x, **dict(model.named_parameters())}
+        return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+    thawed = {"x": x, "weight": layer.fc1.weight, "bias": layer.fc1.bias}
+    with backend_on(model) as backend:
+        for frees in [None, None, None, frozen, frozen, None, frozen, frozen, frozen, None]:
+            for name, tensor in thawed.items():
+                tensor.requires_grad_(name != frees)
+            found = step()
+            backend.uninstall()
+            assert_equal(found, step())
+            backend.install()
+
+
+def test_another_kernel_of_attention_is_noticed():
+    class Attention(Mlp):
+        def forward(self, x):
+            q = self.fc1(x)
+            return x + nn.functional.scaled_dot_product_attention(q, q, q)[..., :16]
+
+    model = Stack(Attention())
+    x = batch(1, 2, 8, 16)
+    with backend_on(model, "recompute", exits=()) as backend:
+        for enabled in (True, True, True, False, True, False, False, False, True):
+            torch.backends.cuda.enable_flash_sdp(enabled)
+            try:
+                found = stack_gradients(model, x)
+                backend.uninstall()
+                assert_equal(found, stack_gradients(model, x))
+                backend.install()
+            finally:
+                torch.backends.cuda.enable_flash_sdp(True)
 
 
 @pytest.mark.parametrize("kind", ["other operation", "other constant"])
@@ -290,10 +351,45 @@ class Raw(nn.Module):
     forward = staticmethod(lambda x: torch.tanh(Unseen.apply(x)))
 
 
+def doubled(x):
+    """A function of somebody's own that lets torch's modes see it as a whole, and nothing within."""
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(doubled, (x,), x)
+    return 2 * x
+
+
+class Own(nn.Module):
+    forward = staticmethod(lambda x: torch.tanh(doubled(x)))
+
+
+class Hidden(torch.autograd.Function):
+    """Its operation is called by no function of torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C.DisableTorchFunction():
+            return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Disabled(nn.Module):
+    forward = staticmethod(lambda x: torch.tanh(Hidden.apply(x)))
+
+
 @pytest.mark.parametrize(
     "between",
-    [Raw, lambda: nn.Dropout(0.3), lambda: nn.ReLU(inplace=True), lambda: nn.Threshold(0.1, 0.0)],
-    ids=["unseen", "draws", "writes", "ordinary"],
+    [
+        Raw,
+        Own,
+        Disabled,
+        lambda: nn.Dropout(0.3),
+        lambda: nn.ReLU(inplace=True),
+        lambda: nn.Threshold(0.1, 0.0),
+    ],
+    ids=["unseen", "own", "disabled", "draws", "writes", "ordinary"],
 )
 def test_what_a_tape_cannot_hold_is_computed_again(between, request):
     model = stack(between=between)
