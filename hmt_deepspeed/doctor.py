@@ -188,6 +188,7 @@ def _run(
         own = "DeepSpeed's own, without HMT"
         found.lines.append(f"optimizer: {'none' if run.infers else own}")
     found.lines += [*run.tables, *run.notes]
+    found.warnings += run.warnings
     if run.held:
         rows = [[place, format_bytes(nbytes)] for place, nbytes in run.held.items()]
         found.lines.append(format_table(rows, ["weights, states, masters", "bytes per rank"]))

@@ -37,8 +37,6 @@ class ExpertWeight:
         count: experts. inputs, outputs: channels of one of them; of gate and up both together.
         is_transposed: whether the weight has inputs before outputs.
         is_routed: whether an expert computes the tokens that are sent to it; else all of them (Llama-4).
-        is_projected: whether a backward can be projected: of modules that call their experts by the interface of
-            transformers, and of Llama-4's.
     """
 
     role: Literal["up", "down"]
@@ -47,7 +45,6 @@ class ExpertWeight:
     outputs: int
     is_transposed: bool
     is_routed: bool
-    is_projected: bool
 
 
 def expert_weights(module: Any) -> dict[str, ExpertWeight]:
@@ -65,8 +62,7 @@ def expert_weights(module: Any) -> dict[str, ExpertWeight]:
     if [len(shapes.get(name, ())) for name in (up, "down_proj")] != [3, 3]:
         return {}
     first, second = shapes[up][1:], shapes["down_proj"][1:]
-    by_interface = hasattr(module, "has_gate")
-    if by_interface:
+    if hasattr(module, "has_gate"):
         is_transposed = bool(module.is_transposed)
     elif up == "gate_up_proj" and first == (2 * second[1], second[0]):
         is_transposed = False
@@ -80,9 +76,7 @@ def expert_weights(module: Any) -> dict[str, ExpertWeight]:
     for name, role in roles.items():
         count, *sides = shapes[name]
         outputs, inputs = reversed(sides) if is_transposed else sides
-        found[name] = ExpertWeight(
-            role, count, inputs, outputs, is_transposed, is_routed, by_interface or not is_routed
-        )
+        found[name] = ExpertWeight(role, count, inputs, outputs, is_transposed, is_routed)
     return found
 
 

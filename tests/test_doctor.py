@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 from deepspeed.accelerator import get_accelerator
 from harness import Ranks
 from training import ds_config, make_engine, tiny_llama
@@ -121,6 +122,23 @@ def test_every_example_is_understood(path: Path, monkeypatch: pytest.MonkeyPatch
     stage = json.loads(path.read_text())["zero_optimization"]["stage"]
     assert f"ZeRO stage {stage}" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
+
+
+def test_weights_that_cannot_be_projected_are_named_with_the_reason(tmp_path: Path) -> None:
+    """Kernels of convolutions, most of this model: a row of their shape, and a warning."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    sizes |= {"intermediate_size": 16, "num_conv_pos_embeddings": 3}
+    sizes |= {"num_conv_pos_embedding_groups": 1, "conv_dim": [64, 64], "conv_kernel": [5, 5]}
+    config = transformers.Wav2Vec2Config(
+        **sizes, conv_stride=[2, 2], architectures=["Wav2Vec2ForCTC"]
+    )
+    config.save_pretrained(tmp_path)
+    found = examine(CONFIGS / "hmt.json", str(tmp_path), ranks=1)
+    assert not found.errors
+    (told,) = [text for text in found.warnings if "left to AdamW" in text]
+    assert "3-D weight (wav2vec2.feature_extractor.conv_layers.0.conv.weight is the first)" in told
+    table = next(text for text in found.lines if "3-D weight" in text)
+    assert re.search(r"^adamw: 3-D weight\n(  .*\n)*  64x64x5 +1 ", table, re.MULTILINE)
 
 
 def test_bytes_are_counted_where_they_lie() -> None:

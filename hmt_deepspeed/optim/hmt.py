@@ -21,6 +21,7 @@ from hmt_deepspeed.optim.settings.assign import (
     ExpertKind,
     assign_rules,
     head_weights,
+    left_dense,
     linear_weights,
 )
 from hmt_deepspeed.optim.settings.options import (
@@ -166,6 +167,8 @@ class HMT(Optimizer):
                 "hmt.optimizer.projected_backward is True, but HMT was given parameters, not a module: "
                 f'{first} cannot be patched. Legal here: "auto" or False. Or pass the module itself.'
             )
+        if left := left_dense(assigned):
+            warnings.warn(f"hmt: {left}", stacklevel=2)
         rounded = self.options["master_weights"] == "none"
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for (_, param), assignment in zip(trainable, assigned, strict=True):

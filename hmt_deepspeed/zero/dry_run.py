@@ -63,7 +63,7 @@ class DryRun:
         dtype: of the weights.
         batches: sequences of a step over all ranks, of a rank's micro-batch, and micro-batches of a step.
         clip: ``gradient_clipping``, 0 for none.
-        tables: of the start, as a run prints them. notes: what it does besides.
+        tables: of the start, as a run prints them. notes: what it does besides. warnings: what it warns of.
         held: bytes of trainable weights, states and masters on each rank, by place: device, host and, where
             something is there, ssd. Empty without HMT's optimizer.
     """
@@ -76,6 +76,7 @@ class DryRun:
     clip: float
     tables: tuple[str, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     held: dict[str, int]
 
 
@@ -111,11 +112,13 @@ def dry_run(
         engine = _Engine(parsed, resolved, build, ranks)
         engine._do_sanity_check()
         check_engine(engine)
+        told = list[str]()
         tables = [preset] if (preset := hmt.describe_preset()) else []
         held: dict[str, int] = {}
         if resolved is not None:
             planned = _zero_state(engine, resolved, ranks)
             tables.append(start_table.describe(planned))
+            told += [text] if (text := start_table.warning(planned)) else []
             held = _held_bytes(engine, planned)
         if hmt.gives("activations"):
             tables.append(_activations(config, hmt, engine.module))
@@ -134,6 +137,7 @@ def dry_run(
         float(parsed.gradient_clipping),
         tuple(tables),
         tuple(notes),
+        tuple(told),
         held,
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -19,9 +20,13 @@ __all__ = [
     "ExpertKind",
     "assign_rules",
     "head_weights",
+    "left_dense",
     "linear_weights",
     "tied_weights",
 ]
+
+_MOST_DENSE = 0.1  # share of the parameters that may stay dense without a warning
+_D_WEIGHT = "-D weight"  # of a reason
 
 ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 # Of the matrices in a 3-D weight that is not known to be one of experts: narrower ones may be kernels of a convolution.
@@ -219,7 +224,7 @@ class _Choice:
         if self.holds(name, shape):
             return self._assign_experts(name, shape)
         if len(shape) != 2:
-            reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}-D weight"
+            reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}{_D_WEIGHT}"
             reason = reason if settings else f"method is {DENSE}"
             return Assignment(name, shape, None, reason, scale)
         if _is_vector(shape):
@@ -242,7 +247,7 @@ class _Choice:
             return Assignment(name, shape, rule[1] and self._of_experts(rule[1], known), reason)
         reason = self._reason_dense(name, of_experts=True)
         if not reason and known.role is None and self.target_modules is None:
-            reason = "3-D weight" + (f", {known.reason}" if known.reason else "")
+            reason = f"3{_D_WEIGHT}" + (f", {known.reason}" if known.reason else "")
         if self.settings is None or reason:
             return Assignment(name, shape, None, reason)
         return Assignment(name, shape, self._of_experts(self.settings, known))
@@ -357,3 +362,28 @@ def _check_targets(
                 "module_rules do not take and which is no head, embedding or adapter: these a module rule takes. Correct "
                 "or remove it."
             )
+
+
+def left_dense(assigned: Sequence[Assignment]) -> str:
+    """A warning where more than a tenth of all elements stays dense because of weights that have more than two
+    dimensions and no matrix rule, by reason; empty where there is nothing to warn of."""
+    dense: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for own in assigned:
+        if not own.low_rank and _D_WEIGHT in own.reason:
+            dense[own.reason] += prod(own.shape)
+            first.setdefault(own.reason, own.name)
+    total = sum(prod(own.shape) for own in assigned)
+    if sum(dense.values()) <= _MOST_DENSE * total:
+        return ""
+    several = len(dense) > 1
+    parts = [
+        f"{numel / total:.0%} " * several + f"{reason} ({first[reason]} is the first)"
+        for reason, numel in dense.most_common()
+    ]
+    named = any(reason.startswith("3-D") for reason in dense)
+    advice = ". hmt.optimizer.target_modules may name 3-D ones: low rank of their whole gradients"
+    return (
+        f"{sum(dense.values()) / total:.0%} of the trained parameters are left to AdamW, and have its states, since "
+        f"they cannot be projected: {', '.join(parts)}{advice * named}"
+    )

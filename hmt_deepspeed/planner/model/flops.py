@@ -86,7 +86,7 @@ class Projected:
             return None
         side = self.side
         if linear.experts is not None:
-            if self.expert_basis is None or not linear.experts.is_projected:
+            if self.expert_basis is None:
                 return None
             side = "right" if on_inputs(linear.experts, self.expert_basis) else "left"
         elif side == "auto":

@@ -15,6 +15,7 @@ from torch import nn
 
 from hmt_deepspeed.architectures import field_of, idle_elements
 from hmt_deepspeed.attribution import Attribution, attribute
+from hmt_deepspeed.optim.backward.experts import expert_weights as expert_sites
 from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
     LayerGroup,
@@ -60,7 +61,7 @@ class _Reader:
         self.model = model
         self.config: Any = model.config
         self.sizes = Sizes(model)
-        self.reader = TokenReader(self.sizes, self._components)
+        self.reader = TokenReader(self.sizes, self._components, self.experts)
 
     # -- where the layers are ---------------------------------------------------------------------
 
@@ -157,11 +158,13 @@ class _Reader:
 
     @cached_property
     def experts(self) -> dict[str, ExpertWeight]:
-        """Weights of mixtures' experts by name."""
+        """Weights of mixtures' experts, by name, of which the optimizer knows how they are computed."""
+        known = {name for name, site in expert_sites(self.model).items() if not site.reason}
         return {
             f"{name}.{key}": weight
             for name, module in self.model.named_modules()
             for key, weight in expert_weights(module).items()
+            if f"{name}.{key}" in known
         }
 
     def _groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,16 @@ class TokenReader:
     Args:
         sizes: of the model.
         components: of a layer by its name: places of its linears by name within it, and its modules of attention.
+        experts: names of experts' weights whose backward can be projected.
     """
 
     def __init__(
-        self, sizes: Sizes, components: Callable[[str], tuple[dict[str, Place], list[str]]]
+        self,
+        sizes: Sizes,
+        components: Callable[[str], tuple[dict[str, Place], list[str]]],
+        experts: Collection[str] = (),
     ) -> None:
-        self._sizes, self._components = sizes, components
+        self._sizes, self._components, self._experts = sizes, components, experts
 
     def tokens(self, module: nn.Module, name: str) -> Tokens:
         """Work of a module and all in it on each token."""
@@ -83,7 +87,9 @@ class TokenReader:
             if weight is None or weight.dim() < 2 or not weight.numel():
                 continue
             if name in experts:
-                yield self._of_experts(f"{key}.{name}", place, experts[name], full)
+                product = self._of_experts(f"{key}.{name}", place, experts[name], full)
+                known = f"{full}.{name}" in self._experts
+                yield product if known else replace(product, linear=None)
                 continue
             if experts:  # their biases
                 continue

@@ -131,7 +131,6 @@ class OptimizerMode:
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
         patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
-        patched = patched and (parameter.experts is None or parameter.experts.is_projected)
         return self._takes_projection and patched and self.is_low_rank(parameter)
 
     @property

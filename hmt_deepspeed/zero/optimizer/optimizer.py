@@ -140,6 +140,8 @@ class HMTZeroOptimizer(OptimizerInterface):
         state_access.link(self)
         self._undo.callback(state_access.unlink, self)
         self._begin_window()
+        if text := start_table.warning(self.zero):
+            self._warn(text)
 
     def _placed(self) -> list[Placed]:
         """Every trained parameter with its name and its group."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from hmt_deepspeed.optim.settings.assign import left_dense
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 from hmt_deepspeed.zero.bases.cache import describe_bases
@@ -20,11 +21,11 @@ from hmt_deepspeed.zero.optimizer.statistics import state_bytes
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.state import ZeroState
 
-__all__ = ["StartRow", "describe", "start_rows"]
+__all__ = ["StartRow", "describe", "start_rows", "warning"]
 
 _WIDTH = 80
 _COLUMNS = ("shape", "tensors", "rank", "weights", "states", "masters")
-_WIDTHS = (-15, 7, 11, 10, 10, 10)  # of the columns; negative: to the left
+_WIDTHS = (-23, 7, 11, 10, 10, 10)  # of the columns; negative: to the left
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class StartRow:
     """Parameters of one shape that are treated alike.
 
     Attributes:
-        treatment: what is said of them, rule and reason first. shape: as it is written, "any" of dense ones.
+        treatment: what is said of them, rule and reason first. shape: as it is written, "any" of dense ones that do not
+            have three dimensions.
         rank: as it is written: one, or the first and last candidate. num_tensors: how many there are.
         weight_bytes, state_bytes, master_bytes: of all of them on this rank.
     """
@@ -53,12 +55,7 @@ def start_rows(zero: ZeroState) -> list[StartRow]:
     for param_state in zero.param_states:
         group = [f"group {numbers[id(param_state.group)]}"] if len(numbers) > 1 else []
         treatment = (*_rule(param_state), *group, *_storage(zero, param_state))
-        shape = (
-            "any"
-            if param_state.matrix is None
-            else "x".join(map(str, param_state.assignment.shape))
-        )
-        alike[StartRow(treatment, shape, _rank(param_state))].append(param_state)
+        alike[StartRow(treatment, _shape(param_state), _rank(param_state))].append(param_state)
     return [
         replace(
             row,
@@ -174,6 +171,19 @@ def _rule(param_state: ParamState) -> list[str]:
         *told,
         "projected backward" if param_state.gradient.linear is not None else "full gradient",
     ]
+
+
+def _shape(param_state: ParamState) -> str:
+    shape = param_state.assignment.shape
+    written = "x".join(map(str, shape))
+    if param_state.matrix is None:
+        return written if len(shape) == 3 else "any"
+    return f"experts {written}" if len(shape) == 3 else written
+
+
+def warning(zero: ZeroState) -> str:
+    """See :func:`~hmt_deepspeed.optim.settings.assign.left_dense`."""
+    return left_dense([param_state.assignment for param_state in zero.param_states])
 
 
 def _rank(param_state: ParamState) -> str:

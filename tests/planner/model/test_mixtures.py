@@ -16,7 +16,7 @@ from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.listed import ListedShape, Product
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.models import model_shape
-from hmt_deepspeed.planner.model.shapes import num_parameters
+from hmt_deepspeed.planner.model.shapes import num_parameters, parameters
 from hmt_deepspeed.planner.model.structure import listed_shape
 from hmt_deepspeed.planner.model.workload import Layer, recompute_flops
 from hmt_deepspeed.planner.run.memory import Sharding, model_states
@@ -97,6 +97,18 @@ def test_mfu_counts_the_parameters_that_a_token_meets(qwen3: ListedShape) -> Non
     attention = 12 * LAYERS * (32 * 128) * 1024
     expected = 6 * (qwen3.active - table - norms) + attention
     assert work.model_flops / work.tokens == pytest.approx(expected, rel=1e-9)
+
+
+def test_experts_that_the_optimizer_does_not_know_stay_dense() -> None:
+    """A forward of somebody's own: nobody knows what it does with the weights."""
+    model = model_type("mixtral")(tiny_config("mixtral"))
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = lambda *tokens: type(experts).forward(experts, *tokens)
+    mode = OptimizerMode(rank=4, expert_basis="shared")
+    low_rank = [p.name for p in parameters(listed_shape(model)) if mode.is_low_rank(p)]
+    found = [name for name in low_rank if "experts" in name]
+    assert len(found) == 2  # of the other layer
+    assert len(low_rank) == 2 + 2 * 4  # and attention of both
 
 
 # -- states ---------------------------------------------------------------------------------------------
