@@ -16,6 +16,7 @@ from backends import (
     installed,
     poison,  # noqa: F401
 )
+from expert_modules import links_of, patch
 from families import LENGTH, tiny
 from torch import nn
 
@@ -97,6 +98,29 @@ def test_exact_choices_change_no_bit_and_hold_what_they_say(family: str, choice:
     again = 2 * 2 * times * TOKENS * 32 * (2 + is_routed) * intermediate
     assert report.rerun_flops.get("experts", 0) == (again if choice == "recompute" else 0)
     assert report.missed == ()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_projected_gradients_are_those_without_a_backend(family: str, own: bool) -> None:
+    model = tiny(family)
+    links = patch(model, links_of(model, "input" if own else "width", own))
+    expected = gradients(model)
+    projected = {name: link.take() for name, link in links.items()}
+    assert len(links) == 4
+    assert not links.keys() & expected.keys()
+    for choice in ("keep", "recompute", "swap_host"):
+        for products in ("project", "recompute"):
+            policy = PAPER_KEPT | {"experts": choice, "projected_inputs": products}
+            with installed(model, policy, store=host_store()) as backend:
+                for _ in range(3):  # watched, recorded, and by the record
+                    backend.begin_step()
+                    assert_equal(gradients(model), expected)
+                    assert_equal({name: link.take() for name, link in links.items()}, projected)
+                report = backend.report()
+            held = report.bytes_by_label.get("projected_inputs", 0)
+            assert bool(held) == (products == "project")
+            assert report.missed == ()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

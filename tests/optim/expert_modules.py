@@ -67,18 +67,20 @@ def inputs(tokens, seed=9, dtype=torch.float64):
 def links_of(module, side, own, width=6):
     """A link for each expert weight of a module, with a projection, by parameter name.
 
-    side: "input" or "output" of each matrix.
+    side: of each matrix: "input", "output", or the model's "width", which is the input of what reads the stream and the
+    output of what writes to it.
     """
     links, weights = {}, dict(module.named_parameters())
-    for number, (name, site) in enumerate(expert_weights(module).items()):
-        assert not site.reason, site.reason
+    sites = [(name, site) for name, site in expert_weights(module).items() if not site.reason]
+    for number, (name, site) in enumerate(sites):
         weight = weights[name]
-        link = links[name] = ProjectedLinear(name, (side == "input") == site.is_transposed)
+        of_input = side == "input" or (side == "width" and site.role == "up")
+        link = links[name] = ProjectedLinear(name, of_input == site.is_transposed)
         link.own = own
         size = weight.shape[1 if link.transposed else 2]
         shape = (len(weight), size, width) if own else (size, width)
         generator = torch.Generator().manual_seed(number)
-        link.projection = torch.randn(shape, generator=generator).to(weight.dtype)
+        link.projection = torch.randn(shape, generator=generator).bfloat16().to(weight.dtype)
     return links
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hmt_deepspeed import sites
 from hmt_deepspeed.kernels.backward import computed_again, is_transformed
 from hmt_deepspeed.optim.backward.expert_forwards import Links, batched_experts, routed_experts
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
@@ -44,29 +45,13 @@ class ExpertSite(NamedTuple):
     reason: str = ""
 
 
-class _Kind(NamedTuple):
-    """How a module computes its experts.
-
-    Attributes:
-        up: name of the weight that reads the module's input.
-        forward: the same with projected backwards, of the module, its active links by role and the arguments.
-    """
-
-    up: str
-    is_transposed: bool
-    forward: Callable[..., Tensor]
-
-    def key(self, role: Role) -> str:
-        """Name of a weight in its module."""
-        return self.up if role == "up" else "down_proj"
-
-
 class _Patch(NamedTuple):
-    """The patch of one module; ``weights`` are the Parameters that the optimizer knows."""
+    """The patch of one module: how it is computed, of its links by role and its arguments; the links with the names of
+    their weights, and the Parameters that the optimizer knows."""
 
-    kind: _Kind
+    forward: Callable[..., Tensor]
     links: dict[Role, ProjectedLinear]
-    weights: dict[Role, weakref.ref[Tensor]]
+    weights: dict[Role, tuple[str, weakref.ref[Tensor]]]
 
 
 # Weak, and looked up: a deep copy of a patched module is not in it and computes what its class does.
@@ -76,35 +61,31 @@ _PATCHED: WeakKeyDictionary[nn.Module, _Patch] = WeakKeyDictionary()
 def expert_weights(model: nn.Module) -> dict[str, ExpertSite]:
     """The model's 3-D weights of two and more matrices, by parameter name. Weights of torch's own modules, such as
     convolutions, are none."""
-    sites, tied = {}, tied_weights(model)
+    found, tied = {}, tied_weights(model)
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn."):
             continue
-        kind = _kind_of(module)
+        known = sites.expert_weights(module)
         for key, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's
-            if len(shape) == 3 and min(shape) > 1:
-                name = f"{path}.{key}" if path else key
-                site = _site(module, kind, key)
-                if name in tied:
-                    site = site._replace(reason=f"is also {tied[name]} (tied)")
-                elif hasattr(weight, "device_mesh"):
-                    site = site._replace(reason="is a DTensor")
-                sites[name] = site
-    return sites
+            if len(shape) != 3 or min(shape) < 2:
+                continue
+            name, forward = f"{path}.{key}" if path else key, _forward_of(module)
+            reason = forward if isinstance(forward, str) else ""
+            if name in tied:
+                reason = f"is also {tied[name]} (tied)"
+            elif hasattr(weight, "device_mesh"):
+                reason = "is a DTensor"
+            elif not reason and key not in known:
+                reason = f"is not what {type(module).__name__} computes its experts by"
+            kind = known.get(key)
+            role, is_transposed = (None, False) if kind is None else (kind.role, kind.is_transposed)
+            found[name] = ExpertSite(module, role, is_transposed, reason)
+    return found
 
 
-def _site(module: nn.Module, kind: _Kind | str, key: str) -> ExpertSite:
-    if isinstance(kind, str):
-        return ExpertSite(module, None, False, kind)
-    roles: dict[str, Role] = {kind.up: "up", "down_proj": "down"}
-    if key not in roles:
-        return ExpertSite(module, None, False, f"is not what {type(module).__name__} computes by")
-    return ExpertSite(module, roles[key], kind.is_transposed)
-
-
-def _kind_of(module: nn.Module) -> _Kind | str:
-    """How a module's experts are computed, or why that cannot be known."""
+def _forward_of(module: nn.Module) -> Callable[..., Tensor] | str:
+    """How a module's experts are computed with projected backwards, or why that cannot be known."""
     name = type(module).__name__
     own = vars(module).get("forward")
     if own is not None and getattr(own, "__func__", None) is not _projected_forward:
@@ -112,13 +93,14 @@ def _kind_of(module: nn.Module) -> _Kind | str:
     forward = type(module).forward
     if _is_of_interface(forward):
         chosen = _unknown_implementation(module)
-        if chosen:
-            return f"belongs to a {name} whose experts implementation is {chosen!r}, which is not transformers' own"
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        return _Kind(up, bool(module.is_transposed), routed_experts)
+        if chosen is None:
+            return routed_experts
+        return (
+            f"belongs to a {name} whose experts implementation is {chosen!r}, not transformers' own"
+        )
     llama4 = sys.modules.get("transformers.models.llama4.modeling_llama4")
     if llama4 is not None and forward is llama4.Llama4TextExperts.forward:
-        return _Kind("gate_up_proj", True, batched_experts)
+        return batched_experts
     return f"belongs to a {name}, whose forward is not known to be that of experts"
 
 
@@ -146,8 +128,9 @@ def _unknown_implementation(module: nn.Module) -> str | None:
     chosen: str | None = getattr(module.config, "_experts_implementation", None)
     if chosen is None or chosen == "eager":
         return None
-    function = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS[chosen]
-    return None if function.__module__.startswith("transformers.") else chosen
+    function = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.get(chosen)
+    is_theirs = function is not None and function.__module__.startswith("transformers.")
+    return None if is_theirs else chosen
 
 
 def patch_experts(links: Iterable[tuple[ExpertSite, ProjectedLinear]]) -> None:
@@ -163,13 +146,14 @@ def patch_experts(links: Iterable[tuple[ExpertSite, ProjectedLinear]]) -> None:
     """
     patches: dict[nn.Module, _Patch] = {}
     for site, link in links:
-        kind = _kind_of(site.module)
-        assert isinstance(kind, _Kind)
+        forward = _forward_of(site.module)
+        assert not isinstance(forward, str)
         assert site.role is not None
-        patch = patches.setdefault(site.module, _Patch(kind, {}, {}))
+        patch = patches.setdefault(site.module, _Patch(forward, {}, {}))
         patch.links[site.role] = link
-        weight = getattr(site.module, kind.key(site.role))
-        patch.weights[site.role] = weakref.ref(weight)
+        known = sites.expert_weights(site.module)
+        key = next(key for key, weight in known.items() if weight.role == site.role)
+        patch.weights[site.role] = key, weakref.ref(getattr(site.module, key))
     for module, patch in patches.items():
         _PATCHED[module] = patch
         module.forward = MethodType(_projected_forward, module)
@@ -190,20 +174,21 @@ def _projected_forward(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
     if patch is None or not links:
         y: Tensor = type(self).forward(self, *args, **keywords)
         return y
-    return patch.kind.forward(self, links, *args, **keywords)
+    return patch.forward(self, links, *args, **keywords)
 
 
 def _active(module: nn.Module, patch: _Patch) -> Links:
     """The links that this forward projects for."""
     if not torch.is_grad_enabled() or is_transformed():
         return {}
-    if patch.kind.forward is routed_experts and _unknown_implementation(module):
+    if patch.forward is routed_experts and _unknown_implementation(module):
         return {}
     inner, active = computed_again(), {}
     for role, link in patch.links.items():
-        own = patch.weights[role]()
+        key, reference = patch.weights[role]
+        own = reference()
         # `torch.func.functional_call` puts another one in its place
-        if own is None or own is not getattr(module, patch.kind.key(role)) or not own.requires_grad:
+        if own is None or own is not getattr(module, key) or not own.requires_grad:
             continue
         if link.projection is not None and (inner is None or id(own) not in inner):
             active[role] = link

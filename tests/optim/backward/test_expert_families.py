@@ -5,33 +5,14 @@ import copy
 import pytest
 import torch
 from expert_families import FAMILIES, tiny
-from expert_modules import patch, projected
+from expert_modules import links_of, patch, projected
 from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-from hmt_deepspeed.optim.backward.experts import expert_weights
-from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
 WIDTH = 4
 # fp32's own distance from fp64 is up to 6.6e-6 in these: from the experts of one layer to those above.
 MAGNIFYING = ("gemma4", "diffusion_gemma")
-BASES = ("shared", "own")
-
-
-def links_of(model, basis):
-    """A link with a projection for each expert weight: shared bases on the side of the model's width, own ones on the
-    input side."""
-    links, weights = {}, dict(model.named_parameters())
-    sites = [(name, site) for name, site in expert_weights(model).items() if not site.reason]
-    for number, (name, site) in enumerate(sites):
-        of_input = site.role == "up" or basis == "own"
-        link = links[name] = ProjectedLinear(name, of_input == site.is_transposed)
-        link.own = basis == "own"
-        weight = weights[name]
-        shape = (weight.shape[1 if link.transposed else 2], WIDTH)
-        shape = (len(weight), *shape) if link.own else shape
-        generator = torch.Generator().manual_seed(number)
-        link.projection = torch.randn(shape, generator=generator).bfloat16().to(weight.dtype)
-    return links
+# Shared bases on the side of the model's width, own ones on the input side.
+BASES = {"shared": ("width", False), "own": ("input", True)}
 
 
 def distance(found, wanted):
@@ -61,8 +42,8 @@ def check(model, allowed=1e-6):
     """Loss and projected gradients as close to autograd's as is allowed. Others are within 2e-5: some models magnify the rounding
     of what comes from above, as decays of states do."""
     wanted, whole = gradients_of(copy.deepcopy(model))
-    for basis in BASES:
-        links = patch(model, links_of(model, basis))
+    for how in BASES.values():
+        links = patch(model, links_of(model, *how, WIDTH))
         loss, gradients = gradients_of(model)
         assert distance(loss, wanted) <= allowed
         for name, gradient in whole.items():
@@ -122,8 +103,8 @@ def test_the_experts_of_each_family(family):
         theirs = called(copy.deepcopy(module), torch.bfloat16, *given)
         module.float()
         exact = called(copy.deepcopy(module), torch.float32, *given)
-        for basis in BASES:
-            links = links_of(module, basis)
+        for basis, how in BASES.items():
+            links = links_of(module, *how, WIDTH)
             wanted = exact | {k: projected(link, exact[k]) for k, link in links.items()}
             other = {k: projected(link, theirs[k].float()) for k, link in links.items()}
             for dtype in (torch.float32, torch.bfloat16):

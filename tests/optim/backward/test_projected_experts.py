@@ -1,0 +1,428 @@
+"""Experts with projected backwards: exactness in every kind of the interface, and what users do to modules."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expert_modules import (
+    INNER,
+    E,
+    H,
+    experts,
+    gradients,
+    inputs,
+    links_of,
+    patch,
+    projected,
+    routes,
+)
+from torch import nn
+from torch.func import functional_call, grad
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hmt_deepspeed.optim.backward.experts import expert_weights, unpatch_experts
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
+from hmt_deepspeed.optim.backward.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
+
+KINDS = {
+    "plain": {},
+    "transposed with biases": {"is_transposed": True, "has_bias": True},
+    "no gate, biases": {"has_gate": False, "has_bias": True},
+    "norm": {"has_post_expert_norm": True},
+}
+
+
+def compare(module, links, index, weights, tokens=11):
+    x = inputs(tokens)
+    y, dx, dweights, whole = gradients(module, x, index, weights)
+    patch(module, links)
+    found = module(x, index, weights)
+    found.square().sum().backward()
+    # fp64; each sum is of some hundred terms
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    assert_close(found.detach(), y, **close)
+    assert_close(x.grad, dx, **close)
+    assert_close(weights.grad, dweights, **close)
+    for name, parameter in module.named_parameters():
+        if name not in links:
+            assert_close(parameter.grad, whole[name], **close)
+            continue
+        assert parameter.grad is None
+        assert_close(links[name].take(), projected(links[name], whole[name]), **close)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_against_projecting_the_full_gradient(kind, side, own):
+    module = experts(**KINDS[kind])
+    compare(module, links_of(module, side, own), *routes(11, 2))
+
+
+@pytest.mark.parametrize("top_k", range(1, E + 1))
+def test_any_number_of_experts_of_a_token(top_k):
+    module = experts()
+    compare(module, links_of(module, "input", False), *routes(11, top_k))
+
+
+@pytest.mark.parametrize("only", ["gate_up_proj", "down_proj"])
+def test_one_weight_is_projected_and_the_other_gets_its_gradient(only):
+    module = experts(is_transposed=True, has_bias=True)
+    links = links_of(module, "input", False)
+    compare(module, {only: links[only]}, *routes(11, 2))
+
+
+def test_an_expert_without_tokens_gets_zeros():
+    module = experts()
+    links = patch(module, links_of(module, "input", True))
+    index = torch.tensor([[0, 3], [3, 1], [0, 1]])
+    module(inputs(3), index, torch.ones(3, 2, dtype=torch.float64)).sum().backward()
+    for link in links.values():
+        norms = link.take().flatten(1).norm(dim=1)
+        assert [bool(norm) for norm in norms] == [True, True, False, True, False]
+
+
+def test_of_no_tokens():
+    module = experts()
+    links = patch(module, links_of(module, "input", False))
+    index, weights = routes(0, 2)
+    module(inputs(0), index, weights).sum().backward()
+    assert all(not link.take().any() for link in links.values())
+
+
+def test_micro_batches_add_up_in_room():
+    module = experts()
+    links = patch(module, links_of(module, "input", False))
+    rooms = {}
+
+    def room(name, link):
+        m = getattr(module, name).shape[1]  # not transposed
+        rooms[name] = torch.full((E, m, 6), torch.nan, dtype=torch.float64)
+        return rooms[name]
+
+    for name, link in links.items():
+        link.room = lambda name=name, link=link: room(name, link)
+    expected = dict.fromkeys(links, 0)
+    for seed in range(2):
+        x, (index, weights) = inputs(11, seed), routes(11, 2, seed)
+        whole = gradients(module, x, index, weights)[3]
+        expected = {k: expected[k] + projected(links[k], whole[k]) for k in links}
+        module(x, index, weights).square().sum().backward()
+    for name, link in links.items():
+        assert link.pending is rooms[name]
+        assert_close(link.take(), expected[name])
+        assert link.take() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_activation_checkpointing(use_reentrant):
+    module, x = experts(has_bias=True), inputs(11)
+    index, weights = routes(11, 2)
+    _, dx, dweights, whole = gradients(module, x, index, weights)
+    links = patch(module, links_of(module, "input", True))
+    y = checkpoint(module, x, index, weights, use_reentrant=use_reentrant)
+    y.square().sum().backward()
+    assert_close(x.grad, dx)
+    assert_close(weights.grad, dweights)
+    for name, link in links.items():
+        assert_close(link.take(), projected(link, whole[name]))
+
+
+def test_what_was_not_asked_for_is_not_added():
+    module, x = experts(), inputs(11)
+    index, weights = routes(11, 2)
+    _, dx, dweights, _ = gradients(module, x, index, weights)
+    links = patch(module, links_of(module, "input", False))
+    found = torch.autograd.grad(module(x, index, weights).square().sum(), (x, weights))
+    assert_close(found, (dx, dweights))
+    module(x, index, weights).square().sum().backward(inputs=[x])
+    assert all(link.take() is None for link in links.values())
+    module(x, index, weights).square().sum().backward(inputs=[module.down_proj])
+    assert [name for name, link in links.items() if link.take() is not None] == ["down_proj"]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_refuses_to_give_the_whole_gradient(name, side):
+    module, x = experts(), inputs(11)
+    links = patch(module, links_of(module, side, False))
+    loss = module(x, *routes(11, 2)).square().sum()
+    weight = getattr(module, name)
+    with pytest.raises(ValueError, match=rf"autograd\.grad was asked for the gradient of {name}"):
+        torch.autograd.grad(loss, weight, retain_graph=True)
+    with pytest.raises(ValueError, match=r"backward\(create_graph=True\) was asked for"):
+        loss.backward(create_graph=True, inputs=[weight], retain_graph=True)
+    assert all(link.take() is None for link in links.values())
+    loss.backward()
+    assert all(link.take() is not None for link in links.values())
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed with biases"])
+def test_gradients_of_gradients(kind):
+    """A penalty on the gradients of inputs and routing weights: what W contributes to them arrives whole."""
+    module, x = experts(**KINDS[kind]), inputs(11)
+    index, weights = routes(11, 2)
+    twin = copy.deepcopy(module)
+    links = patch(module, links_of(module, "input", False))
+
+    def penalty(model):
+        y = torch.tanh(model(x, index, weights))
+        parts = torch.autograd.grad(y.square().sum(), (x, weights), create_graph=True)
+        return sum(part.square().sum() for part in parts)
+
+    expected = torch.autograd.grad(penalty(twin), (x, weights, *twin.parameters()))
+    penalty(module).backward()
+    assert_close((x.grad, weights.grad), expected[:2])
+    for (name, parameter), wanted in zip(module.named_parameters(), expected[2:], strict=True):
+        if name in links:
+            found = links[name].take() + projected(links[name], parameter.grad)
+            assert_close(found, projected(links[name], wanted))
+        else:
+            assert_close(parameter.grad, wanted)
+
+
+def test_without_grad_and_of_frozen_weights_it_is_the_ordinary_forward():
+    module, x = experts(), inputs(11)
+    index, weights = routes(11, 2)
+    expected = copy.deepcopy(module)(x, index, weights)
+    links = patch(module, links_of(module, "input", False))
+    with torch.no_grad():
+        assert torch.equal(module(x, index, weights), expected)
+    module.requires_grad_(False)
+    module(x, index, weights).sum().backward()
+    assert all(link.take() is None for link in links.values())
+    assert x.grad is not None
+
+
+def test_transforms_and_other_weights_compute_what_the_class_does():
+    module, x = experts(), inputs(11)
+    index, weights = routes(11, 2)
+    twin, own = copy.deepcopy(module), dict(module.named_parameters())
+    links = patch(module, links_of(module, "input", False))
+
+    def loss(model, parameters):
+        return functional_call(model, parameters, (x, index, weights)).square().sum()
+
+    expected = grad(lambda p: loss(twin, p))({name: p.detach() for name, p in own.items()})
+    found = grad(lambda p: loss(module, p))({name: p.detach() for name, p in own.items()})
+    assert_close(found, expected)
+    others = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
+    loss(module, others).backward()
+    assert_close({name: p.grad for name, p in others.items()}, expected)
+    assert all(link.take() is None for link in links.values())
+
+
+def test_copies_and_unpatched_modules_are_ordinary():
+    module, x = experts(), inputs(11)
+    index, weights = routes(11, 2)
+    links = patch(module, links_of(module, "input", False))
+    twin = copy.deepcopy(module)
+    twin(x, index, weights).sum().backward()
+    assert twin.down_proj.grad is not None
+    assert all(not site.reason for site in expert_weights(twin).values())  # another may train it
+    unpatch_experts(module, ProjectedLinear("another's"))
+    module(x, index, weights).sum().backward()
+    assert module.down_proj.grad is None
+    assert links["down_proj"].take() is not None
+    unpatch_experts(module, links["gate_up_proj"])
+    module(x, index, weights).sum().backward()
+    assert_close(module.down_proj.grad, twin.down_proj.grad)
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm", "eager"])
+def test_a_window_without_a_projection_computes_by_what_the_user_chose(implementation):
+    module, x = experts(torch.float32, implementation), inputs(11, dtype=torch.float32)
+    index, weights = routes(11, 2, dtype=torch.float32)
+    links = patch(module, links_of(module, "input", False))
+    for link in links.values():
+        link.projection = None
+    if implementation == "eager":
+        with pytest.raises(NotImplementedError):  # the class's own forward
+            module(x, index, weights)
+        return
+    module(x, index, weights).sum().backward()
+    assert module.down_proj.grad is not None
+    assert all(link.take() is None for link in links.values())
+
+
+def test_zero_grad_drops_both_projected_gradients_of_a_module():
+    module = experts()
+    links = patch(module, links_of(module, "input", False))
+    model = nn.Sequential(module)
+    whole = Accumulated(list(links.values()))
+    holders = patch_zero_grad(model, whole, [(module, link) for link in links.values()])
+    for holder in (model, module):
+        module(inputs(11), *routes(11, 2)).sum().backward()
+        holder.zero_grad()
+        assert all(link.pending is None for link in links.values())
+    unpatch_zero_grad(holders, whole)
+
+
+@pytest.fixture
+def _poison():
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poison")
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("only", [None, 0, 1], ids=["both", "up", "down"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_other_ranks_compute_leave_nothing(kind, only, own):
+    """Sentinels of expert parallelism: this rank has the first E experts of E + 2. One weight or both are projected."""
+    module = experts(torch.float32, **KINDS[kind])
+    module._is_expert_parallel = True
+    x = inputs(11, dtype=torch.float32)
+    index, weights = routes(11, 3, dtype=torch.float32, of=E + 2)
+    index = index.clamp(max=E)
+    assert (index == E).any()
+    y, dx, dweights, whole = gradients(module, x, index, weights)
+    links = links_of(module, "input", own)
+    links = links if only is None else dict([list(links.items())[only]])
+    patch(module, links)
+    found = module(x, index, weights)
+    found.square().sum().backward()
+    close = {"rtol": 1e-4, "atol": 1e-4}  # fp32
+    assert_close(found.detach(), y, **close)
+    assert_close(x.grad, dx, **close)
+    assert_close(weights.grad, dweights, **close)
+    for name, parameter in module.named_parameters():
+        if name in links:
+            assert_close(links[name].take(), projected(links[name], whole[name]), **close)
+        else:
+            assert_close(parameter.grad, whole[name], **close)
+
+
+def test_routing_weights_in_fp32_beside_experts_in_bf16():
+    module = experts(torch.bfloat16, "grouped_mm", has_bias=True)
+    x, (index, weights) = inputs(11, dtype=torch.bfloat16), routes(11, 2, dtype=torch.float32)
+    wide = copy.deepcopy(module).float()
+    wide.config = SimpleNamespace(_experts_implementation="grouped_mm")
+    exact = gradients(wide, x.float(), index, weights)
+    theirs = gradients(module, x, index, weights)
+    links = patch(module, links_of(module, "input", False))
+    y = module(x, index, weights)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, theirs[0])  # computed as grouped_mm does
+    y.square().sum().backward()
+    assert weights.grad.dtype == torch.float32
+    for found, other, wanted in zip((x.grad, weights.grad), theirs[1:3], exact[1:3], strict=True):
+        assert (found - wanted).norm() <= 2 * (other - wanted).norm()
+    assert all(link.pending.dtype == torch.float32 for link in links.values())
+
+
+@pytest.mark.parametrize("basis", ["shared", "own"])
+def test_saves_the_product_and_neither_inputs_nor_outputs(basis):
+    """T x w for the input of gate and up; of the down projection nothing, and not what it puts out."""
+    tokens, top_k, width = 64, 2, 6
+    module = experts(torch.float32)
+    x = inputs(tokens, dtype=torch.float32)
+    index, weights = routes(tokens, top_k, dtype=torch.float32)
+    links = links_of(module, "input", False)
+    links["down_proj"] = links_of(module, "input", basis == "own")["down_proj"]
+    patch(module, links)
+    saved = {}
+    weight_memory = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def note(tensor):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weight_memory:
+            saved[memory.data_ptr()] = memory
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = module(x, index, weights)
+    gated = 3 * INNER  # gate and up side by side, and silu's output
+    of_row = 4 * gated + 4 + 8  # the routing weight, where the row came from
+    bytes_saved = sum(memory.nbytes() for memory in saved.values())
+    assert bytes_saved == tokens * (4 * width + top_k * of_row) + 4 * E
+    y.sum().backward()
+
+
+def test_sizes_that_grouped_mm_refuses():
+    """Rows that are no multiple of 16 bytes: an odd width, and fp32 experts of three channels."""
+    module = experts(torch.float32, "batched_mm", is_transposed=True)
+    module.gate_up_proj = nn.Parameter(torch.randn(E, 3, 10))
+    module.down_proj = nn.Parameter(torch.randn(E, 5, 3))
+    x = torch.randn(11, 3, requires_grad=True)
+    index, weights = routes(11, 2, dtype=torch.float32)
+    _, dx, _, whole = gradients(module, x, index, weights)
+    links = patch(module, links_of(module, "input", True, width=7))
+    module(x, index, weights).square().sum().backward()
+    assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
+    for name, link in links.items():
+        assert_close(link.take(), projected(link, whole[name]), rtol=1e-4, atol=1e-4)
+
+
+# -- which weights --------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """What a user's own code reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.Parameter(torch.randn(E, 4, H))
+        self.positions = nn.Parameter(torch.randn(1, 4, H))
+
+    def forward(self, x):
+        return torch.einsum("th,emh->tem", x, self.maps)
+
+
+def reason_of(model, name):
+    site = expert_weights(model)[name]
+    return site.reason
+
+
+def test_weights_of_other_modules_have_a_reason():
+    model = nn.ModuleDict({"mixed": Mixed(), "conv": nn.Conv1d(4, 4, 3)})
+    assert list(expert_weights(model)) == ["mixed.maps"]
+    site = expert_weights(model)["mixed.maps"]
+    assert site.role is None
+    assert site.reason == "belongs to a Mixed, whose forward is not known to be that of experts"
+
+
+def test_roles_and_orientation_of_the_interface():
+    module = experts(is_transposed=True, has_gate=False)
+    found = {k: (s.role, s.is_transposed, s.reason) for k, s in expert_weights(module).items()}
+    assert found == {"up_proj": ("up", True, ""), "down_proj": ("down", True, "")}
+
+
+def test_experts_that_cannot_be_known_have_a_reason():
+    replaced = experts()
+    replaced.forward = lambda *given: None
+    assert "whose forward has been replaced" in reason_of(replaced, "down_proj")
+    overridden = experts()
+    kind = type(overridden)
+    overridden.__class__ = type("Louder", (kind,), {"forward": lambda self, *x: 2 * x[0]})
+    assert "Louder, whose forward is not known" in reason_of(overridden, "down_proj")
+    shared = nn.ModuleList([experts(), experts()])
+    shared[1].down_proj = shared[0].down_proj
+    assert reason_of(shared, "0.down_proj") == "is also 1.down_proj (tied)"
+    assert reason_of(shared, "0.gate_up_proj") == ""
+    more = experts()
+    more.extra = nn.Parameter(torch.randn(E, 3, 3))
+    assert reason_of(more, "extra") == "is not what Experts computes its experts by"
+
+
+def test_an_experts_implementation_of_the_user_s_is_left_alone():
+    def doubled(self, x, index, weights):
+        return 2 * x + self.down_proj.sum()
+
+    ALL_EXPERTS_FUNCTIONS.register("doubled", doubled)
+    module = experts(implementation="doubled")
+    assert "implementation is 'doubled', not transformers' own" in reason_of(module, "down_proj")
+    module = experts()
+    links = patch(module, links_of(module, "input", False))
+    module.config._experts_implementation = "doubled"  # chosen later
+    x = inputs(3)
+    module(x, *routes(3, 2)).sum().backward()
+    assert_close(x.grad, torch.full_like(x, 2))
+    assert all(link.take() is None for link in links.values())
