@@ -237,18 +237,19 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
         for param in model.parameters():
             _partition(param, ranks)
     host = None if settings.host is None else _Host(settings.host)
-    placed = [(engine.param_names[p], p, group) for group in groups for p in group["params"]]
-    shards = 1 if settings.stage == 0 else ranks
-    named = [(name, param) for name, param, _ in placed]
+    collectives: Any = SimpleNamespace(world=ranks, rank=0, all_reduce=lambda tensor: None)
+    placed = [
+        (engine.param_names[p], p, group, collectives) for group in groups for p in group["params"]
+    ]
+    named = [(name, param) for name, param, *_ in placed]
     for module in linears_to_encode(model, named, options, None).values():
         quantize(module)
-    param_states = build_param_states(placed, options, settings, model, shards, 0, host)
+    param_states = build_param_states(placed, options, settings, model, host)
     low_rank = [param_state for param_state in param_states if param_state.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
     groups_of_one = [
         [param_state.matrix] for param_state in low_rank if param_state.matrix is not None
     ]
-    collectives: Any = SimpleNamespace(world=ranks, rank=0, all_reduce=lambda tensor: None)
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
     bases = BasisStorage(collectives, settings.stage)

@@ -32,7 +32,7 @@ class ZeroState:
         param_names: of all parameters of the model.
         param_states: one for each trained parameter, in the order of the groups.
         options: fields of ``hmt.optimizer``. settings: what the JSON says.
-        collectives: of the data-parallel group. shard_rank: this process's place in the shards, 0 at stage 0.
+        collectives: of all ranks.
         host: updates what lives in host memory or on an SSD; None where nothing does.
         bases: stores them between their uses. basis_groups: matrices that share one.
         loss_scaler: DeepSpeed's.
@@ -46,7 +46,6 @@ class ZeroState:
     options: Mapping[str, Any]
     settings: ZeroSettings
     collectives: Collectives
-    shard_rank: int
     host: HostWorker | None
     bases: BasisStorage
     basis_groups: BasisGroups
@@ -63,19 +62,13 @@ class ZeroState:
         """Groups of torch's optimizer: lr, betas, eps, weight_decay, params."""
         return self.carrier.param_groups
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds some rows of weights and states only."""
-        return self.settings.stage > 0 and self.collectives.world > 1
-
-    @property
-    def saves_states(self) -> bool:
-        """Whether this rank saves states: at stage 0 all ranks have the same, and the first one does."""
-        return self.settings.stage > 0 or self.collectives.rank == 0
+    def saves_states_of(self, param_state: ParamState) -> bool:
+        """Whether this rank saves states of a parameter: at stage 0 all holders have the same, and the first one does."""
+        return self.settings.stage > 0 or param_state.gradient.holders.rank == 0
 
 
-def whole_flat(param_state: ParamState, shard: Tensor, collectives: Collectives) -> Tensor:
-    """A parameter's whole flat tensor from the ranks' parts of it. A collective.
+def whole_flat(param_state: ParamState, shard: Tensor) -> Tensor:
+    """A parameter's whole flat tensor from its holders' parts of it. A collective.
 
     Args:
         shard: this rank's flat elements, of any dtype, on the device or on the host.
@@ -89,7 +82,7 @@ def whole_flat(param_state: ParamState, shard: Tensor, collectives: Collectives)
     shard = shard.to(device)  # from the host, if it lives there
     part = padded(shard.contiguous(), shards.partition)
     packed = torch.empty(shards.world, shards.partition, dtype=shard.dtype, device=device)
-    collectives.all_gather(packed, part).wait()
+    param_state.gradient.holders.all_gather(packed, part).wait()
     whole = torch.empty(shards.m * shards.n, dtype=shard.dtype, device=device)
     shards.unpack_flat(packed, whole)
     return whole

@@ -31,8 +31,7 @@ class BasisRefresh:
 
     Args:
         low_rank: parameters with a matrix. bases: stores them between uses.
-        collectives: of the data-parallel group. sharded: whether each rank holds some rows only.
-        shard_rank: this process's place in the shards; 0 at stage 0.
+        collectives: of the ranks that hold them.
     """
 
     def __init__(
@@ -40,11 +39,9 @@ class BasisRefresh:
         low_rank: Sequence[ParamState],
         bases: BasisStorage,
         collectives: Collectives,
-        sharded: bool,
-        shard_rank: int,
     ) -> None:
-        self.low_rank, self.bases = low_rank, bases
-        self.collectives, self.sharded, self.shard_rank = collectives, sharded, shard_rank
+        self.low_rank, self.bases, self.collectives = low_rank, bases, collectives
+        self.sharded = any(p.gradient.shards.world > 1 for p in low_rank)
 
     @fp32_products()
     def run(
@@ -206,7 +203,7 @@ class BasisRefresh:
         found: dict[int, Tensor] = {}
         for index, group in refreshing:
             if policy.reads_columns(index):
-                counted = [self._gradient(i).shards.counted(self.shard_rank) for i in group]
+                counted = [self.low_rank[i].counted for i in group]
                 energies = column_energies([self._matrix(i) for i in group], counted)
                 if energies is not None:
                     found[index] = energies
@@ -246,8 +243,7 @@ class BasisRefresh:
         """
         matrices, sums = [self._matrix(i) for i in group], []
         for index, matrix in zip(group, matrices, strict=True):
-            counted = self._gradient(index).shards.counted(self.shard_rank)
-            overlap = matrix.overlap_sum(basis, counted)
+            overlap = matrix.overlap_sum(basis, self.low_rank[index].counted)
             if overlap is not None and self.sharded:
                 self.collectives.all_reduce(overlap)
             sums.append(overlap)

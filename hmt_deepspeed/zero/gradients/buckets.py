@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.gradients.gradient import Gradient
-from hmt_deepspeed.zero.sharding.collectives import Work
+from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
 
 __all__ = ["Bucket", "InFlight", "build_buckets"]
 
@@ -30,6 +30,11 @@ class Bucket:
     waiting: set[Gradient | nn.Module] = field(default_factory=set)
     launched: bool = False
 
+    @property
+    def holders(self) -> Collectives:
+        """Of the ranks that it is reduced over."""
+        return self.members[0].holders
+
 
 @dataclass(eq=False)
 class InFlight:
@@ -42,29 +47,32 @@ class InFlight:
 
 
 def build_buckets(
-    gradients: Sequence[Gradient], parts: int, bucket_elements: int, each_alone: bool
+    gradients: Sequence[Gradient], sharded: bool, bucket_elements: int
 ) -> list[Bucket]:
     """Buckets of an accumulation window, the last parameters first, as backward will meet them.
 
-    A whole gradient, of a matrix that refreshes its basis, has a bucket of its own.
+    A whole gradient, of a matrix that refreshes its basis, has a bucket of its own; so has each of one rank, which sends
+    nothing.
 
     Args:
-        gradients: in order of registration. parts: that rows are sharded into, 1 where every rank keeps all.
+        gradients: in order of registration. sharded: whether rows are sharded over the holders, or each keeps all.
         bucket_elements: most elements of a bucket over all parts, unless one gradient has more.
-        each_alone: of one rank, which sends nothing: every gradient goes on to its shard by itself.
     """
     buckets: list[Bucket] = []
-    open_bucket: Bucket | None = None
+    filling: dict[Collectives, Bucket] = {}
     for gradient in reversed(gradients):
         if gradient.refreshing:
             buckets.append(Bucket(len(buckets), [gradient]))
             continue
         size = gradient.shards.max_rows * gradient.width
-        is_full = each_alone or (
-            open_bucket is not None and (open_bucket.chunk + size) * parts > bucket_elements
-        )
-        if open_bucket is None or is_full:
-            open_bucket = Bucket(len(buckets), [])
+        world, open_bucket = gradient.holders.world, filling.get(gradient.holders)
+        parts = world if sharded else 1
+        if (
+            open_bucket is None
+            or world == 1
+            or (open_bucket.chunk + size) * parts > bucket_elements
+        ):
+            open_bucket = filling[gradient.holders] = Bucket(len(buckets), [])
             buckets.append(open_bucket)
         open_bucket.offsets.append(open_bucket.chunk)
         open_bucket.chunk += size

@@ -15,6 +15,7 @@ from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards
 
 __all__ = ["Accumulated", "Gradient"]
@@ -27,6 +28,7 @@ class Gradient:
     Attributes:
         shards: partition of the matrix over ranks (numel x 1 for a dense parameter), of its transpose where
             that is projected.
+        holders: collectives of the ranks that share the parameter.
         matrix: its rule, None for a dense parameter. linear: receives projected gradients; None without
             projected backward.
         refreshing: this window forms the full gradient, for the basis.
@@ -44,6 +46,7 @@ class Gradient:
     name: str
     param: nn.Parameter
     shards: RowShards
+    holders: Collectives
     matrix: MatrixRule | None = None
     linear: ProjectedLinear | None = None
     refreshing: bool = False

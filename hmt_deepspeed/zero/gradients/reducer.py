@@ -30,7 +30,7 @@ class GradientReducer:
 
     Args:
         gradients: of all trainable parameters, in order of registration.
-        collectives: of the data-parallel group.
+        collectives: of all ranks; a gradient is reduced over its holders.
         sharded: False at stage 0, where every rank keeps everything.
         bucket_elements: size of a bucket, in elements over all ranks.
         comm_dtype: of the buckets. accumulate_dtype: of the accumulators.
@@ -83,11 +83,12 @@ class GradientReducer:
         ]
         if getattr(self, "_signature", None) != signature:
             self._signature = signature
-            parts = self.collectives.world if self.sharded else 1
-            self._buckets = build_buckets(
-                self.gradients, parts, self.bucket_elements, self.collectives.world == 1
-            )
+            self._buckets = build_buckets(self.gradients, self.sharded, self.bucket_elements)
             self._home = {g.index: b for b in self._buckets for g in b.members}
+            self._in_order = {
+                holders: [bucket for bucket in self._buckets if bucket.holders is holders]
+                for holders in {bucket.holders for bucket in self._buckets}
+            }
             self._size_pool()
         self._is_open = self._has_own = self._has_means = False
         self.reached.clear()
@@ -99,7 +100,7 @@ class GradientReducer:
         A parameter above that has a bucket of its own, whose buffer is exact and freed after use: pooled, an
         embedding's would stay for good.
         """
-        sizes = [self.collectives.world * bucket.chunk for bucket in self._buckets]
+        sizes = [bucket.holders.world * bucket.chunk for bucket in self._buckets]
         pooled = max((size for size in sizes if size <= self.bucket_elements), default=0)
         if pooled != self._pooled:
             self._pooled = pooled
@@ -154,7 +155,8 @@ class GradientReducer:
         self._count([gradient])
         bucket.waiting.discard(gradient)
         # of several ranks, in an order that all share
-        self._launch_ready([bucket] if self.collectives.world == 1 else self._buckets)
+        alone = bucket.holders.world == 1
+        self._launch_ready([bucket] if alone else self._in_order[bucket.holders])
 
     def arrive_leaf(self, leaf: nn.Module, reduce_now: bool) -> None:
         """A leaf's backward has ended: all of its gradients are there, none where this rank used no weight.
@@ -242,8 +244,11 @@ class GradientReducer:
             if gradient.local is not None:
                 gradient.arrived = self._accumulated(gradient.local, gradient.arrived)
                 gradient.local = None
-        if self.collectives.world == 1:
+        if bucket.holders.world == 1:
             for gradient in bucket.members:
+                if gradient.arrived is not None and self.scale.before != 1.0:
+                    gradient.arrived = gradient.arrived.to(self.accumulate_dtype)
+                    gradient.arrived.mul_(self.scale.before)
                 self._deliver(gradient, gradient.arrived)
                 gradient.arrived = None
         elif bucket.members[0].refreshing:
@@ -262,11 +267,11 @@ class GradientReducer:
         else:
             buffer = gradient.arrived.to(self.comm_dtype).mul(self.scale.before).contiguous()
         gradient.arrived = None
-        work = self.collectives.reduce(buffer, gradient.owner)
+        work = bucket.holders.reduce(buffer, gradient.owner)
         self._in_flight.append(InFlight(bucket, work, buffer))
 
     def _launch_rows(self, bucket: Bucket) -> None:
-        world = self.collectives.world if self.sharded else 1
+        world = bucket.holders.world if self.sharded else 1
         device = bucket.members[0].param.device
         buffer = self._buffer(world * bucket.chunk, device)
         packed = buffer[: world * bucket.chunk].view(world, bucket.chunk)
@@ -285,10 +290,10 @@ class GradientReducer:
             packed.mul_(self.scale.before)
         if self.sharded:
             result = torch.empty(bucket.chunk, dtype=self.comm_dtype, device=device)
-            work = self.collectives.reduce_scatter(result, packed)
+            work = bucket.holders.reduce_scatter(result, packed)
             self._in_flight.append(InFlight(bucket, work, result, buffer))
         else:
-            work = self.collectives.all_reduce(packed, wait=not self.collectives.overlap)
+            work = bucket.holders.all_reduce(packed, wait=not bucket.holders.overlap)
             self._in_flight.append(InFlight(bucket, work, packed.view(-1)))
 
     def _land(self) -> None:
@@ -298,13 +303,14 @@ class GradientReducer:
             self.events.append(("wait", flight.bucket.index))
         flight.work.wait()
         result, members = flight.result, flight.bucket.members
+        rank = flight.bucket.holders.rank
         if members[0].refreshing:
-            if self.collectives.rank == members[0].owner:
+            if rank == members[0].owner:
                 self._deliver(members[0], result)
                 self._count(members)
             return
         for gradient, offset in zip(members, flight.bucket.offsets, strict=True):
-            rows = gradient.shards.rows(self.collectives.rank) if self.sharded else None
+            rows = gradient.shards.rows(rank) if self.sharded else None
             count = gradient.shards.m if rows is None else rows[1] - rows[0]
             part = result[offset : offset + count * gradient.width]
             self._deliver(gradient, part.view(count, gradient.width))
@@ -324,7 +330,7 @@ class GradientReducer:
         elif gradient.refreshing:
             gradient.full = self._accumulated(gradient.full, scaled)
         else:
-            room = gradient.free_room() if self.collectives.world > 1 else None
+            room = gradient.free_room() if gradient.holders.world > 1 else None
             if room is None:
                 gradient.reduced = self._accumulated(gradient.reduced, scaled)
             else:

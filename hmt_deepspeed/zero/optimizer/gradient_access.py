@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from hmt_deepspeed.zero.gradients.gradient import Accumulated
 from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.parameters.param_state import ParamState
-from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
 from hmt_deepspeed.zero.state import ZeroState
 
@@ -92,7 +91,8 @@ class GradientAccess:
             part = self._reduced(param_state).reshape(-1).clone()
         else:
             part = shards.shard_of(
-                self._whole_gradient(param_state, Accumulated.MEAN).reshape(-1), self._rank
+                self._whole_gradient(param_state, Accumulated.MEAN).reshape(-1),
+                param_state.weight.rank,
             )
         return padded(part.to(param_state.weight.device, torch.float32), shards.partition)
 
@@ -114,7 +114,8 @@ class GradientAccess:
             gradient.local = self._kept(param_state, value)
         else:
             gradient.local = None
-            self._set_reduced(param_state, gradient.shards.shard_of(value.reshape(-1), self._rank))
+            shard = gradient.shards.shard_of(value.reshape(-1), param_state.weight.rank)
+            self._set_reduced(param_state, shard)
 
     def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """Overwrite what :meth:`get_local_fp32_grad_for_param` reads, of a dense parameter.
@@ -155,10 +156,6 @@ class GradientAccess:
             self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
     # -- what may be read now -------------------------------------------------------------------
-
-    @property
-    def _rank(self) -> int:
-        return self.zero.shard_rank
 
     def _readable(self, param_state: ParamState) -> Accumulated:
         found = self.optimizer.reducer.accumulated
@@ -213,15 +210,13 @@ class GradientAccess:
 
     def _mean(self, param_state: ParamState) -> Tensor:
         """Mean over ranks, all rows, fp32."""
-        gradient, collectives = param_state.gradient, self.zero.collectives
+        gradient = param_state.gradient
         if not gradient.refreshing:
-            return whole_rows(
-                param_state, self._reduced(param_state), self.zero.collectives
-            ).float()
+            return whole_rows(param_state, self._reduced(param_state)).float()
         full = self._zeros(param_state, gradient.shards.m)
         if gradient.full is not None:
             full.copy_(gradient.full)
-        collectives.broadcast(full, gradient.owner)
+        gradient.holders.broadcast(full, gradient.owner)
         return full.float()
 
     def _reduced(self, param_state: ParamState) -> Tensor:
@@ -229,7 +224,7 @@ class GradientAccess:
         gradient = param_state.gradient
         part = gradient.reduced if gradient.host is None else gradient.host.read()
         if part is None:  # no backward reached it
-            begin, end = gradient.shards.rows(self._rank)
+            begin, end = gradient.shards.rows(param_state.weight.rank)
             return self._zeros(param_state, end - begin)
         return part.view(-1, gradient.width)
 
@@ -269,12 +264,11 @@ def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
     return value.reshape(-1)[:own]
 
 
-def whole_rows(param_state: ParamState, rows: Tensor, collectives: Collectives) -> Tensor:
-    """Rows of all ranks from those held here, wherever they live. A collective.
+def whole_rows(param_state: ParamState, rows: Tensor) -> Tensor:
+    """Rows of all holders from those held here, wherever they live. A collective.
 
     Args:
         param_state: of the matrix. rows: that this rank touches x width, any dtype.
-        collectives: of the ranks that hold the others.
 
     Returns:
         m x width on the device; nobody else's memory.
@@ -286,7 +280,7 @@ def whole_rows(param_state: ParamState, rows: Tensor, collectives: Collectives) 
     width = rows.shape[1]
     part = padded(rows.reshape(-1), shards.max_rows * width)
     packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
-    collectives.all_gather(packed, part).wait()
+    param_state.gradient.holders.all_gather(packed, part).wait()
     whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
     shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
     return whole

@@ -14,6 +14,7 @@ from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, stacked
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
 from hmt_deepspeed.zero.state import ZeroState
@@ -26,11 +27,10 @@ __all__ = ["MatrixUpdates", "Part"]
 
 @dataclass(eq=False)
 class Part:
-    """Matrices that step together, their parameters, and the rows held here that count in sums."""
+    """Matrices that step together, and their parameters."""
 
     stack: Stack
     members: Sequence[ParamState]
-    counted: slice
 
     def gradients(self) -> Gradients:
         """Of rows x width each; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts it."""
@@ -39,6 +39,15 @@ class Part:
         found = [p.gradient.reduced for p in self.members]
         known = alike([torch.zeros(shape, device=device) if g is None else g for g in found])
         return known if self.stack.reads_whole_rows else stacked(known)
+
+    @property
+    def counted(self) -> slice:
+        """Of the rows held here those that count in sums."""
+        return self.members[0].counted
+
+    @property
+    def holders(self) -> Collectives:
+        return self.members[0].gradient.holders
 
     @property
     def transposed(self) -> bool:
@@ -51,14 +60,14 @@ class Part:
 
     def part(self, begin: int, end: int) -> Part:
         """Some of them."""
-        return Part(self.stack.part(begin, end), self.members[begin:end], self.counted)
+        return Part(self.stack.part(begin, end), self.members[begin:end])
 
 
 class MatrixUpdates:
     """Updates of one step.
 
     Args:
-        zero: the states of the optimizer. gather: of weights and updates.
+        zero: the states of the optimizer. holders: of the parameters. gather: of weights and updates.
         gather_weight: queues the gather of a weight whose shard is new. hyper: lr, betas, eps, weight_decay of a
             parameter. numbers: on the device. step_count: keys random rounding.
     """
@@ -66,14 +75,15 @@ class MatrixUpdates:
     def __init__(
         self,
         zero: ZeroState,
+        holders: Collectives,
         gather: GatherPipeline,
         gather_weight: Callable[[ParamState, GatherPipeline], None],
         hyper: Callable[[ParamState], dict[str, Any]],
         numbers: StepNumbers,
         step_count: int,
     ) -> None:
-        self.collectives, self.bases, self.settings = zero.collectives, zero.bases, zero.settings
-        self.shard_rank, self.sharded = zero.shard_rank, zero.is_sharded
+        self.holders, self.bases, self.settings = holders, zero.bases, zero.settings
+        self.sharded = zero.settings.stage > 0 and holders.world > 1
         self._gather, self._gather_weight, self._hyper = gather, gather_weight, hyper
         self._step_count, self._numbers = step_count, numbers
 
@@ -121,7 +131,7 @@ class MatrixUpdates:
         # whole rows of an update are those that this rank has
         by_rows, update = weights[0].by_rows or change.beside is not None, change.update
         if by_rows:
-            begin, end = weights[0].shards.rows(self.shard_rank)
+            begin, end = weights[0].shards.rows(weights[0].rank)
             if part.transposed:
                 projections = [columns[begin:end] for columns in projections]
             elif update.shape[1] != end - begin:
@@ -158,7 +168,7 @@ class MatrixUpdates:
                 continue
             if part.transposed:
                 shards = param_state.gradient.shards
-                update = rows_from_columns(update, shards, weight.shards, self.collectives)
+                update = rows_from_columns(update, shards, weight.shards, self.holders)
             hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
             weight.step_update(update, taken, hyper["lr"], hyper["weight_decay"], key)
             self._gather_weight(param_state, self._gather)

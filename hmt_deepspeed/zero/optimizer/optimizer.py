@@ -106,10 +106,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         if self.parameter_offload is not None:
             self._undo.callback(detach_coordinator, self.parameter_offload)
         host = self._host_worker()
-        shards, shard_rank = (collectives.world, collectives.rank) if settings.stage else (1, 0)
-        param_states = build_param_states(
-            self._placed(), options, settings, self.module, shards, shard_rank, host
-        )
+        param_states = build_param_states(self._placed(), options, settings, self.module, host)
         low_rank = [p for p in param_states if p.matrix is not None]
         schedule = build_schedule(low_rank, options, settings.accumulate_dtype)
         uneven = uneven_leaves and self.parameter_offload is not None and collectives.world > 1
@@ -118,7 +115,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._undo.callback(bases.close)
         shared = shared_inputs(low_rank, bases)
         self._patch(low_rank, shared)
-        refresh = BasisRefresh(low_rank, bases, collectives, shards > 1, shard_rank)
+        refresh = BasisRefresh(low_rank, bases, collectives)
         self.zero = ZeroState(
             self.optimizer,
             self.round_robin_bit16_groups,
@@ -127,7 +124,6 @@ class HMTZeroOptimizer(OptimizerInterface):
             options,
             settings,
             collectives,
-            shard_rank,
             host,
             bases,
             BasisGroups(
@@ -146,7 +142,11 @@ class HMTZeroOptimizer(OptimizerInterface):
     def _placed(self) -> list[Placed]:
         """Every trained parameter with its name and its group."""
         groups = zip(self.optimizer.param_groups, self.round_robin_bit16_groups, strict=True)
-        return [(self.param_names[p], p, group) for group, params in groups for p in params]
+        return [
+            (self.param_names[p], p, group, self.collectives)
+            for group, params in groups
+            for p in params
+        ]
 
     def _host_worker(self) -> HostWorker | None:
         """The worker that updates states in host memory or on an SSD, where there are some."""

@@ -201,7 +201,7 @@ def _storage(zero: ZeroState, param_state: ParamState) -> list[str]:
     return [
         weights,
         _states(param_state, zero.options["state_dtype"]),
-        _placement(zero, param_state),
+        _placement(param_state),
     ]
 
 
@@ -218,9 +218,9 @@ def _states(param_state: ParamState, wanted: str) -> str:
     return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
 
 
-def _placement(zero: ZeroState, param_state: ParamState) -> str:
-    world, stage = zero.collectives.world, zero.settings.stage
-    part = "whole" if stage == 0 or world == 1 else f"1/{world} of rows"
+def _placement(param_state: ParamState) -> str:
+    world = param_state.gradient.shards.world
+    part = "whole" if world == 1 else f"1/{world} of rows"
     if not isinstance(param_state.weight, HostWeight):
         return part
     home = "host" if isinstance(param_state.weight.states, RamStates) else "SSD"

@@ -64,17 +64,16 @@ class StateAccess(GradientAccess):
         if optim_state_key is None:
             if isinstance(param_state.weight, EncodedWeight):
                 return param_state.weight.whole_values()
-            return whole_flat(
-                param_state, param_state.weight.master_values(), self.zero.collectives
-            ).view(whole_shape(param))
+            whole = whole_flat(param_state, param_state.weight.master_values())
+            return whole.view(whole_shape(param))
         state = self._state(param_state, optim_state_key)
         if param_state.matrix is None:
-            return whole_flat(param_state, state, self.zero.collectives).view(whole_shape(param))
+            return whole_flat(param_state, state).view(whole_shape(param))
         if (
             optim_state_key not in param_state.matrix.settings.rule.row_states
         ):  # a core is whole on every rank
             return state.clone()
-        return whole_rows(param_state, state, self.zero.collectives)
+        return whole_rows(param_state, state)
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
@@ -85,14 +84,14 @@ class StateAccess(GradientAccess):
             value: of the shape that :meth:`get_full_hp_param` returns. param: of the model.
             optim_state_key: of the state; None for the weight.
         """
-        param_state, rank = self._synchronized(param), self.zero.shard_rank
+        param_state = self._synchronized(param)
         if param_state is None:
             return
         if optim_state_key is None:
             param_state.weight.set_whole(value.reshape(-1).float())
             self.optimizer.partitions.order_gathers()
         elif param_state.matrix is None:
-            shard = param_state.gradient.shards.shard_of(value.reshape(-1), rank)
+            shard = param_state.gradient.shards.shard_of(value.reshape(-1), param_state.weight.rank)
             self._set_state(param_state, optim_state_key, shard)
         elif optim_state_key in param_state.matrix.settings.rule.row_states:
             begin, end = param_state.matrix.rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stacks
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates, Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.weight import GatherPipeline
 
@@ -47,14 +48,13 @@ class ZeroStep:
         self.param_states, self.order = zero.param_states, order
         self.collectives, self.bases, self.host = zero.collectives, zero.bases, zero.host
         self.settings, self._zero = zero.settings, zero
-        self.shard_rank, self.sharded = zero.shard_rank, zero.is_sharded
+        self._holders = list(dict.fromkeys(p.gradient.holders for p in self.param_states))
         self._device = self.param_states[0].weight.device
         self._stacks, self._numbers = Stacks(), StepNumbers()
         in_order = [self.param_states[place] for place in order]
         self._by_matrix = {p.matrix: p for p in in_order if p.matrix is not None}
         self._kinds = [_kind(p) for p in self._by_matrix.values()]
         self._dense = [p for p in in_order if p.matrix is None]
-        self._dense_counted = [p.gradient.shards.counted(self.shard_rank) for p in self._dense]
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self._all = [p.name for p in self.param_states]
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
@@ -77,16 +77,16 @@ class ZeroStep:
         there = [part for g in gradients for part in (g.reduced, g.full) if part is not None]
         norms = torch._foreach_norm(there, dtype=torch.float32) if there else ()
         squares = [torch.stack(norms).square()] if norms else []
-        squares += self._host_square_norms()
+        squares += self._host_square_norms(self.param_states)
         bad = torch.zeros((), device=self._device)
         if squares:
             bad = (~(torch.cat(squares) < float("inf")).all()).float()
         self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bad
 
-    def _host_square_norms(self) -> list[Tensor]:
-        """Squared norms of the gradients in host memory, in order; no tensor where there are none."""
-        hosts = [p.gradient.host for p in self.param_states if p.gradient.host is not None]
+    def _host_square_norms(self, param_states: Iterable[ParamState]) -> list[Tensor]:
+        """Squared norms of those gradients that are in host memory, in order; no tensor where there are none."""
+        hosts = [p.gradient.host for p in param_states if p.gradient.host is not None]
         if not hosts:
             return []
         squares = torch.stack([host.square_norm() for host in hosts]).tolist()
@@ -105,20 +105,23 @@ class ZeroStep:
             The norm without the loss scale and the factor, 0-dim fp32, the latter 0 in a step that is skipped; and
             0-dim bool, None without a check. All are on the device, and the same on every rank.
         """
-        sums = [part.stack.measure(part.gradients(), part.counted) for part in parts]
-        sums.append(self._dense_square_norms())
-        total = torch.cat([found.flatten() for found in sums])
-        if self.sharded:
-            self.collectives.all_reduce(total)
-        *found, squares = total.split([part.numel() for part in sums])
-        norms, taken = [], torch.isfinite(total).all() if checked else None
-        for part, over_all in zip(parts, found, strict=True):
-            by_matrix = over_all.view(len(part.members), -1)
-            part.stack.observe(by_matrix, scale, taken)
-            norms.append(part.stack.square_norms(by_matrix))
+        sums = {holders: self._sums(holders, parts) for holders in self._holders}
+        taken = None
+        if checked:
+            ((*_, total),) = sums.values()
+            taken = torch.isfinite(total).all()
+        norms, names = [], list[str]()
+        for own, dense, lengths, total in sums.values():
+            *found, squares = total.split(lengths)
+            for part, over_all in zip(own, found, strict=True):
+                by_matrix = over_all.view(len(part.members), -1)
+                part.stack.observe(by_matrix, scale, taken)
+                norms.append(part.stack.square_norms(by_matrix))
+                names += [p.name for p in part.members]
+            norms.append(squares)
+            names += [p.name for p in dense]
         # summed in an order that does not depend on which of them step together
-        names = [p.name for part in parts for p in part.members] + [p.name for p in self._dense]
-        norm = self._in_order(torch.cat((*norms, squares)), names, self._all).sum().sqrt() / scale
+        norm = self._in_order(torch.cat(norms), names, self._all).sum().sqrt() / scale
         factor = torch.full((), 1.0 / scale, device=self._device)
         if self.settings.clip > 0:
             factor = factor / ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)
@@ -126,19 +129,40 @@ class ZeroStep:
             factor = torch.where(taken, factor, 0.0)
         return norm, factor, taken
 
-    def _dense_square_norms(self) -> Tensor:
-        """Squared norms of the shards of the other gradients, in order; 0 for one that no backward has reached."""
+    def _sums(
+        self, holders: Collectives, parts: Sequence[Part]
+    ) -> tuple[list[Part], list[ParamState], list[int], Tensor]:
+        """What is summed over all rows, of the parameters that some ranks share.
+
+        Returns:
+            Those of the parts, the other parameters, and the sums of each part and of the others, by their lengths in one
+            tensor.
+        """
+        own = [part for part in parts if part.holders is holders]
+        dense = [p for p in self._dense if p.gradient.holders is holders]
+        sums = [part.stack.measure(part.gradients(), part.counted) for part in own]
+        sums.append(self._dense_square_norms(dense))
+        total = torch.cat([found.flatten() for found in sums])
+        if self._is_sharded_over(holders):
+            holders.all_reduce(total)
+        return own, dense, [found.numel() for found in sums], total
+
+    def _is_sharded_over(self, holders: Collectives) -> bool:
+        return self.settings.stage > 0 and holders.world > 1
+
+    def _dense_square_norms(self, dense: Sequence[ParamState]) -> Tensor:
+        """Squared norms of the shards of gradients without a matrix, in order; 0 for one that no backward has reached."""
         there, own = [], []
-        for param_state, counted in zip(self._dense, self._dense_counted, strict=True):
+        for param_state in dense:
             if (reduced := param_state.gradient.reduced) is not None:
                 there.append(param_state)
-                own.append(reduced[counted])
+                own.append(reduced[param_state.counted])
         norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
         found = [torch.stack(norms).square_()] if norms else []
-        found += self._host_square_norms()
-        there += [p for p in self.param_states if p.gradient.host is not None]
+        found += self._host_square_norms(dense)
+        there += [p for p in dense if p.gradient.host is not None]
         known = torch.cat(found) if found else torch.zeros(0, device=self._device)
-        return self._in_order(known, [p.name for p in there], [p.name for p in self._dense])
+        return self._in_order(known, [p.name for p in there], [p.name for p in dense])
 
     def _in_order(self, values: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
         """Values of some names in the order of all, zeros for the others."""
@@ -155,33 +179,34 @@ class ZeroStep:
         found = []
         for stack in self._stacks.of(list(self._by_matrix), self._kinds):
             for part in stack.parts(MOST_ALIVE):
-                param_states = [self._by_matrix[matrix] for matrix in part.members]
-                counted = param_states[0].gradient.shards.counted(self.shard_rank)
-                found.append(Part(part, param_states, counted))
+                found.append(Part(part, [self._by_matrix[matrix] for matrix in part.members]))
         return found
 
     def make_room(self) -> None:
         """Let gradients of matrices that step together come to lie side by side, in the coming accumulation window."""
-        alone = self.collectives.world == 1
         for part in self.parts() if self.settings.accumulate_dtype == torch.float32 else ():
             whole = part.stack.first.takes_whole  # lies in memory of its own
             for place, param_state in enumerate(part.members):
                 gradient = param_state.gradient
                 gradient.room = None if whole else partial(part.stack.room, place)
-                if alone and gradient.linear is not None:
+                if gradient.holders.world == 1 and gradient.linear is not None:
                     gradient.linear.room = gradient.free_room
 
-    def _portions(self, parts: Sequence[Part]) -> Iterator[list[Part | ParamState]]:
-        """What is updated, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
+    def _portions(
+        self, holders: Collectives, parts: Sequence[Part]
+    ) -> Iterator[list[Part | ParamState]]:
+        """What is updated of what some ranks share, by order of use; in portions whose updates are alive at once, with one all-reduce of sums each.
 
         That of a matrix at full rank is as large as its weight. What the host updates is one portion:
         it takes weight by weight in the order of use, whichever stacks they are of.
         """
         units: list[tuple[int, Part | ParamState]] = [
-            (self._places[p.name], p) for p in self._dense
+            (self._places[p.name], p) for p in self._dense if p.gradient.holders is holders
         ]
-        units += [(self._places[part.members[0].name], part) for part in parts]
-        most = self.settings.gather_elements if self.sharded else 0
+        units += [
+            (self._places[part.members[0].name], part) for part in parts if part.holders is holders
+        ]
+        most = self.settings.gather_elements if self._is_sharded_over(holders) else 0
         portion: list[Part | ParamState] = []
         alive = 0
         for _, unit in sorted(units, key=itemgetter(0)):
@@ -227,9 +252,12 @@ class ZeroStep:
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
-        gather = GatherPipeline(self.collectives, self.settings.gather_elements)
-        portions = list(self._portions(parts))
-        uses = [self._uses(portion) for portion in portions]
+        portions = [
+            (holders, portion)
+            for holders in self._holders
+            for portion in self._portions(holders, parts)
+        ]
+        uses = [self._uses(portion) for _, portion in portions]
         self.bases.will_use(
             param_state
             for order in uses
@@ -237,16 +265,19 @@ class ZeroStep:
             if isinstance(unit, Part)
             for param_state in unit.members[begin:end]
         )
-        updates = MatrixUpdates(
-            self._zero, gather, self._gather_weight, self._hyper, self._numbers, step_count
-        )
+        how = self._gather_weight, self._hyper, self._numbers, step_count
+        gathers = self._gathers(self.settings.gather_elements)
+        updates = {
+            holders: MatrixUpdates(self._zero, holders, gather, *how)
+            for holders, gather in gathers.items()
+        }
         on_device = [p for p in self._dense if p.host is None]
         self._step_dense(on_device, factor, taken, step_count)
-        for portion, order in zip(portions, uses, strict=True):
+        for (holders, portion), order in zip(portions, uses, strict=True):
             found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
             for unit, begin, end in order:
                 if isinstance(unit, Part):
-                    updates.apply(unit.part(begin, end), found[unit].part(begin, end))
+                    updates[holders].apply(unit.part(begin, end), found[unit].part(begin, end))
                     for param_state in unit.members[begin:end]:
                         param_state.gradient.clear()
                     if end == len(unit.members):
@@ -255,16 +286,17 @@ class ZeroStep:
                     continue
                 if unit.host is not None:
                     unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
-                self._gather_weight(unit, gather)
+                self._gather_weight(unit, gathers[holders])
                 unit.gradient.clear()
-        gather.finish()
+        for gather in gathers.values():
+            gather.finish()
         self.written()
         self._uncommitted = bool(self._unfinished)
 
     def _advance(
         self, parts: Sequence[Part], factor: Tensor, step_count: int
     ) -> dict[Part, Change]:
-        """Steps of the states of parts of stacks: what each changes of its weights."""
+        """Steps of the states of parts of stacks, which the same ranks share: what each changes of its weights."""
         found: dict[Part, tuple[Tensor, Tensor]] = {}
         for part in parts:
             hyper, gradients = part.members[0].hyper(), part.gradients()
@@ -282,9 +314,9 @@ class ZeroStep:
             )
             del gradients
         limited = [part for part in parts if part.stack.limits]
-        if self.sharded and limited:
+        if limited and self._is_sharded_over(limited[0].holders):
             total = torch.cat([found[part][1].flatten() for part in limited])
-            self.collectives.all_reduce(total)
+            limited[0].holders.all_reduce(total)
             lengths = [found[part][1].numel() for part in limited]
             for part, sums in zip(limited, total.split(lengths), strict=True):
                 update, own = found[part]
@@ -340,17 +372,16 @@ class ZeroStep:
         """
         if not self._unfinished:
             return
-        gather = GatherPipeline(
-            self.collectives, 0 if self.gathers_apart else self.settings.gather_elements
-        )
+        gathers = self._gathers(0 if self.gathers_apart else self.settings.gather_elements)
         while self._unfinished:
             param_state = self._unfinished.popleft()
             assert isinstance(param_state.weight, HostWeight)
             param_state.weight.finish()
-            self._gather_weight(param_state, gather)
+            self._gather_weight(param_state, gathers[param_state.gradient.holders])
             if param_state is last:
                 break
-        gather.finish()
+        for gather in gathers.values():
+            gather.finish()
         self.written()
 
     def commit(self) -> None:
@@ -372,18 +403,23 @@ class ZeroStep:
         else:
             action()
 
+    def _gathers(self, elements: int) -> dict[Collectives, GatherPipeline]:
+        """Of weights, by the ranks that share them, in buckets of so many elements."""
+        return {holders: GatherPipeline(holders, elements) for holders in self._holders}
+
     def _gather_weight(self, param_state: ParamState, gather: GatherPipeline) -> None:
         if isinstance(param_state.weight, HostWeight) and param_state.weight.pending:
             self._unfinished.append(param_state)
             return
-        if not self.sharded or param_state.weight.partitioned:
+        shards = param_state.weight.shards
+        if shards.world == 1 or param_state.weight.partitioned:
             return
-        shards, flat = param_state.weight.shards, param_state.gradient.param.detach().view(-1)
+        flat = param_state.gradient.param.detach().view(-1)
         with param_state.weight.shard() as shard:
             gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
 
 
 def _kind(param_state: ParamState) -> Hashable:
     """Equal for parameters whose matrices may be in one stack."""
-    group = id(param_state.group), param_state.assignment.lr_scale
+    group = id(param_state.group), param_state.assignment.lr_scale, param_state.gradient.holders
     return *group, param_state.weight.together

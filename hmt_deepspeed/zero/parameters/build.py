@@ -72,8 +72,6 @@ def build_param_states(
     options: Mapping[str, Any],
     settings: ZeroSettings,
     model: nn.Module,
-    world: int,
-    rank: int,
     worker: HostWorker | None = None,
 ) -> list[ParamState]:
     """One for each trainable parameter, in the order of the parameter groups.
@@ -81,19 +79,19 @@ def build_param_states(
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``. settings: what the JSON says.
         model: with the linears of :func:`linears_to_encode` in INT8.
-        world, rank: of the shards; 1 and 0 at stage 0.
         worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
         ValueError: options that cannot be honoured for these parameters.
     """
     modules, tied = linear_weights(model), tied_weights(model)
-    assignments = _assignments([(name, p) for name, p, _ in placed], options, model)
+    assignments = _assignments([(name, p) for name, p, *_ in placed], options, model)
     param_states = []
-    for index, (assignment, (name, param, group)) in enumerate(
+    for index, (assignment, (name, param, group, holders)) in enumerate(
         zip(assignments, placed, strict=True)
     ):
         shape = whole_shape(param)
+        world, rank = (holders.world, holders.rank) if settings.stage else (1, 0)
         m, n = shape if assignment.low_rank else (torch.Size(shape).numel(), 1)
         shards = RowShards(m, n, world)
         by_weight, matrix = shards, None
@@ -104,7 +102,7 @@ def build_param_states(
         linear = _linear(assignment, modules, tied, options["projected_backward"])
         encoded = None if linear is None else encoded_weight(modules[name])
         keep_master = options["master_weights"] == "fp32"
-        gradient = Gradient(index, name, param, shards, matrix, linear)
+        gradient = Gradient(index, name, param, shards, holders, matrix, linear)
         state: DenseState | None = None
         host: HostAdamW | None = None
         if encoded is not None:

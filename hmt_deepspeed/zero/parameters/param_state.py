@@ -14,13 +14,13 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import Assignment
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.offload.adamw import HostAdamW
+from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.weights.weight import Weight
 
 __all__ = ["ParamState", "Placed"]
 
-Placed = tuple[
-    str, nn.Parameter, dict[str, Any]
-]  # name, parameter, its group  # name, parameter, its group
+# name, parameter, its group, collectives of the ranks that share it
+Placed = tuple[str, nn.Parameter, dict[str, Any], Collectives]
 
 
 @dataclass(eq=False)
@@ -39,6 +39,11 @@ class ParamState:
     @property
     def name(self) -> str:
         return self.assignment.name
+
+    @cached_property
+    def counted(self) -> slice:
+        """Of the rows held here those that this rank contributes to sums over rows."""
+        return self.gradient.shards.counted(self.weight.rank)
 
     @cached_property
     def base_key(self) -> int:

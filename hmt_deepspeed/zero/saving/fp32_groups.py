@@ -41,12 +41,12 @@ def _zeros(zero: ZeroState, numel: int) -> Tensor:
     return torch.zeros(numel) if ssd is None else ssd.scratch(numel)
 
 
-def _whole_master(zero: ZeroState, param_state: ParamState) -> Tensor:
+def _whole_master(param_state: ParamState) -> Tensor:
     """fp32 values of a whole weight, flat, on the device. A collective."""
     weight = param_state.weight
     if isinstance(weight, EncodedWeight):
         return weight.whole_values().view(-1)
-    return whole_flat(param_state, weight.master_values(), zero.collectives)
+    return whole_flat(param_state, weight.master_values())
 
 
 def stage12_groups(zero: ZeroState) -> list[Tensor]:
@@ -67,7 +67,7 @@ def stage12_groups(zero: ZeroState) -> list[Tensor]:
         length = -(-total // (2 * world)) * 2
         begin, own, offset = rank * length, _zeros(zero, length), 0
         for param_state in param_states:
-            whole = _whole_master(zero, param_state)
+            whole = _whole_master(param_state)
             first, last = max(begin, offset), min(begin + length, offset + whole.numel())
             if first < last:
                 own[first - begin : last - begin] = whole[first - offset : last - offset].cpu()

@@ -68,7 +68,9 @@ def hmt_state(
         "policy": zero.basis_groups.policy.state_dict(),
         "matrices": _matrix_states(zero, take),
         "old_bases": zero.bases.old_bases(),
-        "left_moments": zero.bases.history.state(zero.low_rank, take, zero.saves_states),
+        "left_moments": zero.bases.history.state(
+            zero.low_rank, take, zero.settings.stage > 0 or zero.collectives.rank == 0
+        ),
         "dense": _dense_states(zero, take, elsewhere),
         "int8_weights": _int8_weights(zero, take),
         "param_groups": [
@@ -89,16 +91,15 @@ def _group_names(zero: ZeroState) -> list[list[str]]:
 
 
 def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any]:
-    if not zero.saves_states:
-        return {}
     states = {}
-    zero.bases.will_use(zero.low_rank)
-    for param_state in zero.low_rank:
+    saved = list(filter(zero.saves_states_of, zero.low_rank))
+    zero.bases.will_use(saved)
+    for param_state in saved:
         assert param_state.matrix is not None
         with zero.bases.whole(param_state):
             state = param_state.matrix.state_dict()
         by_rows = [k for k in param_state.matrix.settings.rule.row_states if k in state]
-        if zero.collectives.rank > 0:  # the same on every rank: the first one saves it
+        if param_state.gradient.holders.rank > 0:  # the same on every rank: the first one saves it
             state = {k: state[k] for k in by_rows}
         state = {k: take(v) for k, v in state.items()}
         layout = {"rows": list(param_state.matrix.rows), "row_states": by_rows}
@@ -110,10 +111,8 @@ def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any
 def _dense_states(
     zero: ZeroState, take: Callable[[Any], Any], elsewhere: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    if not zero.saves_states:
-        return {}
     states = {}
-    for param_state in zero.param_states:
+    for param_state in filter(zero.saves_states_of, zero.param_states):
         if param_state.dense_state is None:
             continue
         first, second, step = param_state.dense_state
@@ -121,7 +120,7 @@ def _dense_states(
             moments = elsewhere[param_state.name]
         else:
             moments = {"exp_avg": take(first.read()), "exp_avg_sq": take(second.read())}
-        flat = list(param_state.gradient.shards.flat(zero.shard_rank))
+        flat = list(param_state.gradient.shards.flat(param_state.weight.rank))
         states[param_state.name] = {"flat": flat, "step": take(step), **moments}
     return states
 
@@ -190,7 +189,7 @@ def restore_optimizer(zero: ZeroState, saved: SavedState) -> None:
     zero.basis_groups.load_history(saved)
     for param_state in zero.param_states:
         if param_state.dense_state is not None:
-            flat = param_state.gradient.shards.flat(zero.shard_rank)
+            flat = param_state.gradient.shards.flat(param_state.weight.rank)
             first, second, step = saved.dense(param_state.name, flat)
             if isinstance(param_state.weight, HostWeight):
                 param_state.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))

@@ -275,8 +275,8 @@ class Snapshots:
         self, offloaded: Mapping[str, Any], moments: Mapping[str, Any]
     ) -> dict[str, Any]:
         zero, masters = self._zero, {}
-        for param_state in zero.param_states if zero.saves_states else ():
-            flat = list(param_state.gradient.shards.flat(zero.shard_rank))
+        for param_state in filter(zero.saves_states_of, zero.param_states):
+            flat = list(param_state.gradient.shards.flat(param_state.weight.rank))
             part = offloaded.get(param_state.name)
             if part is None:
                 part = {"values": self._stage_weight(param_state)}

@@ -36,7 +36,7 @@ def _on_ssd(zero: ZeroState, masters: bool) -> list[tuple[ParamState, SsdStates]
 def _names(zero: ZeroState, masters: bool) -> dict[Piece, str]:
     """The files' names, within the checkpoint."""
     pieces = [piece for _, states in _on_ssd(zero, masters) for piece in states.pieces]
-    rank = zero.shard_rank
+    rank = zero.collectives.rank
     return {p: f"{FOLDER}/rank_{rank}_{number:06d}.bin" for number, p in enumerate(pieces)}
 
 
