@@ -30,6 +30,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "reduce",
         "reduce_scatter_tensor",
     ),
+    "deepspeed.moe.layer": ("MoE",),
     "deepspeed.ops.adam": ("DeepSpeedCPUAdam",),
     "deepspeed.ops.op_builder": ("AsyncIOBuilder", "CPUAdamBuilder"),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
@@ -63,6 +64,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed.utils.groups": (
         "_TENSOR_MODEL_PARALLEL_GROUP",
         "_get_broadcast_src_rank",
+        "_get_expert_data_parallel_group",
+        "_get_expert_parallel_rank",
         "_get_sequence_data_parallel_group",
     ),
     "deepspeed.utils.timer": ("FORWARD_GLOBAL_TIMER", "SynchronizedWallClockTimer"),

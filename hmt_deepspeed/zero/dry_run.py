@@ -50,6 +50,7 @@ from hmt_deepspeed.zero.parameters.build import (
 )
 from hmt_deepspeed.zero.registration import registered
 from hmt_deepspeed.zero.settings import HostSettings
+from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -244,7 +245,7 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
     named = [(name, param) for name, param, *_ in placed]
     for module in linears_to_encode(model, named, options, None).values():
         quantize(module)
-    param_states = build_param_states(placed, options, settings, model, host)
+    param_states = build_param_states(placed, options, settings, model, ParallelExperts(), host)
     low_rank = [param_state for param_state in param_states if param_state.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)
     groups_of_one = [
@@ -264,7 +265,7 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
         host=host,
         bases=bases,
         low_rank=low_rank,
-        basis_groups=SimpleNamespace(policy=build_policy(groups_of_one, options)),
+        all_basis_groups=[SimpleNamespace(policy=build_policy(groups_of_one, options))],
     )
 
 

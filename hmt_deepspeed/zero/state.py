@@ -17,6 +17,7 @@ from hmt_deepspeed.zero.offload.worker import HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
+from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
 from hmt_deepspeed.zero.sharding.shards import padded
 
 __all__ = ["ZeroState", "whole_flat"]
@@ -29,12 +30,13 @@ class ZeroState:
     Attributes:
         carrier: torch's optimizer, which carries the parameter groups.
         trained: parameters of each group that are trained.
-        param_names: of all parameters of the model.
+        param_names: of all parameters of the model; of experts those among all, see :class:`ParallelExperts`.
         param_states: one for each trained parameter, in the order of the groups.
         options: fields of ``hmt.optimizer``. settings: what the JSON says.
         collectives: of all ranks.
         host: updates what lives in host memory or on an SSD; None where nothing does.
-        bases: stores them between their uses. basis_groups: matrices that share one.
+        bases: stores them between their uses. basis_groups: matrices that share one, of those that all ranks hold.
+        parallel_experts: those that not all hold. expert_groups: as ``basis_groups``, of the matrices that some ranks share.
         loss_scaler: DeepSpeed's.
         step_count: optimizer steps begun, skipped ones included.
     """
@@ -50,12 +52,24 @@ class ZeroState:
     bases: BasisStorage
     basis_groups: BasisGroups
     loss_scaler: Any
+    parallel_experts: ParallelExperts
+    expert_groups: Sequence[BasisGroups]
     step_count: int = 0
 
     @cached_property
     def low_rank(self) -> list[ParamState]:
         """Those with a matrix rule."""
         return [p for p in self.param_states if p.matrix is not None]
+
+    @property
+    def all_basis_groups(self) -> list[BasisGroups]:
+        return [self.basis_groups, *self.expert_groups]
+
+    @cached_property
+    def holders(self) -> list[Collectives]:
+        """Collectives of all ranks, and of those that share some experts with this one; in one order on every rank."""
+        each = (param_state.gradient.holders for param_state in self.param_states)
+        return list(dict.fromkeys([self.collectives, *each]))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

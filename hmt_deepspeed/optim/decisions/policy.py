@@ -390,7 +390,8 @@ class RankPolicy:
             name, own = group[0].name, list(group[0].candidates)
             if name in state["histories"] and candidates.get(name, own) == own:
                 self.histories[name] = RankHistory.from_list(state["histories"][name])
-        self.log_norms = {n: float(v) for n, v in state["log_norms"].items()}
+        norms = state["log_norms"].items()
+        self.log_norms = {name: float(v) for name, v in norms if name in self.histories}
 
 
 def _planned(spectra: Sequence[Spectrum], present: Sequence[int], budget: int) -> Sequence[int]:

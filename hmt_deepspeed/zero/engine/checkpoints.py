@@ -14,6 +14,7 @@ from hmt_deepspeed.zero.saving.client_objects import storable
 from hmt_deepspeed.zero.saving.durable import AtomicCheckpointEngine
 from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.saving.universal import refusal_fields
+from hmt_deepspeed.zero.sharding.parallel_experts import expert_parallel_layers
 from hmt_deepspeed.zero.weights.residency import resident
 
 __all__ = ["CheckpointingEngine"]
@@ -66,6 +67,24 @@ class CheckpointingEngine(InferenceEngine):
         saved = checkpoint.commit(self, save_dir, tag, save_latest)
         self.hmt_metrics.checkpoint_bytes = saved
         return True
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As in DeepSpeed.
+
+        Raises:
+            ValueError: ranks hold different experts, of which DeepSpeed would save the first one's.
+        """
+        if self.hmt_enabled and expert_parallel_layers(self.module):
+            raise ValueError(
+                "save_16bit_model() would save the first rank's experts only, and under their numbers there: ep_size is "
+                "above 1. Use save_checkpoint(), whose files layer_*_expert_* have the weights of every expert."
+            )
+        return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
     def _copy_recovery_script(self, save_path: str) -> None:
         if not self.hmt_enabled:

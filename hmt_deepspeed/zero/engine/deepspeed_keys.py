@@ -242,7 +242,7 @@ KEYS: Mapping[str, Honoured | DeepSpeeds | Refused] = {
         _OFF, "Use ZeRO-3's leaf modules (zero_optimization.leaf_module) for mixtures of experts."
     ),
     "expert_parallel": _OF_REFUSED,
-    "use_data_before_expert_parallelism": DeepSpeeds("its MoE layers, which are refused"),
+    "use_data_before_expert_parallelism": DeepSpeeds("its MoE layers"),
     "pipeline": DeepSpeeds("its pipeline engine, which is refused"),
     "hybrid_engine.enabled": Refused(_OFF, "Train without the hybrid engine."),
     "hybrid_engine": _OF_REFUSED,

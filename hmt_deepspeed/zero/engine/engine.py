@@ -43,6 +43,7 @@ from hmt_deepspeed.zero.engine.selection import hmt_options, listed, trained_par
 from hmt_deepspeed.zero.engine.support import (
     check_activations,
     check_engine,
+    check_moe_layers,
     check_stock_dtypes,
     check_supported,
     check_whole,
@@ -85,6 +86,8 @@ class HMTEngine(TrainingEngine):
         if isinstance(keyword.get("optimizer"), HMT):
             # the engine's optimizer patches and encodes the linears itself
             keyword["optimizer"].close()
+        if self._hmt is not None:
+            check_moe_layers(model, hmt, self._hmt.options, self._hmt.stage)
         if hmt.gives("activations"):
             check_activations(config, hmt, None if self._hmt is None else self._hmt.options)
         keyword["model_parameters"] = listed(keyword.get("model_parameters"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
@@ -163,11 +164,41 @@ def check_whole(model: Any, stage: int) -> None:
         )
 
 
+def check_moe_layers(model: nn.Module, hmt: HMTConfig, options: dict[str, Any], stage: int) -> None:
+    """Refuse what does not know that ranks may hold different experts.
+
+    Args:
+        model: of the user. options: fields of ``hmt.optimizer``. stage: of ZeRO.
+
+    Raises:
+        ValueError: the model has DeepSpeed's MoE layers, and the JSON asks for something that they are not tested with.
+    """
+    name = next((name for name, module in model.named_modules() if isinstance(module, MoE)), None)
+    if name is None:
+        return
+    given = f"but {name or 'the model'} is a DeepSpeed MoE layer"
+    if stage == 3:
+        raise ValueError(
+            f"zero_optimization.stage is 3, {given}: legal are 0, 1 and 2, as with DeepSpeed's own optimizers. Lower the "
+            "stage, or train a mixture that is a leaf module (zero_optimization.leaf_module)."
+        )
+    if options["weight_dtype"] == "int8":
+        raise ValueError(
+            f'hmt.optimizer.weight_dtype is "int8", {given}: legal is "auto". DeepSpeed gives all ranks the first one\'s '
+            "weights as they are encoded, but ranks hold different experts. Remove the key."
+        )
+    for section in ("activations", "fpdt", "basis_cache", "snapshot"):
+        if hmt.gives(section):
+            raise ValueError(
+                f"hmt.{section} is given, {given}: legal is hmt.optimizer alone. Remove the section."
+            )
+
+
 def check_engine(engine: Any) -> None:
     """Refuse what shows only once the engine has looked at the model and the process groups.
 
     Raises:
-        ValueError: experts, embeddings with sparse gradients, model or sequence parallelism, parameters
+        ValueError: embeddings with sparse gradients, model or sequence parallelism, parameters
             that DeepSpeed cannot swap.
     """
     for name, module in engine.module.named_modules():
@@ -176,11 +207,6 @@ def check_engine(engine: Any) -> None:
                 f"{name or 'the model'} is an embedding with sparse=True, legal with HMT is False: "
                 "gradients are reduced dense. Build it with sparse=False."
             )
-    if engine.has_moe_layers:
-        raise ValueError(
-            "the model has DeepSpeed MoE layers, whose experts are reduced over groups of their own; HMT "
-            "reduces over all data-parallel ranks. Train it without the hmt block."
-        )
     for name, size in (
         ("model parallel", engine.mp_world_size),
         ("sequence parallel", engine.sequence_parallel_size),

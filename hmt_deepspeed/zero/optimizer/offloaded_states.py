@@ -187,7 +187,8 @@ class OffloadedStates:
         ]
         for columns in {id(matrix.columns): matrix.columns for matrix in matrices}.values():
             columns.move(place)
-        optimizer.zero.basis_groups.shared.move(place)
+        for groups in optimizer.zero.all_basis_groups:
+            groups.shared.move(place)
 
     def _move_gradients(self, place: Place) -> None:
         for param_state in self._optimizer.zero.param_states:

@@ -28,6 +28,7 @@ from hmt_deepspeed.zero.bases.cache import build_bases
 from hmt_deepspeed.zero.bases.groups import BasisGroups
 from hmt_deepspeed.zero.bases.leaves import mark_leaves, shared_inputs
 from hmt_deepspeed.zero.bases.refresh import BasisRefresh
+from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.gradients.hooks import goes_on_to_any, register_gradient_hooks
 from hmt_deepspeed.zero.gradients.reducer import GradientReducer
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -45,6 +46,7 @@ from hmt_deepspeed.zero.saving.optimizer_state import optimizer_state, restore_o
 from hmt_deepspeed.zero.saving.saved_state import SavedState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
+from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts, expert_parallel_layers
 from hmt_deepspeed.zero.state import ZeroState
 from hmt_deepspeed.zero.weights.residency import detach_coordinator, refuse_transforms
 
@@ -82,7 +84,10 @@ class HMTZeroOptimizer(OptimizerInterface):
         uneven_leaves: bool = True,
     ) -> None:
         super().__init__(optimizer, settings, loss_scaler)
-        self.module, self.param_names = model, param_names
+        self.module, self._parallel_experts = model, ParallelExperts(expert_parallel_layers(model))
+        self.param_names = {
+            param: self._parallel_experts.name(name) for param, name in param_names.items()
+        }
         self.dp_process_group = group
         self.collectives = Collectives(group, settings.overlap)
         self.parameter_offload = parameter_offload
@@ -106,16 +111,22 @@ class HMTZeroOptimizer(OptimizerInterface):
         if self.parameter_offload is not None:
             self._undo.callback(detach_coordinator, self.parameter_offload)
         host = self._host_worker()
-        param_states = build_param_states(self._placed(), options, settings, self.module, host)
+        placed = self._placed()
+        param_states = build_param_states(
+            placed, options, settings, self.module, self._parallel_experts, host
+        )
         low_rank = [p for p in param_states if p.matrix is not None]
-        schedule = build_schedule(low_rank, options, settings.accumulate_dtype)
         uneven = uneven_leaves and self.parameter_offload is not None and collectives.world > 1
         leaves = mark_leaves(param_states) if uneven else []
         bases = build_bases(collectives, settings.stage, settings.cache, low_rank)
         self._undo.callback(bases.close)
-        shared = shared_inputs(low_rank, bases)
-        self._patch(low_rank, shared)
-        refresh = BasisRefresh(low_rank, bases, collectives)
+        apart = dict.fromkeys(holders for *_, holders in placed if holders is not collectives)
+        groups, *of_experts = [
+            self._basis_groups(
+                [p for p in low_rank if p.gradient.holders is holders], holders, bases, options
+            )
+            for holders in (collectives, *apart)
+        ]
         self.zero = ZeroState(
             self.optimizer,
             self.round_robin_bit16_groups,
@@ -126,10 +137,10 @@ class HMTZeroOptimizer(OptimizerInterface):
             collectives,
             host,
             bases,
-            BasisGroups(
-                low_rank, schedule, bases, shared, refresh, collectives, options, self._warn
-            ),
+            groups,
             self.loss_scaler,
+            self._parallel_experts,
+            of_experts,
         )
         self._compose(leaves)
         self.offloaded = OffloadedStates(self)
@@ -140,10 +151,11 @@ class HMTZeroOptimizer(OptimizerInterface):
             self._warn(text)
 
     def _placed(self) -> list[Placed]:
-        """Every trained parameter with its name and its group."""
+        """Every trained parameter with its name, its group and its holders."""
         groups = zip(self.optimizer.param_groups, self.round_robin_bit16_groups, strict=True)
+        of_experts = self._parallel_experts.holders(self.collectives)
         return [
-            (self.param_names[p], p, group, self.collectives)
+            (self.param_names[p], p, group, of_experts.get(p, self.collectives))
             for group, params in groups
             for p in params
         ]
@@ -158,9 +170,25 @@ class HMTZeroOptimizer(OptimizerInterface):
         self._undo.callback(worker.close)
         return worker
 
+    def _basis_groups(
+        self,
+        low_rank: list[ParamState],
+        holders: Collectives,
+        bases: BasisStorage,
+        options: dict[str, Any],
+    ) -> BasisGroups:
+        """Groups of the matrices that some ranks hold, which refresh among themselves."""
+        schedule = build_schedule(low_rank, options, self.settings.accumulate_dtype)
+        shared = shared_inputs(low_rank, bases)
+        self._patch(low_rank, shared)
+        refresh = BasisRefresh(low_rank, bases, holders)
+        return BasisGroups(low_rank, schedule, bases, shared, refresh, holders, options, self._warn)
+
     def _patch(self, low_rank: list[ParamState], shared: SharedInputs) -> None:
         """Give the model's low-rank linears the projected backward."""
-        modules = linear_weights(self.module)
+        modules = {
+            self._parallel_experts.name(n): m for n, m in linear_weights(self.module).items()
+        }
         for param_state in low_rank:
             if param_state.gradient.linear is not None:
                 module = modules[param_state.name]
@@ -205,7 +233,8 @@ class HMTZeroOptimizer(OptimizerInterface):
 
     def _begin_window(self) -> None:
         """Open the accumulation window of the coming step."""
-        self.zero.basis_groups.begin_window(self.zero.step_count)
+        for groups in self.zero.all_basis_groups:
+            groups.begin_window(self.zero.step_count)
         self._step.make_room()
         self.reducer.plan()
 
@@ -255,7 +284,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         scale, checked, overflow = self.loss_scale, self.settings.check_overflow, None
         if checked and self._needs_the_host():
             checked, overflow = False, self._step.overflow()
-        if self.zero.basis_groups.refresh(self.zero.step_count, overflow):
+        if self._refresh(overflow):
             self._take(scale, checked)
         else:
             self._conclude(True, scale)
@@ -263,12 +292,23 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.zero.step_count += 1
         self._begin_window()
         self.partitions.gather_persistent()
-        self.communication_bytes = self.collectives.reset_counter()
+        self.communication_bytes = sum(c.reset_counter() for c in self.zero.holders)
+
+    def _refresh(self, overflow: Tensor | None) -> bool:
+        """Find the bases that are due, if ``overflow`` is 0 or None; whether the step is taken."""
+        for groups in self.zero.all_basis_groups:
+            if not groups.refresh(self.zero.step_count, overflow):
+                return False
+            overflow = None  # the first have read it
+        return True
 
     def _needs_the_host(self) -> bool:
-        """Whether the host must know that a step is taken: it is to find bases, or updates states of its own."""
+        """Whether the host must know that a step is taken: it is to find bases, or updates states of its own. With experts
+        always: their bases are found when the ranks that hold them see fit."""
         states = self.zero.param_states
-        return any(p.gradient.refreshing or isinstance(p.weight, HostWeight) for p in states)
+        return bool(self.zero.expert_groups) or any(
+            p.gradient.refreshing or isinstance(p.weight, HostWeight) for p in states
+        )
 
     def _take(self, scale: float, checked: bool) -> None:
         """A step, which the device skips where gradients, whose losses had the scale, are ``checked`` and not finite."""
@@ -331,7 +371,8 @@ class HMTZeroOptimizer(OptimizerInterface):
     def forget_moved(self) -> None:
         """Give back the memory of states and bases that have moved elsewhere."""
         self._step.forget_states()
-        self.zero.basis_groups.forget_columns()
+        for groups in self.zero.all_basis_groups:
+            groups.forget_columns()
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters of stage 3."""

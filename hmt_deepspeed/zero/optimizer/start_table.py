@@ -105,11 +105,16 @@ def describe(zero: ZeroState) -> str:
 
 def _budget(zero: ZeroState) -> list[str]:
     """Bytes that the ranks may take together and those that they take; on all ranks of the job, as the rule counts."""
-    policy = zero.basis_groups.policy
-    if policy.rank_budget is None:
-        return []
-    most, taken = format_bytes(policy.rank_budget), format_bytes(policy.taken_bytes())
-    return [f"rank_budget: moments and bases may take {most} on all ranks, {taken} now"]
+    found = []
+    for number, groups in enumerate(zero.all_basis_groups):
+        budget = groups.policy.rank_budget
+        if budget is not None:
+            whose = " of experts" if number else ""
+            most, now = format_bytes(budget), format_bytes(groups.policy.taken_bytes())
+            found.append(
+                f"rank_budget: moments and bases{whose} may take {most} on all ranks, {now} now"
+            )
+    return found
 
 
 def _wrapped(words: Iterable[str]) -> str:

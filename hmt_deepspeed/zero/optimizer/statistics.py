@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,16 +52,22 @@ def stock_communication_bytes(zero: ZeroState, low_rank_only: bool = False) -> i
     Args:
         zero: states of the optimizer. low_rank_only: count the parameters with a matrix rule only.
     """
-    settings, world = zero.settings, zero.collectives.world
+    settings = zero.settings
     gradient_size = _size(settings.comm_dtype)
     weight_size = _size(settings.model_dtype)
     param_states = zero.low_rank if low_rank_only else zero.param_states
-    numel = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
+    sizes = Counter[int]()  # by the number of ranks that share them
+    for p in param_states:
+        sizes[p.gradient.holders.world] += p.gradient.shards.m * p.gradient.shards.n
     if settings.stage == 0:
-        return reduce_bytes(numel * gradient_size, world)
+        return sum(reduce_bytes(numel * gradient_size, world) for world, numel in sizes.items())
     rounds = settings.micro_batches if settings.stage >= 2 else 1
-    sent = rounds * gather_bytes(numel * gradient_size, world)
-    return sent + (gather_bytes(numel * weight_size, world) if settings.stage < 3 else 0)
+    weight_size = weight_size if settings.stage < 3 else 0
+    return sum(
+        rounds * gather_bytes(numel * gradient_size, world)
+        + gather_bytes(numel * weight_size, world)
+        for world, numel in sizes.items()
+    )
 
 
 def measure(zero: ZeroState, gradient_buffer_bytes: int, communication_bytes: int) -> Measured:

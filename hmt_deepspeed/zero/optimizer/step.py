@@ -48,7 +48,7 @@ class ZeroStep:
         self.param_states, self.order = zero.param_states, order
         self.collectives, self.bases, self.host = zero.collectives, zero.bases, zero.host
         self.settings, self._zero = zero.settings, zero
-        self._holders = list(dict.fromkeys(p.gradient.holders for p in self.param_states))
+        self._holders = zero.holders
         self._device = self.param_states[0].weight.device
         self._stacks, self._numbers = Stacks(), StepNumbers()
         in_order = [self.param_states[place] for place in order]
@@ -57,6 +57,10 @@ class ZeroStep:
         self._dense = [p for p in in_order if p.matrix is None]
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self._all = [p.name for p in self.param_states]
+        self._counted_here: Tensor | None = None  # of experts each by the first rank that holds it
+        if len(self._holders) > 1:
+            first = [p.gradient.holders.rank == 0 for p in self.param_states]
+            self._counted_here = torch.tensor(first, device=self._device)
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
         # what the overflow decision has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
@@ -99,7 +103,8 @@ class ZeroStep:
         """Estimated ``||G||`` over all parameters, the factor that unscales and clips, and whether the step is taken.
 
         Args:
-            parts: of :meth:`parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip the step.
+            parts: of :meth:`parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip
+                the step; not with experts that not all ranks hold, of which the host asks :meth:`overflow`.
 
         Returns:
             The norm without the loss scale and the factor, 0-dim fp32, the latter 0 in a step that is skipped; and
@@ -121,7 +126,11 @@ class ZeroStep:
             norms.append(squares)
             names += [p.name for p in dense]
         # summed in an order that does not depend on which of them step together
-        norm = self._in_order(torch.cat(norms), names, self._all).sum().sqrt() / scale
+        squares = self._in_order(torch.cat(norms), names, self._all)
+        if self._counted_here is not None:
+            squares = torch.where(self._counted_here, squares, 0.0).sum()
+            self.collectives.all_reduce(squares)
+        norm = squares.sum().sqrt() / scale
         factor = torch.full((), 1.0 / scale, device=self._device)
         if self.settings.clip > 0:
             factor = factor / ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)

@@ -30,6 +30,7 @@ from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.offload.worker import HostGradient, HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
 from hmt_deepspeed.zero.settings import ZeroSettings
+from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
 from hmt_deepspeed.zero.sharding.shards import RowShards, whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
@@ -57,7 +58,7 @@ def linears_to_encode(
         return {}
     modules = linear_weights(model)
     found = {}
-    for assignment in _assignments(trained, options, model):
+    for assignment in _assignments(trained, options, model, ParallelExperts()):
         module = modules.get(assignment.name)
         # tied ones are refused below
         linear = _linear(assignment, modules, {}, options["projected_backward"])
@@ -72,20 +73,22 @@ def build_param_states(
     options: Mapping[str, Any],
     settings: ZeroSettings,
     model: nn.Module,
+    experts: ParallelExperts,
     worker: HostWorker | None = None,
 ) -> list[ParamState]:
     """One for each trainable parameter, in the order of the parameter groups.
 
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``. settings: what the JSON says.
-        model: with the linears of :func:`linears_to_encode` in INT8.
+        model: with the linears of :func:`linears_to_encode` in INT8. experts: of it, whose names ``placed`` has.
         worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
         ValueError: options that cannot be honoured for these parameters.
     """
-    modules, tied = linear_weights(model), tied_weights(model)
-    assignments = _assignments([(name, p) for name, p, *_ in placed], options, model)
+    modules = {experts.name(name): module for name, module in linear_weights(model).items()}
+    tied = tied_weights(model)
+    assignments = _assignments([(name, p) for name, p, *_ in placed], options, model, experts)
     param_states = []
     for index, (assignment, (name, param, group, holders)) in enumerate(
         zip(assignments, placed, strict=True)
@@ -132,15 +135,24 @@ def _assignments(
     trained: Iterable[tuple[str, nn.Parameter]],
     options: Mapping[str, Any],
     model: nn.Module,
+    experts: ParallelExperts,
 ) -> list[Assignment]:
-    return assign_rules(
-        [(name, whole_shape(p)) for name, p in trained],
+    """Rules of parameters, chosen among all experts: so ranks accept and refuse the same patterns."""
+    trained = list(trained)
+    assigned = assign_rules(
+        [(other, whole_shape(p)) for name, p in trained for other in experts.everywhere(name)],
         settings=matrix_settings(options),
         module_rules=module_rules(options),
         target_modules=options["target_modules"],
-        linear_names=linear_weights(model),
+        linear_names={
+            other
+            for name in linear_weights(model)
+            for other in experts.everywhere(experts.name(name))
+        },
         head_names=head_weights(model),
     )
+    by_name = {assignment.name: assignment for assignment in assigned}
+    return [by_name[name] for name, _ in trained]
 
 
 def _host_weight(

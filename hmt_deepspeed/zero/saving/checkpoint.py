@@ -275,7 +275,13 @@ def _newest_whole(load_dir: str, tag: str | None) -> str | None:
 
 def _restore_weights(engine: Engine, saved: SavedState, strict: bool) -> None:
     zero: ZeroState = engine.optimizer.zero
-    saved.check_same_model({p.name: whole_shape(p.gradient.param) for p in zero.param_states})
+    saved.check_same_model(
+        {
+            name: whole_shape(p.gradient.param)
+            for p in zero.param_states
+            for name in zero.parallel_experts.everywhere(p.name)
+        }
+    )
     for param_state in zero.param_states:
         codes = saved.int8_weight(param_state.name)
         if isinstance(param_state.weight, EncodedWeight) and codes is not None:
@@ -284,7 +290,7 @@ def _restore_weights(engine: Engine, saved: SavedState, strict: bool) -> None:
             param_state.weight.set_whole(saved.master(param_state.name))
     trained = {id(p.gradient.param) for p in zero.param_states}
     with torch.no_grad():
-        for param, name in engine.param_names.items():
+        for param, name in zero.param_names.items():
             if id(param) in trained or not (strict or saved.holds_frozen(name)):
                 continue
             flat = saved.frozen(name).reshape(-1)

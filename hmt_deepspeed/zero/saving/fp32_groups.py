@@ -63,6 +63,8 @@ def stage12_groups(zero: ZeroState) -> list[Tensor]:
     groups = []
     for params in zero.trained:
         param_states = [by_param[p] for p in params]
+        # experts that not all ranks hold are saved by name
+        param_states = [p for p in param_states if p.gradient.holders is zero.collectives]
         total = sum(p.gradient.shards.m * p.gradient.shards.n for p in param_states)
         length = -(-total // (2 * world)) * 2
         begin, own, offset = rank * length, _zeros(zero, length), 0

@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from hmt_deepspeed.zero.bases.groups import BasisGroups
 from hmt_deepspeed.zero.offload.states import MOMENTS
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.saving.client_objects import original, plain_numbers, storable
@@ -40,8 +41,22 @@ def optimizer_state(zero: ZeroState) -> dict[str, Any]:
         state["fp32_flat_groups"] = stage3_groups(zero)
     else:
         state["single_partition_of_fp32_groups"] = stage12_groups(zero)
+        if zero.expert_groups:
+            state["masters"] = _masters_of_experts(zero)
     state["hmt"] = hmt_state(zero, _to_cpu, describe_files(zero))
     return state
+
+
+def _masters_of_experts(zero: ZeroState) -> dict[str, dict[str, Any]]:
+    """Flat fp32 values held here of experts that not all ranks hold, for which ``zero_to_fp32.py`` has no place."""
+    return {
+        p.name: {
+            "flat": list(p.weight.shards.flat(p.weight.rank)),
+            "values": _to_cpu(p.weight.master_values()),
+        }
+        for p in filter(zero.saves_states_of, zero.param_states)
+        if p.gradient.holders is not zero.collectives
+    }
 
 
 def hmt_state(
@@ -62,10 +77,10 @@ def hmt_state(
         "shapes": {p.name: list(whole_shape(p.gradient.param)) for p in zero.param_states},
         "step_count": zero.step_count,
         "schedule": _schedule_state(zero),
-        "shared_inputs": zero.basis_groups.shared.groups(),
-        "settled": zero.basis_groups.shared.observed,
+        "shared_inputs": [g for groups in zero.all_basis_groups for g in groups.shared.groups()],
+        "settled": all(groups.shared.observed for groups in zero.all_basis_groups),
         "rules": {p.name: p.assignment.layout for p in zero.param_states},
-        "policy": zero.basis_groups.policy.state_dict(),
+        "policy": _policy_state(zero),
         "matrices": _matrix_states(zero, take),
         "old_bases": zero.bases.old_bases(),
         "left_moments": zero.bases.history.state(
@@ -86,8 +101,14 @@ def hmt_state(
     }
 
 
-def _group_names(zero: ZeroState) -> list[list[str]]:
-    return [[zero.param_names[p] for p in g] for g in zero.trained]
+def _group_names(zero: ZeroState, everywhere: bool = False) -> list[list[str]]:
+    """Names of each group's parameters, of experts those of this rank, or those ``everywhere``."""
+    names = [[zero.param_names[p] for p in g] for g in zero.trained]
+    return (
+        [[n for name in g for n in zero.parallel_experts.everywhere(name)] for g in names]
+        if everywhere
+        else names
+    )
 
 
 def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any]:
@@ -135,9 +156,20 @@ def _int8_weights(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, dict
 
 
 def _schedule_state(zero: ZeroState) -> dict[str, list[int]]:
-    schedule = zero.basis_groups.schedule
-    times = zip(schedule.next_refresh, schedule.num_refreshes, strict=True)
-    return {p.name: list(t) for p, t in zip(zero.low_rank, times, strict=True)}
+    found: dict[str, list[int]] = {}
+    for groups in zero.all_basis_groups:
+        schedule = groups.schedule
+        times = zip(schedule.next_refresh, schedule.num_refreshes, strict=True)
+        found |= {p.name: list(t) for p, t in zip(groups.low_rank, times, strict=True)}
+    return found
+
+
+def _policy_state(zero: ZeroState) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for groups in zero.all_basis_groups:
+        for key, by_name in groups.policy.state_dict().items():
+            found.setdefault(key, {}).update(by_name)
+    return found
 
 
 def _scaler_state(scaler: Any) -> dict[str, Any]:
@@ -168,25 +200,19 @@ def restore_optimizer(zero: ZeroState, saved: SavedState) -> None:
     """
     hmt = saved.hmt
     saved.check_same_rules({p.name: p.assignment.layout for p in zero.param_states})
-    saved.check_same_groups(_group_names(zero))
+    saved.check_same_groups(_group_names(zero, everywhere=True))
     zero.step_count = hmt["step_count"]
-    zero.basis_groups.shared.restore(hmt["shared_inputs"], hmt["settled"])
+    for groups in zero.all_basis_groups:
+        groups.shared.restore(hmt["shared_inputs"], hmt["settled"])
     for param_state in zero.param_states:
         zero.bases.forget(param_state)
     for group, values in zip(zero.param_groups, hmt["param_groups"], strict=True):
-        group.update({key: original(value) for key, value in values.items()})
-    for place, param_state in enumerate(zero.low_rank):
-        assert param_state.matrix is not None
-        param_state.matrix.load_state_dict(saved.matrix(param_state.name, param_state.matrix.rows))
-        times = hmt["schedule"][param_state.name]
-        (
-            zero.basis_groups.schedule.next_refresh[place],
-            zero.basis_groups.schedule.num_refreshes[place],
-        ) = times
-    zero.basis_groups.form()  # this config's: moments of bases that it shares are rotated into the leader's
-    zero.basis_groups.policy.load_state_dict(hmt["policy"])
-    zero.basis_groups.load_old_bases(saved.old_bases())
-    zero.basis_groups.load_history(saved)
+        name = (
+            {"name": group["name"]} if group.get("moe") else {}
+        )  # of these ranks' group of experts
+        group.update({key: original(value) for key, value in values.items()} | name)
+    for groups in zero.all_basis_groups:
+        _restore_groups(groups, saved)
     for param_state in zero.param_states:
         if param_state.dense_state is not None:
             flat = param_state.gradient.shards.flat(param_state.weight.rank)
@@ -205,3 +231,16 @@ def restore_optimizer(zero: ZeroState, saved: SavedState) -> None:
         torch.set_rng_state(rng["cpu"])
         if "device" in rng:
             get_accelerator().set_rng_state(rng["device"])
+
+
+def _restore_groups(groups: BasisGroups, saved: SavedState) -> None:
+    """States of the matrices of some groups, when they refresh, and their ranks so far."""
+    for place, param_state in enumerate(groups.low_rank):
+        assert param_state.matrix is not None
+        param_state.matrix.load_state_dict(saved.matrix(param_state.name, param_state.matrix.rows))
+        times = saved.hmt["schedule"][param_state.name]
+        groups.schedule.next_refresh[place], groups.schedule.num_refreshes[place] = times
+    groups.form()  # this config's: moments of bases that it shares are rotated into the leader's
+    groups.policy.load_state_dict(saved.hmt["policy"])
+    groups.load_old_bases(saved.old_bases())
+    groups.load_history(saved)

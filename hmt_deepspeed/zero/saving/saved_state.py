@@ -38,7 +38,35 @@ def _by_rank(folder: str, kind: str) -> list[str]:
         found = re.search(r"zero_pp_rank_(\d+)", os.path.basename(path))
         return int(found.group(1)) if found else -1
 
-    return sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt")), key=rank)
+    files = glob.glob(os.path.join(glob.escape(folder), f"*_{kind}_states.pt"))
+    return sorted((path for path in files if not _is_of_expert(path)), key=rank)
+
+
+def _is_of_expert(path: str) -> bool:
+    """Whether it is one of the files that DeepSpeed writes of the weights of single experts."""
+    return re.match(r"layer_\d+_expert_\d+_", os.path.basename(path)) is not None
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's part, with what the others alone have saved by name: of experts that it does not hold."""
+    first = parts[0]
+    if all(part["shapes"].keys() == first["shapes"].keys() for part in parts):
+        return first
+
+    def by_name(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for part in reversed(values) for name, value in part.items()}
+
+    named = ("shapes", "schedule", "rules", "matrices", "dense")
+    return {
+        **first,
+        **{key: by_name([part[key] for part in parts]) for key in named},
+        "policy": {key: by_name([p["policy"][key] for p in parts]) for key in first["policy"]},
+        "shared_inputs": [g for p in parts for g in p["shared_inputs"]],
+        "groups": [
+            list(dict.fromkeys(name for names in group for name in names))
+            for group in zip(*(part["groups"] for part in parts), strict=True)
+        ],
+    }
 
 
 def _made(value: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -72,7 +100,7 @@ class SavedState:
         ValueError: files of some ranks are missing.
 
     Attributes:
-        hmt: our part of the first rank's optimizer state.
+        hmt: our part of the first rank's optimizer state; what is there by name, of all ranks.
         model_state: DeepSpeed's model-state file of the first rank.
     """
 
@@ -81,7 +109,7 @@ class SavedState:
         files = map(read_state, _by_rank(folder, "optim"))
         self._optimizer = [file["optimizer_state_dict"] for file in files]
         self._models = [read_state(path) for path in self.model_paths(folder)]
-        self.hmt: dict[str, Any] = self._optimizer[0]["hmt"]
+        self.hmt = _merged([state["hmt"] for state in self._optimizer])
         self.model_state = self._models[0]
         if len(self._optimizer) != self.hmt["world"]:
             raise ValueError(
@@ -146,8 +174,8 @@ class SavedState:
 
     def master(self, name: str) -> Tensor:
         """Whole weight of a trainable parameter, flat fp32 on the host."""
-        if "masters" in self._optimizer[0]:
-            return self._master_of_snapshot(name)
+        if name in self._by_name:
+            return self._master_by_name(name)
         if "fp32_flat_groups" in self._optimizer[0]:
             return self._master_stage3(name)
         return self._master_stage12(name)
@@ -157,10 +185,15 @@ class SavedState:
         found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
         return found
 
-    def _master_of_snapshot(self, name: str) -> Tensor:
+    @cached_property
+    def _by_name(self) -> set[str]:
+        """Parameters of which ranks have saved masters by name: all in a snapshot, else experts."""
+        return {name for state in self._optimizer for name in state.get("masters", {})}
+
+    def _master_by_name(self, name: str) -> Tensor:
         whole = torch.empty(self._numel(name))
         for state in self._optimizer:
-            part = state["masters"].get(name)
+            part = state.get("masters", {}).get(name)
             if part is None:
                 continue
             if "pieces" in part:
@@ -173,7 +206,8 @@ class SavedState:
     def _place(self, name: str) -> tuple[int, list[str]]:
         for index, names in enumerate(self.hmt["groups"]):
             if name in names:
-                return index, names[: names.index(name)]
+                before = names[: names.index(name)]
+                return index, [other for other in before if other not in self._by_name]
         raise KeyError(name)
 
     def _numel(self, name: str) -> int:
@@ -203,7 +237,9 @@ class SavedState:
     def holds_frozen(self, name: str) -> bool:
         """Whether the weight of a parameter that is not trained was saved."""
         fragments = self.model_state.get("frozen_param_fragments") or {}
-        return name in fragments or name in (self.model_state["module"] or {})
+        return any(
+            name in held for held in (fragments, self.model_state["module"] or {}, self._experts)
+        )
 
     def frozen(self, name: str) -> Tensor:
         """Whole weight of a parameter that is not trained, any shape.
@@ -217,6 +253,8 @@ class SavedState:
                 "exclude_frozen_parameters. Pass load_module_strict=False to keep the model's own."
             )
         fragments = self.model_state.get("frozen_param_fragments") or {}
+        if name in self._experts:
+            return self._experts[name]
         if name not in fragments:
             return self.model_state["module"][name]
         shape = self.model_state["frozen_param_shapes"][name]
@@ -317,6 +355,15 @@ class SavedState:
                 values[begin:end] = columns[key]
         first, second = (values[flat[0] : flat[1]] for values in whole.values())
         return first, second, torch.as_tensor(self.hmt["dense"][name]["step"])
+
+    @cached_property
+    def _experts(self) -> dict[str, Tensor]:
+        """Weights of experts in files of their own, by name among all experts."""
+        files = filter(_is_of_expert, sorted(os.listdir(self.folder)))
+        found: dict[str, Tensor] = {}
+        for name in files:
+            found |= read_state(os.path.join(self.folder, name))
+        return found
 
     @cached_property
     def _files(self) -> dict[str, Any]:

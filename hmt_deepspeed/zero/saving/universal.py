@@ -2,7 +2,8 @@
 
 It runs without any code of ours, and wants flat moments of full size where ours are low-rank. So the model files
 carry, in a field that it checks before it converts and quotes when it refuses, what to use instead. Nobody else reads
-these fields of a model without DeepSpeed's expert layers, which HMT refuses: not ``zero_to_fp32.py``, nor any loading.
+these fields where HMT writes them: not ``zero_to_fp32.py``, nor any loading. Those of stage 3 are for models without
+DeepSpeed's expert layers, which have no stage 3.
 """
 
 from __future__ import annotations

@@ -239,7 +239,12 @@ def refused_otherwise() -> dict[str, str]:
     found["pipeline"] = _error(lambda: make_engine(config, pipeline))
     model = tiny_llama(layers=1)
     experts = nn.ModuleDict({"llama": model, "moe": MoE(8, Expert(), num_experts=2)})
-    found["experts"] = _error(lambda: make_engine(ds_config(2, {}), experts))
+    found["experts"] = _error(lambda: make_engine(ds_config(3, {}), experts))
+    encoded = ds_config(1, {"weight_dtype": "int8"})
+    found["int8 experts"] = _error(lambda: make_engine(encoded, experts))
+    snapshots = ds_config(1, {})
+    snapshots["hmt"]["snapshot"] = {"path": "/tmp", "interval": 1}
+    found["experts in snapshots"] = _error(lambda: make_engine(snapshots, experts))
     client = torch.optim.AdamW(model.parameters())
     plain = ds_config(2, {})
     del plain["optimizer"]
@@ -304,8 +309,10 @@ def test_what_the_json_cannot_tell_is_refused(ranks: Ranks) -> None:
     assert "module_rules" in found["conv1d"]
     assert "PipelineEngine" in found["pipeline"]
     assert "ZeRO-3" in found["pipeline"]
-    assert "MoE" in found["experts"]
-    assert "without the hmt block" in found["experts"]
+    assert "zero_optimization.stage is 3, but moe is a DeepSpeed MoE layer" in found["experts"]
+    assert "legal are 0, 1 and 2" in found["experts"]
+    assert 'hmt.optimizer.weight_dtype is "int8", but moe' in found["int8 experts"]
+    assert "hmt.snapshot is given, but moe" in found["experts in snapshots"]
     assert "'AdamW'" in found["client adamw"]
     assert "options of its own" in found["options twice"]
     assert found["client hmt"] == "accepted"
