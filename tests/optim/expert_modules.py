@@ -48,7 +48,12 @@ def experts(dtype=torch.float64, implementation="batched_mm", **how):
             raise NotImplementedError
 
     torch.manual_seed(0)
-    return Experts(SimpleNamespace(_experts_implementation=implementation)).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Experts(SimpleNamespace(_experts_implementation=implementation))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def routes(tokens, top_k, seed=0, dtype=torch.float64, of=E):

@@ -1,0 +1,45 @@
+"""Projected backwards of experts on a device that is not there: nobody waits for it, and launches do not grow with
+the number of experts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Launches of forward and backward of one module, by how gradients are found and whether experts have biases: those of
+# autograd, and budgets that may only fall. Beside autograd's are the product X B, the gate computed again and products
+# with routing weights; two are of Triton.
+LAUNCHES = {
+    (None, False): (16, 25),
+    ("shared", False): (16, 34),
+    ("own", False): (18, 30),
+    (None, True): (20, 29),
+    ("shared", True): (26, 49),
+    ("own", True): (28, 45),
+}
+
+
+def test_launches_do_not_grow_with_experts_and_nobody_waits() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("count_experts.py"))],
+        env={k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    counted = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {n for _, _, n, _ in counted} == {8, 64}
+    for basis, biases, _, phases in counted:
+        found = tuple(phases[phase]["launches"] for phase in ("forward", "backward"))
+        budget = LAUNCHES[basis, biases]
+        assert all(n <= most for n, most in zip(found, budget, strict=True)), (basis, biases, found)
+        for phase in phases.values():
+            assert phase["waits"] == phase["unpinned"] == 0
+        assert phases["backward"]["triton"] == (0 if basis is None else 2)
+    assert len(counted) == 2 * len(LAUNCHES)
