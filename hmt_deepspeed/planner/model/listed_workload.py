@@ -66,7 +66,9 @@ class _Given:
         queries = length.of(self.seq_length)
         channels = work.activations + work.norms + work.centred_norms
         for product in work.products:
-            channels += 0 if product.shares_input or product.name in freed else product.inputs
+            # what attention puts out, the fused op keeps too
+            is_kept = product.name not in freed or (product.place == "out" and not self.shape.eager)
+            channels += product.inputs if is_kept and not product.shares_input else 0
             channels += product.outputs if product.keeps_output(freed) else 0
         nbytes = channels * self.itemsize + FP32 * work.norms
         for op in work.attentions:

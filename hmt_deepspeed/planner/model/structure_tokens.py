@@ -26,6 +26,9 @@ __all__ = ["TokenReader"]
 # Linears that read what attention put out, and not the stream beside the queries.
 _BACK = re.compile(r"o|wo|out|o_proj|out_proj|c_proj|proj|dense|out_lin|to_out")
 
+# A norm of queries or keys, whose projection bears the same letter.
+_OF_HEADS = re.compile(r"([qk])_(?:layer)?norm")
+
 
 class TokenReader:
     """Reads the work per token of one model.
@@ -64,7 +67,7 @@ class TokenReader:
                 if product.place == "out" and any(p.place == "up" for p in products):
                     product = replace(product, place="mlp_out")
                 products.append(replace(product, shares_input=shared))
-            channels = norm_channels(inner)
+            channels = norm_channels(inner) * self._heads(key, inner, products)
             norms += 0 if isinstance(inner, nn.LayerNorm | nn.GroupNorm) else channels
             centred += channels if isinstance(inner, nn.LayerNorm | nn.GroupNorm) else 0
         for key, inner in attentions(module):
@@ -75,6 +78,17 @@ class TokenReader:
         activations += downs if ups >= 2 * downs else 0
         activations += sum(p.outputs / 2 for p in products if p.name.endswith("gate_up_proj"))
         return Tokens(tuple(products), tuple(ops), activations, norms, centred)
+
+    @staticmethod
+    def _heads(key: str, norm: nn.Module, products: list[Product]) -> int:
+        """Times that a norm's channels are in what it reads: of a head's norm as many as its projection has heads."""
+        path, _, name = key.rpartition(".")
+        found = _OF_HEADS.fullmatch(name)
+        if found is None:
+            return 1
+        read = next((p for p in products if p.name == f"{path}.{found[1]}_proj"), None)
+        channels = norm_channels(norm)
+        return 1 if read is None or read.outputs % channels else int(read.outputs // channels)
 
     def _products(
         self, module: nn.Module, key: str, full: str, components: dict[str, Place]

@@ -1,0 +1,159 @@
+"""Bytes of mixtures: the plan against what the optimizer holds, what autograd saves, and a whole scaled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import model_type, tiny_config
+from real_models import Alive
+
+from hmt_deepspeed.optim.hmt import HMT
+from hmt_deepspeed.planner.model.listed_workload import workload_of
+from hmt_deepspeed.planner.model.structure import listed_shape
+from hmt_deepspeed.planner.run.memory import OptimizerMode, model_states, temporary_bytes
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "llama4")
+MODES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "shared": {"expert_basis": "shared"},
+    "own": {"expert_basis": "own"},
+    "factored": {"second_moment": "factored"},
+    "two-sided": {"projection": "two_sided"},
+    "apollo": {"method": "apollo"},
+    "full residual": {"residual": "full"},
+    "no masters": {"master_weights": "none"},
+    "random": {"range_finder": "random"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_states_are_those_that_the_optimizer_reports(family: str, mode: str) -> None:
+    network = model_type(family)(tiny_config(family)).to(torch.bfloat16)
+    optimizer = HMT(network, lr=1e-3, **{"rank": 4, **MODES[mode]})
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    fields = {"rank": 4, "expert_basis": "auto", **MODES[mode]}
+    redrawn = fields.pop("range_finder", None) is not None
+    planned = model_states(listed_shape(network), OptimizerMode(**fields, redrawn=redrawn))
+    assert planned.optimizer == reported
+
+
+# -- a scaled Qwen3-30B-A3B: an eighth of its widths, fewer experts and layers ---------------------------
+
+BATCH, LENGTH = 2, 256
+SCALED = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 96,
+    "intermediate_size": 256,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1024,
+}
+FIELDS: dict[str, Any] = {
+    "rank": 16,
+    "probes": 8,
+    "master_weights": "none",
+    "max_full_gradient_bytes": 2**30,
+}
+INDICES = 2 * 8 * BATCH * LENGTH * 4  # of rows, int64, which an ordinary forward saves beyond ours
+
+
+def scaled() -> Any:
+    config = transformers.Qwen3MoeConfig(**SCALED)
+    return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
+
+
+@pytest.mark.parametrize("basis", ["shared", "own"])
+def test_int8_states_of_experts_that_are_large_enough(basis: str) -> None:
+    """Of gate and up 192 x 24 elements of an expert; of down fewer than 4096 by a shared basis, 256 x 24 by its own."""
+    fields = {"rank": 24, "state_dtype": "int8", "expert_basis": basis}
+    network = scaled()
+    reported = sum(row.state_bytes for row in HMT(network, lr=1e-3, **fields).describe())
+    mode = OptimizerMode(**fields)
+    assert model_states(listed_shape(network), mode).optimizer == reported
+
+
+class Step:
+    """Bytes alive in a step: saved by its forward, at the peak of its backward, and left by it.
+
+    What was there before, weights, states, and gradients of dense parameters, is not counted.
+    """
+
+    def __init__(self, network: Any) -> None:
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = torch.arange(BATCH * LENGTH).remainder(1024).view(BATCH, LENGTH)
+        with Alive() as alive:
+            alive.leave_out(network)
+            loss = network(input_ids=ids, labels=ids, use_cache=False).loss
+            self.saved, alive.peak = alive.now, 0
+            loss.backward()
+            del loss
+            self.peak, self.left = alive.peak, alive.now
+
+
+@pytest.fixture(scope="module", params=["shared", "own"])
+def run(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A step in which every matrix refreshes, ordinary backwards, one that projects, and one with checkpoints."""
+    network = scaled()
+    optimizer = HMT(network, lr=1e-4, **FIELDS, expert_basis=request.param)
+    steps = []
+    for _ in range(2):
+        steps.append(Step(network))
+        optimizer.step()
+        optimizer.zero_grad()
+    network.activation_checkpointing_enable({"use_reentrant": False})
+    steps.append(Step(network))
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    shape = listed_shape(network)
+    mode = OptimizerMode(**FIELDS, expert_basis=request.param, on_gpu=False)
+    work, ordinary = (
+        workload_of(shape, micro_batch=BATCH, seq_length=LENGTH, projected=projected)
+        for projected in (mode.backward(), None)
+    )
+    return {
+        "steps": steps,
+        "reported": reported,
+        "mode": mode,
+        "work": work,
+        "ordinary": ordinary,
+        # sums of projected gradients are in fp32
+        "states": model_states(shape, mode, gradient_itemsize=4),
+        "dense": sum(
+            p.numel for p in shape.listed for _ in range(p.count) if not mode.is_low_rank(p)
+        ),
+        "weights": 2 * sum(p.numel() for p in network.parameters()),
+    }
+
+
+def test_projected_gradients_are_their_formula(run: dict[str, Any]) -> None:
+    projected = run["states"].gradients - 4 * run["dense"]
+    assert run["steps"][1].left == projected > 0
+
+
+def test_what_projection_spares_is_what_autograd_saves_less(run: dict[str, Any]) -> None:
+    """To the byte but for indices; all that is saved within 2 %, since small operations are not planned."""
+    ordinary, projected, _ = run["steps"]
+    planned = run["ordinary"].saved_bytes - run["work"].saved_bytes
+    assert ordinary.saved - projected.saved == planned + 4 * INDICES
+    assert run["ordinary"].saved_bytes == pytest.approx(ordinary.saved, rel=0.02)
+    assert run["work"].saved_bytes == pytest.approx(projected.saved, rel=0.02)
+
+
+def test_a_whole_scaled_model_is_planned_within_5_percent(run: dict[str, Any]) -> None:
+    """Weights, states, gradients, and the peak of a backward with checkpoints."""
+    states, moments = run["states"], temporary_bytes(run["work"], run["mode"])
+    inputs = sum(s.count * s.nbytes for s in run["work"].sites if s.name == "layer_input")
+    working = run["work"].shared_bytes + moments.layer + moments.weight_gradient
+    gradients = states.gradients - 2 * run["dense"]  # those of dense parameters in bf16
+    planned = states.weights + states.optimizer + gradients + inputs + working
+    counted = run["weights"] + run["reported"] + 2 * run["dense"] + run["steps"][2].peak
+    assert states.weights == run["weights"]
+    assert planned == pytest.approx(counted, rel=0.05)
