@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT",
     "DENSE",
     "MIN_INT8_ELEMENTS",
+    "MULTIPLE",
     "RULES",
     "STATE_BLOCK",
     "Rule",
@@ -34,7 +35,7 @@ DEFAULT, DENSE = (
 )  # the default method, and that of all without a matrix rule
 MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
 STATE_BLOCK = 256  # elements of an int8 state that share an fp32 scale
-_MULTIPLE = 8  # of ranks that are shares of a side: what a kernel's tiles take
+MULTIPLE = 8  # of ranks that are shares of a side: what a kernel's tiles take
 
 Axis = Literal["rows", "columns", "rank", 1]
 Shape = tuple[Axis, ...]
@@ -50,7 +51,7 @@ def stored_bytes(numel: int, dtype: str) -> int:
 def rank_at(rank: int | float, m: int, n: int) -> int:
     """r of an m x n matrix: an integer, or a share of its smaller side in multiples of 8, rounded up; lowered to that
     side."""
-    wanted = rank if isinstance(rank, int) else _MULTIPLE * ceil(rank * min(m, n) / _MULTIPLE)
+    wanted = rank if isinstance(rank, int) else MULTIPLE * ceil(rank * min(m, n) / MULTIPLE)
     return min(wanted, m, n)
 
 

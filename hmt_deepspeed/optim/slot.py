@@ -122,7 +122,7 @@ class Slot:
         """Let backward project on the columns of the coming step."""
         if self.linear is not None and self.matrix is not None:
             self.linear.projection = None if self.due else stored_projection(self.matrix)
-            self.linear.own = self.matrix.own_bases
+            self.linear.own, self.linear.transposed = self.matrix.own_bases, self.matrix.transposed
 
     def full_gradient(self) -> Tensor | None:
         """``p.grad`` as its rule sees it: of the transpose, where that is projected."""
@@ -246,6 +246,7 @@ class Slot:
         if isinstance(matrix, ProjectedMatrix):
             side = "first" if matrix.transposed else "last"
             said += f", {'bases' if matrix.own_bases else 'one basis'} of the {side} dimension"
+            said += " until the first gradient decides" if matrix.undecided else ""
             if self.linear is None and not matrix.settings.wants_whole:
                 said += ", projected from whole gradients"
         return said
@@ -274,7 +275,8 @@ class Slot:
         if fits and self.matrix is None:
             fits = tuple(saved["exp_avg"].shape) == shape
         elif fits and isinstance(self.matrix, ProjectedMatrix) and "basis" in saved:
-            fits = saved["basis"].shape[-2] == self.matrix.shape[1]
+            other = self.matrix.undecided and saved["own_bases"]
+            fits = saved["basis"].shape[-2] == self.matrix.shape[0 if other else 1]
         if not fits:
             states = {key: tuple(v.shape) for key, v in saved.items() if isinstance(v, Tensor)}
             raise ValueError(

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "update_interval": 4,
     "max_full_gradient_bytes": 2**30,
 }
-BASES = ["shared", "own"]
+BASES = ["shared", "own", "auto"]
 
 
 def mixture(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -16,6 +16,7 @@ from hmt_deepspeed.optim.backward.projected_linear import SharedInputs
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.bases.search import Search, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.expert_bases import decide_expert_bases
 from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases, stacked_gradient
@@ -145,6 +146,7 @@ def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: in
         The groups that have a new basis; the others' gradients gave none.
     """
     given = [i for i, slots in due.items() if any(s.param.grad is not None for s in slots)]
+    _decide([due[i][0] for i in given], step)
     columns: dict[int, Tensor] = {}
     for index in filter(policy.reads_columns, given):
         matrices = _matrices(due[index])
@@ -163,6 +165,16 @@ def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: in
             (found[index],) = finish_searches([_search(index, due[index], policy, step)])
         _adopt(index, due[index], found[index], policy, step)
     return {index for index, subspace in found.items() if subspace is not None}
+
+
+def _decide(slots: Sequence[Slot], step: int) -> None:
+    """Let experts of which nobody knows yet whether they share a basis decide."""
+    undecided = {}
+    for slot in slots:
+        matrix, gradient = slot.matrix, slot.full_gradient()
+        if isinstance(matrix, ProjectedMatrix) and matrix.undecided and gradient is not None:
+            undecided[matrix] = gradient
+    decide_expert_bases(undecided, step)
 
 
 def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:

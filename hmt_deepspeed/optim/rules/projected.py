@@ -33,6 +33,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.optim.rules.stack import Gradients, Stack, stacked
 from hmt_deepspeed.optim.rules.state import KeptStates
+from hmt_deepspeed.rules import MULTIPLE
 
 __all__ = [
     "ProjectedMatrix",
@@ -54,6 +55,7 @@ class ProjectedMatrix(MatrixRule):
             bases and probes.
         candidates: legal ranks. draw: number of the basis of the ``random`` range finder.
         window: step of the accumulation window, which keys the probes.
+        undecided: experts share a basis until their first gradient says whether they have bases of their own.
     """
 
     SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
@@ -65,6 +67,7 @@ class ProjectedMatrix(MatrixRule):
         self.full_rank = False
         self.draw = 0
         self.window = 0
+        self.undecided = self.settings.expert_basis is None and self.count > 1 and not self.redraws
         self._base_keys: dict[tuple[str, ...], Tensor] = {}
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_states()
@@ -126,6 +129,37 @@ class ProjectedMatrix(MatrixRule):
         beside = sum(state.nbytes(*self.shape, rank, "fp32", itemsize) for state in more)
         bases = self.count if self.own_bases else 1
         return bases * self.shape[1] * rank * itemsize + beside
+
+    # -- experts that decide --------------------------------------------------------------------
+
+    def own_rank(self, rank: int) -> int:
+        """Rank of bases of the experts' own, on the other side, that take with their moments at most the bytes of one
+        shared basis of ``rank`` with its; at least 1."""
+        rows, columns = reversed(self.shape)
+        kept = [s for s in self.settings.rule.states if s.in_budget and s.stored != "model"]
+        bound = self.moment_bytes_at(rank) + self.basis_bytes_at(rank)
+
+        def fits(own: int) -> bool:
+            moments = sum(state.nbytes(rows, columns, own, self.state_dtype) for state in kept)
+            return self.count * (moments + columns * own * self.dtype.itemsize) <= bound
+
+        legal = [*range(2, MULTIPLE), *range(MULTIPLE, min(self.shape) + 1, MULTIPLE)]
+        return max(filter(fits, legal), default=1)
+
+    def decide(self, own_bases: bool) -> None:
+        """Keep one basis, or have each expert start anew with one of its own, on the other side, at the bytes that the
+        shared one would take."""
+        self.undecided = False
+        if not own_bases:
+            return
+        self.candidates = tuple(sorted({self.own_rank(rank) for rank in self.candidates}))
+        rows, columns = reversed(self.shape)
+        self.shape, self.rows, self.transposed = (rows, columns), (0, rows), not self.transposed
+        self.own_bases, self.columns, self.measured = True, Columns(self.name), False
+        self._install(self.seeded_basis(self.candidates[0], self.draw))
+        self.moments = self._new_states()
+        self.limited_norm = torch.zeros_like(self.limited_norm)
+        self.forget_energy()
 
     # -- basis ----------------------------------------------------------------------------------
 
@@ -320,12 +354,16 @@ class ProjectedMatrix(MatrixRule):
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "measured": self.measured, "draw": self.draw}
         state["basis_owner"] = self.columns.owner
+        if self.count > 1:
+            state |= {"own_bases": self.own_bases, "undecided": self.undecided}
         if self.columns.basis is not None:
             state["basis"] = self.columns.basis.clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As of :class:`MatrixRule`; afterwards no other matrix has these columns, whoever owned the basis."""
+        if self.undecided and not state["undecided"]:
+            self.decide(state["own_bases"])
         self.columns = Columns(state.get("basis_owner", self.name))
         rank, self.draw = int(state["rank"]), int(state["draw"])
         if "basis" in state:
