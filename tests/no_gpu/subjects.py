@@ -1,4 +1,4 @@
-"""What is counted: a bare optimizer or an engine in one of its modes, on a Llama."""
+"""What is counted: a bare optimizer or an engine in one of its modes, on a Llama or a mixture."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int8_weights": {**RANK, "weight_dtype": "int8"},
     "no_masters": {**RANK, "master_weights": "none"},
     "share_basis": {**RANK, "share_basis": True},
+    "own_bases": {**RANK, "expert_basis": "own"},
     "module_rules": {
         **RANK,
         "module_rules": {
@@ -100,32 +101,41 @@ class Case:
     ranks: int = 1
 
     @property
+    def experts(self) -> int:
+        """Of each layer; 0 of a Llama."""
+        name, _, count = self.subject.partition("-")
+        return int(count) if name == "mixture" else 0
+
+    @property
     def exists(self) -> bool:
-        """Some modes are of an engine alone; INT8 weights are for stages 0 to 2."""
-        if self.subject == "bare":
-            return self.mode not in ENGINE_JSON
-        return self.subject != "zero3" or self.mode != "int8_weights"
+        """Some modes are of an engine alone, one of experts; INT8 weights are for stages 0 to 2."""
+        if self.subject == "bare" or self.experts:
+            return self.mode not in (ENGINE_JSON if self.experts else {*ENGINE_JSON, "own_bases"})
+        return self.mode not in ("own_bases", *["int8_weights"] * (self.subject == "zero3"))
 
 
-def llama(case: Case) -> nn.Module:
-    """bf16, on the device, in the 7B's proportions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model_of(case: Case) -> nn.Module:
+    """bf16, on the device, in the 7B's proportions; experts have an eighth of its inner width."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    config = LlamaConfig(
+    kinds = (MixtralConfig, MixtralForCausalLM) if case.experts else (LlamaConfig, LlamaForCausalLM)
+    more = {"num_local_experts": case.experts, "experts_implementation": "grouped_mm"}
+    config = kinds[0](
         vocab_size=VOCABULARY,
         hidden_size=case.hidden,
-        intermediate_size=case.hidden * 43 // 16,
+        intermediate_size=case.hidden * 43 // (128 if case.experts else 16),
         num_hidden_layers=case.layers,
         num_attention_heads=case.hidden // 128,
         num_key_value_heads=case.hidden // 128,
         use_cache=False,
         attn_implementation="sdpa",
+        **(more if case.experts else {}),
     )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            return LlamaForCausalLM(config)
+            return kinds[1](config)
     finally:
         torch.set_default_dtype(before)
 
@@ -144,7 +154,7 @@ def steps_of_optimizer(case: Case, recorder: Recorder) -> Iterator[Step]:
     """Training steps of ``HMT(model)``, one after the other, without end."""
     from hmt_deepspeed import HMT
 
-    model = llama(case)
+    model = model_of(case)
     optimizer = HMT(model, lr=1e-3, weight_decay=0.01, **fields_of(case))
     rows = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
     while True:
@@ -165,7 +175,7 @@ def steps_of_engine(stage: int, case: Case, recorder: Recorder) -> Iterator[Step
     import hmt_deepspeed
 
     join_ranks(case.ranks)
-    model = llama(case)
+    model = model_of(case)
     model._apply = lambda *args, **kwargs: model  # it is where and what the engine wants
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -219,6 +229,8 @@ def join_ranks(ranks: int) -> None:
 
 SUBJECTS: dict[str, Callable[[Case, Recorder], Iterator[Step]]] = {
     "bare": steps_of_optimizer,
+    "mixture-8": steps_of_optimizer,
+    "mixture-32": steps_of_optimizer,
     "zero2": partial(steps_of_engine, 2),
     "zero3": partial(steps_of_engine, 3),
 }

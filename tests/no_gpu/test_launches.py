@@ -21,6 +21,7 @@ HIDDEN = 1024
 # launches, a_layer, refresh, first: of the optimizer's step with two layers, ordinary, what the second adds, with one
 # new basis, with all of them. waits, at_refresh, at_first: of the host, in forward, backward and step together.
 # deepspeed: what DeepSpeed itself waits for, in an ordinary step. unpinned: copies to the device from such memory.
+# Of mixtures, whose subject says how many experts a layer has, an ordinary step's launches are those of any number.
 # Launches are those of all modes counted in one process, and two: a mode alone uploads tables that others had before.
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
@@ -43,6 +44,18 @@ bare    1     int8_weights           223          0        355       1849       
 bare    1     no_masters             243          0        375       1863          0          2         15          0          0
 bare    1     share_basis            201          0        413        496          0          2          0          0          0
 bare    1     module_rules           325          0        457       1745          0          2         13          0          0
+mixture-8   1     right              198          0        330       1968          0          2         18          0          0
+mixture-8   1     own_bases          230          0        362       1658          0          2         13          0          0
+mixture-8   1     full_residual      328          2        440       1868          0          2         18          0          0
+mixture-8   1     apollo             242          2        241        293          0          0          0          0          0
+mixture-8   1     int8_factored      329         16        464       2203          0          2         18          0          0
+mixture-8   1     no_masters         248          0        380       1999          0          2         18          0          0
+mixture-32  1     right              198          0        330       1988          0          2         18          0          0
+mixture-32  1     own_bases          230          0        362       1804          0          2         15          0          0
+mixture-32  1     full_residual      328          2        440       1888          0          2         18          0          0
+mixture-32  1     apollo             242          2        241        294          0          0          0          0          0
+mixture-32  1     int8_factored      329         16        464       2223          0          2         18          0          0
+mixture-32  1     no_masters         248          0        380       2019          0          2         18          0          0
 zero2   1     right                  260          2        402       1816          0          2         15          2          0
 zero2   1     two_sided              404          5        569       2139          0          2         15          2          0
 zero2   1     int8_weights           281          2        423       1837          0          2         15          2          0
@@ -80,6 +93,7 @@ ALWAYS = {
     ("bare", "right"),
     ("bare", "int8_factored"),
     ("bare", "apollo"),
+    ("mixture-32", "own_bases"),
     ("zero2", "offload"),
     ("zero3", "two_sided"),
     ("zero3", "share_basis"),

@@ -20,14 +20,14 @@ device.require()
 
 import json
 
-from subjects import Case, fake_device, llama
+from subjects import Case, fake_device, model_of
 
 from hmt_deepspeed import HMT
 
 with fake_device():
     found = []
     for fields in json.loads({fields!r}):
-        optimizer = HMT(llama(Case("bare", "right", 1, hidden=512)), lr=1e-3, **fields)
+        optimizer = HMT(model_of(Case("bare", "right", 1, hidden=512)), lr=1e-3, **fields)
         matrices = optimizer.matrices.items()
         found.append({{name: (m.rank, m.width, m.projection.shape[1]) for name, m in matrices}})
 print(json.dumps(found))

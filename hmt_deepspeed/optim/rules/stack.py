@@ -334,12 +334,12 @@ class Stack(ABC):
         """Smooth ``||G||^2`` without the scale and the share of it inside the basis, (B,) each; bias-corrected like a
         moment. A window without a gradient says nothing of either, that of a refresh next to nothing."""
         usual = 1 - ENERGY_SMOOTHING
-        own = self.of_each([member.made_basis for member in self.members])
+        own = [member.made_basis for member in self.members]
         weight = (total > 0) & (total < float("inf"))
         if taken is not None:
             weight &= taken
         if any(own) and not all(own):
-            each = [OWN_WEIGHT if made else usual for made in own]
+            each = self.of_each([OWN_WEIGHT if made else usual for made in own])
             weight = weight * upload(each, torch.float32, self.device)
         else:
             weight = weight * (OWN_WEIGHT if own[0] else usual)
