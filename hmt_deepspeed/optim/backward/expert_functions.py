@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import asked_of, computed_again
 from hmt_deepspeed.optim.backward.linear_functions import check_is_there, refusal
@@ -233,9 +234,13 @@ def _by_expert(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def _image(rows: Tensor, link: ProjectedLinear, offsets: Tensor) -> Tensor:
     """Rows by the projection of all experts, or S of them each by its expert's own."""
     columns = link.columns()  # constant until the accumulation window ends
-    if link.own:
-        return _by_expert(rows, columns, offsets)
-    return rows.to(columns.dtype) @ columns
+    if not link.own:
+        return rows.to(columns.dtype) @ columns
+    width = columns.shape[2]
+    missing = -width % (16 // columns.element_size())
+    if missing:  # without them the host would wait for `offsets`
+        columns = F.pad(columns, (0, missing))
+    return _by_expert(rows, columns, offsets)[:, :width]
 
 
 def _input_gradient(delta: Tensor, weight: Tensor, rows: Rows, ctx: Any) -> Tensor:

@@ -361,6 +361,39 @@ def test_sizes_that_grouped_mm_refuses():
         assert_close(link.take(), projected(link, whole[name]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_gpu(dtype, own):
+    """An odd width, biases, and an expert without tokens; against fp64 on the host."""
+    module = experts(torch.float64, has_bias=True)
+    x, (index, weights) = inputs(300), routes(300, 2, of=E - 1)
+    *exact, whole = gradients(module, x, index, weights)
+    module.config._experts_implementation = "grouped_mm"
+    module.to("cuda", dtype)
+    given = x.detach().to("cuda", dtype), index.cuda(), weights.detach().to("cuda", dtype)
+    *theirs, others = gradients(module, *given)
+    links = patch(module, links_of(module, "input", own, width=7))
+    x, weights = (t.requires_grad_() for t in (given[0], given[2]))
+    y = module(x, given[1], weights)
+    y.square().sum().backward()
+    rows = [*zip((y, x.grad, weights.grad), theirs, exact, strict=True)]
+    for name, parameter in module.named_parameters():
+        found, other, wanted = parameter.grad, others[name], whole[name]
+        if name in links:
+            columns = links[name].projection.double()
+            other, wanted = (
+                projected(links[name], g.double(), columns.to(g.device)) for g in (other, wanted)
+            )
+            found = links[name].take()
+            assert not found[-1].any()
+        rows.append((found, other, wanted))
+    for found, other, wanted in rows:
+        found, other = found.detach().cpu().double(), other.detach().cpu().double()
+        assert (found - wanted).norm() <= 2 * (other - wanted).norm() + 1e-6 * wanted.norm()
+
+
 # -- which weights --------------------------------------------------------------------------------
 
 
