@@ -98,6 +98,20 @@ def test_projected_backward(folder: Path) -> None:
     assert saved["projected"] == 2 * 128 * 3 * (8 + 8) * 4
 
 
+def test_projected_experts(folder: Path) -> None:
+    case = toy_case("projected_experts", folder, suite="experts")
+    check_fields(case)
+    assert value(case, "fp64") < 1e-12
+    (samples,) = case["samples"].values()
+    assert len(samples["ordinary"]) == len(samples["shared"]) == len(samples["own"]) == 3
+    # Beside the gate's: ordinary rows' inputs, H wide, what the gate puts out, and outputs, H wide, which the routing
+    # weights' gradients need; 128 tokens of two experts. Projected X [Q | P], 10 columns of each token.
+    (saved,) = samples["saved_bytes"]
+    assert saved["ordinary"] >= 256 * (64 + 32 + 64) * 4
+    routing = 256 * (4 + 8) + 4 * 4
+    assert saved["projected"] == 128 * 10 * 4 + routing
+
+
 def test_memory(folder: Path) -> None:
     case = toy_case("memory", folder)
     check_fields(case)

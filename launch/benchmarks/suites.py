@@ -7,11 +7,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import activations, foundations, fpdt, gpu, kernels, offload, optimizer, planner
+from benchmarks import (
+    activations,
+    experts,
+    foundations,
+    fpdt,
+    gpu,
+    kernels,
+    offload,
+    optimizer,
+    planner,
+)
 from benchmarks.results import CaseResult, add_case, case_record, load_average, samples_of
 from benchmarks.setting import Setting, free_port, join_ranks
 
-_MODULES = (foundations, optimizer, activations, planner, offload, fpdt, kernels, gpu)
+_MODULES = (foundations, optimizer, activations, planner, offload, fpdt, experts, kernels, gpu)
 SUITES = {module.SUITE: module for module in _MODULES}
 
 
