@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -206,9 +207,14 @@ class _Choice:
     linear: set[str] | None
     heads: set[str]
     experts: Mapping[str, ExpertKind] | None
-    made: dict[
-        tuple[int, str, str | None], MatrixSettings
-    ]  # for stacks: of equal settings the same
+    # by the settings that they are made of: the same of equal ones, which stacks go by
+    made: dict[tuple[int, str, str | None], MatrixSettings]
+
+    @cached_property
+    def biases(self) -> set[str]:
+        """Of experts: a vector of each, in one tensor."""
+        known = (self.experts or {}).items()
+        return {f"{name}_bias" for name, kind in known if kind.role is not None}
 
     def holds(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a parameter is one of several matrices that can have a matrix rule."""
@@ -219,15 +225,16 @@ class _Choice:
 
     def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
         """Assign by shape, then by the first module rule that matches, then by the target modules."""
-        settings = self.settings
-        scale = settings.beside_ratio if settings and _is_beside(name, shape, self.heads) else 1.0
+        settings, is_vector = self.settings, _is_vector(shape) or name in self.biases
+        is_beside = _is_beside(name, shape, is_vector, self.heads)
+        scale = settings.beside_ratio if settings and is_beside else 1.0
         if self.holds(name, shape):
             return self._assign_experts(name, shape)
         if len(shape) != 2:
             reason = "not a matrix" if len(shape) < 2 else f"{len(shape)}{_D_WEIGHT}"
             reason = reason if settings else f"method is {DENSE}"
             return Assignment(name, shape, None, reason, scale)
-        if _is_vector(shape):
+        if is_vector:
             return Assignment(name, shape, None, "a vector in disguise", scale)
         rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
         if rule is not None:
@@ -290,13 +297,13 @@ class _Choice:
         return ""
 
 
-def _is_beside(name: str, shape: tuple[int, ...], heads: set[str]) -> bool:
+def _is_beside(name: str, shape: tuple[int, ...], is_vector: bool, heads: set[str]) -> bool:
     """Whether AdamW has a parameter beside the matrices in low rank by its kind: vectors, embeddings and heads, which
     GaLore, Fira and APOLLO train at the matrices' rate; no adapter, and nothing of more than two dimensions."""
     if ADAPTER in name or len(shape) > 2:
         return False
-    is_vector = len(shape) < 2 or _is_vector(shape)
-    return is_vector or name in heads or any(re.search(p, name) for p in LEFT_TO_ADAMW)
+    beside = is_vector or len(shape) < 2 or name in heads
+    return beside or any(re.search(p, name) for p in LEFT_TO_ADAMW)
 
 
 def _check_matches(
