@@ -126,6 +126,7 @@ class Rule:
         states, sums: see :class:`State` and :class:`Sum`.
         is_dense: it takes any parameter, in flat parts, and no rank.
         becomes_dense: where a basis would span all columns, :data:`DENSE` takes its place.
+        holds_experts: its class has the experts of a mixture, several matrices in one weight; else :data:`DENSE` has them.
         side: ``chosen`` by ``projection``, or the ``smaller`` one.
         note: what tells its states from those of the method's other rows, in checkpoints and tables.
         reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
@@ -148,6 +149,7 @@ class Rule:
     who: str = ""
     is_dense: bool = False
     becomes_dense: bool = False
+    holds_experts: bool = False
     side: Literal["chosen", "smaller"] = "chosen"
     note: str = ""
     reads: frozenset[str] | None = None
@@ -293,6 +295,7 @@ for _rule in (
         states=tuple(replace(state, recalled=True) for state in (*_OF_ADAM, *_EVIDENCE)),
         sums=(*_ENERGIES, _RESIDUAL),
         becomes_dense=True,
+        holds_experts=True,
         scale=_SCALE,
         beside_ratio=_BESIDE,
     ),
@@ -333,6 +336,7 @@ for _rule in (
         ),
         sums=(*_ENERGIES, Sum("columns", ("rank",)), _RESIDUAL),
         becomes_dense=True,
+        holds_experts=True,
         note="factored",
         scale=_SCALE,
         beside_ratio=_BESIDE,
@@ -346,6 +350,7 @@ for _rule in (
         bases="drawn",
         states=(*_OF_ADAM, *_EVIDENCE),
         sums=(Sum("gradient"), *_OF_ROWS),
+        holds_experts=True,
         side="smaller",
         reads=_OF_APOLLO,
         auto_share=0.25,  # the paper's
@@ -361,6 +366,7 @@ for _rule in (
         bases="drawn",
         states=(*_OF_ADAM, *_EVIDENCE),
         sums=(Sum("gradient"), *_OF_ROWS),
+        holds_experts=True,
         side="smaller",
         reads=_OF_APOLLO,
         fixed_rank=1,

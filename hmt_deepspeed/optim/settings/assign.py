@@ -250,14 +250,18 @@ class _Choice:
         known = ExpertKind(None) if self.experts is None else self.experts[name]
         rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
         if rule is not None:
-            reason = "" if rule[1] else f"module_rules {rule[0]!r}"
-            return Assignment(name, shape, rule[1] and self._of_experts(rule[1], known), reason)
-        reason = self._reason_dense(name, of_experts=True)
-        if not reason and known.role is None and self.target_modules is None:
-            reason = f"3{_D_WEIGHT}" + (f", {known.reason}" if known.reason else "")
-        if self.settings is None or reason:
-            return Assignment(name, shape, None, reason)
-        return Assignment(name, shape, self._of_experts(self.settings, known))
+            settings, reason = rule[1], f"module_rules {rule[0]!r}"
+        else:
+            settings, reason = self.settings, self._reason_dense(name, of_experts=True)
+            if not reason and known.role is None and self.target_modules is None:
+                reason = f"3{_D_WEIGHT}" + (f", {known.reason}" if known.reason else "")
+            settings = None if reason else settings
+        if settings is not None:
+            settings = self._of_experts(settings, known)
+            if settings.rule.holds_experts:
+                return Assignment(name, shape, settings)
+            reason = f"{settings.method} does not hold experts"
+        return Assignment(name, shape, None, reason)
 
     def _of_experts(self, settings: MatrixSettings, known: ExpertKind) -> MatrixSettings:
         """The settings with the side that is projected and whose basis it is, which the role says, not ``projection``:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.rules import RULES
 
 
 class Einsum(nn.Module):
@@ -120,6 +122,14 @@ def test_without_a_module_a_pattern_names_them() -> None:
     assert optimizer.matrices["a.weight"].count == 4
     with pytest.raises(ValueError, match="decides nothing"):
         HMT(params, rank=4, module_rules={"a": {"rank": 6}, r"a\.weight": {"rank": 8}}).describe()
+
+
+def test_a_rule_that_holds_none_leaves_them_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one from outside that does not say so."""
+    monkeypatch.setitem(RULES, "apollo", replace(RULES["apollo"], holds_experts=False))
+    optimizer = HMT(experts(torch.float32), method="apollo")
+    assert not low_rank(optimizer)
+    assert reason(optimizer, "down_proj") == "apollo does not hold experts"
 
 
 @pytest.mark.parametrize("target", [None, "all"])
