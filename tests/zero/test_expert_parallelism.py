@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ ALWAYS, ONCE = {**LOW_RANK, "update_interval": 1}, {**LOW_RANK, "update_interval
 PARTS = 4  # micro-batches of a step over all ranks, each of which the gate sees alone
 
 
+@dataclass(frozen=True)
+class Layout:
+    """``ep_size`` of both layers; ``data_first``: consecutive ranks hold the same experts."""
+
+    sizes: tuple[int, int]
+    data_first: bool = False
+
+    def among_all(self, name: str) -> str:
+        """The name that a parameter of this rank has on one rank with all experts."""
+        found = re.fullmatch(r"(blocks\.(\d)\..*deepspeed_experts\.)(\d+)(\..*)", name)
+        if found is None:
+            return name
+        size, rank = self.sizes[int(found[2])], dist.get_rank()
+        place = rank // (dist.get_world_size() // size) if self.data_first else rank % size
+        return f"{found[1]}{place * (EXPERTS // size) + int(found[3])}{found[4]}"
+
+
+ALONE, TWO = Layout((1, 1)), Layout((2, 2))
+
+
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +82,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, ep_size: int) -> None:
+    def __init__(self, layout: Layout) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(ep_size) for _ in range(2))
+        self.blocks = nn.ModuleList(map(Block, layout.sizes))
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,20 +95,12 @@ class Model(nn.Module):
         return (self.out(x) - 1).square().mean() + 0.01 * balance
 
 
-def among_all(name: str, ep_size: int) -> str:
-    """The name that an expert's parameter of this rank has among all experts."""
-    first = dist.get_rank() % ep_size * (EXPERTS // ep_size)
-    return re.sub(
-        r"(deepspeed_experts\.)(\d+)", lambda found: f"{found[1]}{first + int(found[2])}", name
-    )
-
-
-def model_of(ep_size: int) -> Model:
+def model_of(layout: Layout) -> Model:
     """Weights by the names among all; no token ever goes to the first layer's last expert."""
-    model = Model(ep_size)
+    model = Model(layout)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            seed = sum(among_all(name, ep_size).encode())
+            seed = sum(layout.among_all(name).encode())
             values = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
             param.copy_(values / WIDTH**0.5)
     gate = model.blocks[0].moe.deepspeed_moe.gate.wg.weight.requires_grad_(False)
@@ -103,8 +116,8 @@ def config_of(stage: int, options: dict[str, Any] | None, **changes: Any) -> dic
     return ds_config(stage, options, gas, **changes)
 
 
-def engine_of(stage: int, options: dict[str, Any] | None, ep_size: int, **changes: Any) -> Any:
-    return make_engine(config_of(stage, options, **changes), model_of(ep_size))
+def engine_of(stage: int, options: dict[str, Any] | None, layout: Layout, **changes: Any) -> Any:
+    return make_engine(config_of(stage, options, **changes), model_of(layout))
 
 
 def train(engine: Any, steps: Sequence[int]) -> dict[str, list[float]]:
@@ -124,20 +137,20 @@ def train(engine: Any, steps: Sequence[int]) -> dict[str, list[float]]:
     return found
 
 
-def weights(engine: Any, ep_size: int) -> dict[str, Tensor]:
+def weights(engine: Any, layout: Layout) -> dict[str, Tensor]:
     """What this rank holds, by name among all."""
     return {
-        among_all(name, ep_size): param.detach().clone()
+        layout.among_all(name): param.detach().clone()
         for name, param in engine.module.named_parameters()
     }
 
 
 def run(
-    stage: int, options: dict[str, Any] | None, ep_size: int, steps: int = 4, **changes: Any
+    stage: int, options: dict[str, Any] | None, layout: Layout, steps: int = 4, **changes: Any
 ) -> dict[str, Any]:
-    engine = engine_of(stage, options, ep_size, **changes)
+    engine = engine_of(stage, options, layout, **changes)
     found: dict[str, Any] = train(engine, range(steps))
-    found["weights"] = weights(engine, ep_size)
+    found["weights"] = weights(engine, layout)
     if options is not None:
         states = engine.optimizer.zero.param_states
         found["masters"] = {
@@ -168,11 +181,11 @@ def assert_like(parts: Sequence[dict[str, Any]], one: dict[str, Any]) -> None:
     assert furthest(whole(parts), one["weights"]) < WEIGHT
 
 
-def poisoned(stage: int, ep_size: int) -> dict[str, Any]:
+def poisoned(stage: int, layout: Layout) -> dict[str, Any]:
     """One expert of the last rank has a gradient that is not finite, in the second step."""
-    engine = engine_of(stage, ALWAYS, ep_size)
+    engine = engine_of(stage, ALWAYS, layout)
     train(engine, [0])
-    before = weights(engine, ep_size)
+    before = weights(engine, layout)
     hook = None
     if dist.get_rank() == dist.get_world_size() - 1:
         expert = engine.module.blocks[1].moe.deepspeed_moe.experts.deepspeed_experts[0]
@@ -180,36 +193,36 @@ def poisoned(stage: int, ep_size: int) -> dict[str, Any]:
     train(engine, [1])
     if hook is not None:
         hook.remove()
-    after = weights(engine, ep_size)
+    after = weights(engine, layout)
     found = train(engine, [2])
     moved = furthest(before, after)
     return {**found, "skipped": engine.skipped_steps, "moved": moved}
 
 
 def saved(stage: int, options: dict[str, Any], folder: str, **changes: Any) -> dict[str, Any]:
-    engine = engine_of(stage, options, 2, **changes)
+    engine = engine_of(stage, options, TWO, **changes)
     train(engine, range(3))
     engine.save_checkpoint(folder, tag="three")
-    here = weights(engine, 2)
+    here = weights(engine, TWO)
     found = train(engine, range(3, 5))
-    return {**found, "weights": weights(engine, 2), "saved": here}
+    return {**found, "weights": weights(engine, TWO), "saved": here}
 
 
 def resumed(
-    stage: int, options: dict[str, Any], ep_size: int, folder: str, **changes: Any
+    stage: int, options: dict[str, Any], layout: Layout, folder: str, **changes: Any
 ) -> dict[str, Any]:
-    engine = engine_of(stage, options, ep_size, **changes)
+    engine = engine_of(stage, options, layout, **changes)
     with torch.no_grad():
         for param in engine.module.parameters():
             param.zero_()
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
     found = train(engine, range(3, 5))
-    return {**found, "weights": weights(engine, ep_size)}
+    return {**found, "weights": weights(engine, layout)}
 
 
-def frozen_experts(ep_size: int, folder: str, saves: bool) -> dict[str, Any]:
-    model = model_of(ep_size)
+def frozen_experts(layout: Layout, folder: str, saves: bool) -> dict[str, Any]:
+    model = model_of(layout)
     for name, param in model.named_parameters():
         param.requires_grad_("experts" not in name)
     engine = make_engine(config_of(1, ALWAYS), model)
@@ -222,7 +235,7 @@ def frozen_experts(ep_size: int, folder: str, saves: bool) -> dict[str, Any]:
             for param in model.parameters():
                 param.zero_()
         engine.load_checkpoint(folder)
-    return {"weights": weights(engine, ep_size)}
+    return {"weights": weights(engine, layout)}
 
 
 # -- tests --------------------------------------------------------------------------------------------
@@ -232,34 +245,52 @@ def frozen_experts(ep_size: int, folder: str, saves: bool) -> dict[str, Any]:
 def alone(ranks: Ranks) -> dict[str, dict[str, Any]]:
     """One rank with all experts."""
     return {
-        name: ranks.run(run, 1, 0, options, 1)[0]
+        name: ranks.run(run, 1, 0, options, ALONE)[0]
         for name, options in (("always", ALWAYS), ("once", ONCE))
     }
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "refreshes"),
-    [(2, 0, "always"), (2, 1, "once"), (2, 2, "always"), (4, 0, "once"), (4, 1, "always"), (4, 2, "once")],
-)  # fmt: skip
+    ("world", "stage", "refreshes", "layout"),
+    [
+        (2, 0, "always", TWO),
+        (2, 1, "once", TWO),
+        (2, 2, "always", TWO),
+        (4, 0, "once", Layout((2, 2), data_first=True)),
+        (4, 1, "always", Layout((2, 4))),
+        (4, 2, "once", TWO),
+    ],
+    ids=str,
+)
 def test_ranks_are_one_rank(
-    ranks: Ranks, alone: dict[str, dict[str, Any]], world: int, stage: int, refreshes: str
+    ranks: Ranks,
+    alone: dict[str, dict[str, Any]],
+    world: int,
+    stage: int,
+    refreshes: str,
+    layout: Layout,
 ) -> None:
     one = alone[refreshes]
     assert min(one["norms"]) > 0.5  # clipping is active
     assert sum("experts" in name for name in one["low_rank"]) == 2 * EXPERTS * 2
-    parts = ranks.run(run, world, stage, {"always": ALWAYS, "once": ONCE}[refreshes], 2)
+    changes = {
+        "use_data_before_expert_parallelism": layout.data_first,
+        "prescale_gradients": stage == 2,  # divided before the sum, also where that is of one rank
+    }
+    options = {"always": ALWAYS, "once": ONCE}[refreshes]
+    parts = ranks.run(run, world, stage, options, layout, **changes)
     assert_like(parts, one)
     assert furthest(whole(parts, "masters"), one["masters"]) < WEIGHT
     for part in parts:
-        of_experts = {shards for name, shards in part["shards"].items() if "experts" in name}
-        assert of_experts == {world // 2 if stage else 1}
-        assert part["shards"]["out.weight"] == (world if stage else 1)
+        for name, shards in part["shards"].items():
+            size = layout.sizes[int(name.split(".")[1])] if "experts" in name else 1
+            assert shards == (world // size if stage else 1), name
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_adamw_is_deepspeeds(ranks: Ranks, world: int) -> None:
-    stock = ranks.run(run, world, 1, None, 2)
-    ours = ranks.run(run, world, 1, {"method": "adamw"}, 2)
+    stock = ranks.run(run, world, 1, None, TWO)
+    ours = ranks.run(run, world, 1, {"method": "adamw"}, TWO)
     for own, other in zip(ours, stock, strict=True):
         assert own["losses"] == pytest.approx(other["losses"], rel=LOSS)
         assert own["norms"] == pytest.approx(other["norms"], rel=NORM)
@@ -272,13 +303,13 @@ def test_offloaded_states(
 ) -> None:
     path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
     offload = {"offload_optimizer": {"device": device, **path}}
-    parts = ranks.run(run, 4, 2, ALWAYS, 2, zero_optimization=offload)
+    parts = ranks.run(run, 4, 2, ALWAYS, TWO, zero_optimization=offload)
     assert_like(parts, alone["always"])
 
 
 def test_chosen_ranks_agree(ranks: Ranks) -> None:
     """Holders of an expert choose its rank alike, and all ranks those of the others, though experts differ."""
-    parts = ranks.run(run, 4, 1, {"update_interval": 2}, 2, bf16={"enabled": True})
+    parts = ranks.run(run, 4, 1, {"update_interval": 2}, TWO, bf16={"enabled": True})
     whole(parts)
     chosen: dict[str, int] = {}
     for part in parts:
@@ -287,7 +318,7 @@ def test_chosen_ranks_agree(ranks: Ranks) -> None:
 
 
 def test_one_experts_gradient_skips_the_step_everywhere(ranks: Ranks) -> None:
-    parts = ranks.run(poisoned, 4, 1, 2)
+    parts = ranks.run(poisoned, 4, 1, TWO)
     for part in parts:
         assert part["skipped"] == 1
         assert part["moved"] == 0
@@ -297,13 +328,13 @@ def test_one_experts_gradient_skips_the_step_everywhere(ranks: Ranks) -> None:
 
 def test_checkpoints_load_at_another_ep_size(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks.run(saved, 2, 1, ALWAYS, str(tmp_path))
-    again = ranks.run(resumed, 2, 1, ALWAYS, 2, str(tmp_path))
+    again = ranks.run(resumed, 2, 1, ALWAYS, TWO, str(tmp_path))
     for one, other in zip(before, again, strict=True):
         assert one["norms"] == other["norms"]
         assert furthest(one["weights"], other["weights"]) == 0
     known = {"losses": before[0]["losses"], "norms": before[0]["norms"], "weights": whole(before)}
-    assert_like(ranks.run(resumed, 1, 0, ALWAYS, 1, str(tmp_path)), known)
-    assert_like(ranks.run(resumed, 4, 2, ALWAYS, 2, str(tmp_path)), known)
+    assert_like(ranks.run(resumed, 1, 0, ALWAYS, ALONE, str(tmp_path)), known)
+    assert_like(ranks.run(resumed, 4, 2, ALWAYS, TWO, str(tmp_path)), known)
     # DeepSpeed's layout of weights
     for number in range(EXPERTS):
         path = tmp_path / "three" / f"layer_1_expert_{number}_mp_rank_00_model_states.pt"
@@ -314,14 +345,15 @@ def test_checkpoints_load_at_another_ep_size(ranks: Ranks, tmp_path: Path) -> No
 def test_bf16_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     options, changes = {"update_interval": 2}, {"bf16": {"enabled": True}}
     before = ranks.run(saved, 4, 2, options, str(tmp_path), **changes)
-    again = ranks.run(resumed, 4, 2, options, 2, str(tmp_path), **changes)
+    again = ranks.run(resumed, 4, 2, options, TWO, str(tmp_path), **changes)
     for one, other in zip(before, again, strict=True):
         assert one["norms"] == other["norms"]
         assert furthest(one["weights"], other["weights"]) == 0
 
 
 def test_frozen_experts_load(ranks: Ranks, tmp_path: Path) -> None:
-    before = whole(ranks.run(frozen_experts, 2, 2, str(tmp_path), True))
+    before = whole(ranks.run(frozen_experts, 2, TWO, str(tmp_path), True))
     assert (
-        furthest(before, ranks.run(frozen_experts, 1, 1, str(tmp_path), False)[0]["weights"]) == 0
+        furthest(before, ranks.run(frozen_experts, 1, ALONE, str(tmp_path), False)[0]["weights"])
+        == 0
     )

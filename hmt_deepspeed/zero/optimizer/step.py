@@ -54,7 +54,10 @@ class ZeroStep:
         in_order = [self.param_states[place] for place in order]
         self._by_matrix = {p.matrix: p for p in in_order if p.matrix is not None}
         self._kinds = [_kind(p) for p in self._by_matrix.values()]
-        self._dense = [p for p in in_order if p.matrix is None]
+        self._dense: dict[Collectives, list[ParamState]] = {h: [] for h in self._holders}
+        for param_state in in_order:
+            if param_state.matrix is None:
+                self._dense[param_state.gradient.holders].append(param_state)
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self._all = [p.name for p in self.param_states]
         self._counted_here: Tensor | None = None  # of experts each by the first rank that holds it
@@ -148,7 +151,7 @@ class ZeroStep:
             tensor.
         """
         own = [part for part in parts if part.holders is holders]
-        dense = [p for p in self._dense if p.gradient.holders is holders]
+        dense = self._dense[holders]
         sums = [part.stack.measure(part.gradients(), part.counted) for part in own]
         sums.append(self._dense_square_norms(dense))
         total = torch.cat([found.flatten() for found in sums])
@@ -210,7 +213,7 @@ class ZeroStep:
         it takes weight by weight in the order of use, whichever stacks they are of.
         """
         units: list[tuple[int, Part | ParamState]] = [
-            (self._places[p.name], p) for p in self._dense if p.gradient.holders is holders
+            (self._places[p.name], p) for p in self._dense[holders]
         ]
         units += [
             (self._places[part.members[0].name], part) for part in parts if part.holders is holders
@@ -280,7 +283,7 @@ class ZeroStep:
             holders: MatrixUpdates(self._zero, holders, gather, *how)
             for holders, gather in gathers.items()
         }
-        on_device = [p for p in self._dense if p.host is None]
+        on_device = [p for dense in self._dense.values() for p in dense if p.host is None]
         self._step_dense(on_device, factor, taken, step_count)
         for (holders, portion), order in zip(portions, uses, strict=True):
             found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
