@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hmt_deepspeed import ownership
-from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_weights
+from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_sites
 from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.backward.patches import Patches
 from hmt_deepspeed.optim.decisions.refresh import BasisRefreshes
@@ -122,7 +122,7 @@ class HMT(Optimizer):
             release(model)  # a deep copy of a module has its INT8 weights, and no owner
             linears = linear_weights(model)
             self._linear_names, self._head_names = set(linears), head_weights(model)
-            sites = expert_weights(model)
+            sites = expert_sites(model)
             self._experts = {
                 name: ExpertKind(site.role, site.is_transposed, site.reason)
                 for name, site in sites.items()

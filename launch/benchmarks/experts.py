@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import DTYPES, Setting
 from benchmarks.timing import column, interleave, median_of, paired_spread, timed
-from hmt_deepspeed.optim.backward.experts import expert_weights, patch_experts
+from hmt_deepspeed.optim.backward.experts import expert_sites, patch_experts
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
 SUITE = "experts"
@@ -84,7 +84,7 @@ class Projected(Contender):
     def __init__(self, mixture: Mixture, dtype: torch.dtype, device: str, own: bool) -> None:
         super().__init__(mixture, dtype, device)
         self.links: dict[str, ProjectedLinear] = {}
-        sites = expert_weights(self.module)
+        sites = expert_sites(self.module)
         for name, site in sites.items():
             is_down = site.role == "down"
             link = self.links[name] = ProjectedLinear(name, transposed=is_down and not own)

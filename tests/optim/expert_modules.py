@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.moe import use_experts_implementation
 
-from hmt_deepspeed.optim.backward.experts import expert_weights, patch_experts
+from hmt_deepspeed.optim.backward.experts import expert_sites, patch_experts
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
 E, H, INNER = 5, 16, 24
@@ -76,7 +76,7 @@ def links_of(module, side, own, width=6):
     output of what writes to it.
     """
     links, weights = {}, dict(module.named_parameters())
-    sites = [(name, site) for name, site in expert_weights(module).items() if not site.reason]
+    sites = [(name, site) for name, site in expert_sites(module).items() if not site.reason]
     for number, (name, site) in enumerate(sites):
         weight = weights[name]
         of_input = side == "input" or (side == "width" and site.role == "up")
@@ -90,7 +90,7 @@ def links_of(module, side, own, width=6):
 
 
 def patch(module, links):
-    sites = expert_weights(module)
+    sites = expert_sites(module)
     patch_experts([(sites[name], link) for name, link in links.items()])
     return links
 

@@ -25,7 +25,7 @@ from hmt_deepspeed.optim.backward.expert_forwards import Links, batched_experts,
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.settings.assign import tied_weights
 
-__all__ = ["ExpertSite", "expert_weights", "patch_experts", "unpatch_experts"]
+__all__ = ["ExpertSite", "expert_sites", "patch_experts", "unpatch_experts"]
 
 Role = Literal["up", "down"]
 
@@ -58,7 +58,7 @@ class _Patch(NamedTuple):
 _PATCHED: WeakKeyDictionary[nn.Module, _Patch] = WeakKeyDictionary()
 
 
-def expert_weights(model: nn.Module) -> dict[str, ExpertSite]:
+def expert_sites(model: nn.Module) -> dict[str, ExpertSite]:
     """The model's 3-D weights of two and more matrices, by parameter name. Weights of torch's own modules, such as
     convolutions, are none."""
     found, tied = {}, tied_weights(model)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hmt_deepspeed.architectures import field_of, idle_elements
 from hmt_deepspeed.attribution import Attribution, attribute
-from hmt_deepspeed.optim.backward.experts import expert_weights as expert_sites
+from hmt_deepspeed.optim.backward.experts import expert_sites
 from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
     LayerGroup,

@@ -8,6 +8,8 @@ from expert_families import FAMILIES, tiny
 from expert_modules import links_of, patch, projected
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
+from hmt_deepspeed.optim.hmt import HMT
+
 WIDTH = 4
 # fp32's own distance from fp64 is up to 6.6e-6 in these: from the experts of one layer to those above.
 MAGNIFYING = ("gemma4", "diffusion_gemma")
@@ -64,6 +66,23 @@ def test_a_model_of_each_family(family):
     model, modules = tiny(family)
     links = check(model, 1e-5 if family in MAGNIFYING else 1e-6)
     assert len(links) == 2 * len(modules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_trained(family):
+    model, modules = tiny(family)
+    optimizer = HMT(model, lr=1e-3, rank=8, update_interval=4)
+    rows = {row.name: row.rank for row in optimizer.describe()}
+    in_low_rank = {name.rpartition(".")[0] for name, rank in rows.items() if rank is not None}
+    assert in_low_rank >= modules.keys()
+    losses = []
+    for _ in range(6):
+        losses.append(loss_of(model))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
 
 
 def test_llama4():

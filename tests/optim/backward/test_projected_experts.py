@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hmt_deepspeed.optim.backward.experts import expert_weights, unpatch_experts
+from hmt_deepspeed.optim.backward.experts import expert_sites, unpatch_experts
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.backward.zero_grad import Accumulated, patch_zero_grad, unpatch_zero_grad
 
@@ -223,7 +223,7 @@ def test_copies_and_unpatched_modules_are_ordinary():
     twin = copy.deepcopy(module)
     twin(x, index, weights).sum().backward()
     assert twin.down_proj.grad is not None
-    assert all(not site.reason for site in expert_weights(twin).values())  # another may train it
+    assert all(not site.reason for site in expert_sites(twin).values())  # another may train it
     unpatch_experts(module, ProjectedLinear("another's"))
     module(x, index, weights).sum().backward()
     assert module.down_proj.grad is None
@@ -410,21 +410,21 @@ class Mixed(nn.Module):
 
 
 def reason_of(model, name):
-    site = expert_weights(model)[name]
+    site = expert_sites(model)[name]
     return site.reason
 
 
 def test_weights_of_other_modules_have_a_reason():
     model = nn.ModuleDict({"mixed": Mixed(), "conv": nn.Conv1d(4, 4, 3)})
-    assert list(expert_weights(model)) == ["mixed.maps"]
-    site = expert_weights(model)["mixed.maps"]
+    assert list(expert_sites(model)) == ["mixed.maps"]
+    site = expert_sites(model)["mixed.maps"]
     assert site.role is None
     assert site.reason == "belongs to a Mixed, whose forward is not known to be that of experts"
 
 
 def test_roles_and_orientation_of_the_interface():
     module = experts(is_transposed=True, has_gate=False)
-    found = {k: (s.role, s.is_transposed, s.reason) for k, s in expert_weights(module).items()}
+    found = {k: (s.role, s.is_transposed, s.reason) for k, s in expert_sites(module).items()}
     assert found == {"up_proj": ("up", True, ""), "down_proj": ("down", True, "")}
 
 
