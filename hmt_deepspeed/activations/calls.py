@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CallLog", "Calls", "is_container", "signature_of"]
+__all__ = ["CallLog", "Calls", "Places", "is_container", "signature_of"]
 
 _traits = attrgetter("dtype", "requires_grad", "shape")
 
@@ -62,10 +62,11 @@ class Calls:
     """
 
     def __init__(self, log: list[Any]) -> None:
-        self._types = [*map(type, log)]
+        self._num_logged = len(log)
         self._containers = [place for place, item in enumerate(log) if is_container(item)]
-        self._extend(log)
-        self._all_types = [*map(type, log)]
+        for place in self._containers:
+            _flatten(log[place], log)
+        self._types = [*map(type, log)]
         first: dict[int, int] = {}
         repeated: list[tuple[int, int]] = []
         others: list[int] = []
@@ -75,9 +76,9 @@ class Calls:
                     others.append(place)
             elif first.setdefault(id(item), place) < place:
                 repeated.append((place, first[id(item)]))
-        self._first, self._others = _Places(first.values()), _Places(others)
-        self._again = _Places(place for place, _ in repeated)
-        self._before = _Places(place for _, place in repeated)
+        self._first, self._others = Places(first.values()), Places(others)
+        self._again = Places(place for place, _ in repeated)
+        self._before = Places(place for _, place in repeated)
         self._traits = [*map(_traits, self._first.of(log))]
         self._values = self._others.of(log)
         self.check(log, (), ())
@@ -90,21 +91,20 @@ class Calls:
             given: places of tensors that no logged function has made.
             nodes: places of tensors whose autograd nodes have to be of the same name.
         """
-        self.given, self._nodes = _Places(given), _Places(nodes)
+        self.given, self._nodes = Places(given), Places(nodes)
         self._signatures = [*map(signature_of, self.given.of(log))]
         self._names = [*map(_node_of, self._nodes.of(log))]
 
-    def _extend(self, log: list[Any]) -> None:
-        for place in self._containers:
-            _flatten(log[place], log)
-
     def agree(self, log: list[Any]) -> bool:
         """Whether a log is the same; it is extended as the other one."""
-        if [*map(type, log)] != self._types:
+        if len(log) != self._num_logged:
             return False
-        self._extend(log)
+        for place in self._containers:
+            if not is_container(log[place]):
+                return False
+            _flatten(log[place], log)
         return (
-            [*map(type, log)] == self._all_types
+            [*map(type, log)] == self._types
             and self._others.of(log) == self._values
             and all(map(is_, self._again.of(log), self._before.of(log)))
             and [*map(_traits, self._first.of(log))] == self._traits
@@ -113,16 +113,18 @@ class Calls:
         )
 
 
-class _Places:
+class Places:
     """Takes the items at some places of a list."""
 
     def __init__(self, places: Iterable[int]) -> None:
         found = [*places]
-        # Of a single place it would not give a tuple.
-        self._get = itemgetter(*found, *found[:1]) if found else None
+        self._single = found[0] if len(found) == 1 else None
+        self._get = itemgetter(*found) if len(found) > 1 else None
 
     def of(self, items: Sequence[Any]) -> tuple[Any, ...]:
-        return () if self._get is None else self._get(items)
+        if self._get is not None:
+            return self._get(items)
+        return () if self._single is None else (items[self._single],)
 
 
 def is_container(item: object) -> bool:

@@ -276,7 +276,7 @@ def with_positional_activations(
     """
     given = {**fn.keywords, **kwargs} if isinstance(fn, functools.partial) else kwargs
     names = [k for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad]
-    if activations_among(args) or not names:
+    if not names or activations_among(args):
         return fn, args, kwargs
     inner = functools.partial(fn.func, *fn.args) if isinstance(fn, functools.partial) else fn
     rest = {name: value for name, value in given.items() if name not in names}

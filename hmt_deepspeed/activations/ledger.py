@@ -85,6 +85,7 @@ class Ledger:
         # Garbage may be collected at any allocation, also while the lock is held.
         self._released: SimpleQueue[dict[_Key, int]] = SimpleQueue()
         self._held: Counter[_Key] = Counter()
+        self._held_bytes = 0
         self.reset()
 
     def reset(self) -> None:
@@ -102,22 +103,27 @@ class Ledger:
 
     def _note_peak(self) -> None:
         self._peak = Counter(self._held)
-        self._peak_bytes = sum(self._held.values())
+        self._peak_bytes = self._held_bytes
 
     def _sweep(self) -> None:
         while True:
             try:
-                self._held.subtract(self._released.get_nowait())
+                released = self._released.get_nowait()
             except Empty:
                 return
+            for key, nbytes in released.items():
+                self._held[key] -= nbytes
+                self._held_bytes -= nbytes
 
     def hold(self, owner: object, charges: Mapping[_Key, int]) -> None:
         """Device bytes by layer and label are held from now on, until ``owner`` is garbage."""
         charges = dict(charges)
         with self._lock:
             self._sweep()
-            self._held.update(charges)
-            if sum(self._held.values()) > self._peak_bytes:
+            for key, nbytes in charges.items():
+                self._held[key] += nbytes
+                self._held_bytes += nbytes
+            if self._held_bytes > self._peak_bytes:
                 self._note_peak()
         weakref.finalize(owner, self._released.put, charges).atexit = False
 
@@ -138,7 +144,8 @@ class Ledger:
 
     def add(self, counter: Counter[_Key], amounts: Mapping[_Key, int]) -> None:
         with self._lock:
-            counter.update(amounts)
+            for key, amount in amounts.items():
+                counter[key] += amount
 
     def count_seconds(self, label: str, seconds: float) -> None:
         with self._lock:

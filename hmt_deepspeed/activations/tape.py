@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hmt_deepspeed.activations.calls import Calls
+from hmt_deepspeed.activations.calls import Calls, Places
 from hmt_deepspeed.activations.codecs import Codec
 from hmt_deepspeed.activations.recording import Blank, Constant, Operation, Part, Recording, Site
 
@@ -116,8 +116,8 @@ def geometry_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class _Replayed(NamedTuple):
-    """What backward does of a step: decode an output, or run it.
+class _Needed(NamedTuple):
+    """What backward needs of a step: an output that is held, or to run it.
 
     Attributes:
         part: number of the output to decode; -1: run the operation.
@@ -131,6 +131,29 @@ class _Replayed(NamedTuple):
     held: int
     frees: tuple[int, ...]
     saved: tuple[tuple[int, int], ...]
+
+
+class _Replayed(NamedTuple):
+    """What backward does. All that an operation is given or returns has a place in one list.
+
+    Attributes:
+        func: to run; None: decode an output of a heavy operation.
+        args: places of its arguments. names: of those that are given by keyword, which come last.
+        single: it returns a tensor and not several values. first: place of its first output.
+        held, part, is_product: what to decode.
+        frees: places to clear. saved: places of what autograd saved, each with its number.
+    """
+
+    func: Any
+    args: Places
+    names: tuple[str, ...]
+    single: bool
+    first: int
+    held: int = 0
+    part: int = 0
+    is_product: bool = False
+    frees: tuple[int, ...] = ()
+    saved: tuple[tuple[int, int], ...] = ()
 
 
 class Tape:
@@ -156,24 +179,26 @@ class Tape:
         calls: Calls,
         packs: list[Made | Given],
         kept: set[int],
+        num_given: int,
         num_made: int,
         charges: Mapping[_Key, int],
     ) -> None:
         self.charges = dict(charges)
-        self.calls, self.kept, self._num_made = calls, kept, num_made
+        self.calls, self.kept = calls, kept
         self.can_replay, self.is_checked, self.misses = True, False, 0
         self.heavy = [step for step in steps if step.heavy is not None]
         heavy = [step.heavy for step in self.heavy if step.heavy is not None]
         self.hits: Counter[_Key] = Counter((h.site.layer, h.label) for h in heavy)
         others = [(i, source) for i, source in enumerate(packs) if i not in kept]
-        self._replayed = _needed(steps, others)
+        needed = _needed(steps, others)
+        self._replayed, self._others = _compiled(needed, num_given, num_made)
         self._saved_given = [(i, source) for i, source in others if isinstance(source, Given)]
-        run = [r.step.heavy for r in self._replayed if r.part < 0 and r.step.heavy is not None]
+        run = [r.step.heavy for r in needed if r.part < 0 and r.step.heavy is not None]
         self.rerun: Counter[_Key] = Counter((h.site.layer, h.label) for h in run)
         self.rerun_flops: Counter[_Key] = Counter()
         for h in run:
             self.rerun_flops[h.site.layer, h.label] += h.flops
-        self.read = {r.step.first + r.part for r in self._replayed if r.part >= 0}
+        self.read = {r.step.first + r.part for r in needed if r.part >= 0}
         self.unread: Counter[_Key] = Counter(
             (step.heavy.site.layer, step.heavy.label)
             for step in steps
@@ -198,35 +223,42 @@ class Tape:
             save: is given each with its number.
             decode: an output of an operation, by its number.
         """
-        made: list[Tensor | None] = [None] * self._num_made
-
         for index, source in self._saved_given:
             tensor = given[source]
             assert tensor is not None
             save(index, tensor.detach())
+        values: list[Any] = [*given, *self._others]
         with torch._C._DisableAutocast():
-            for step, part, held, frees, saved in self._replayed:
-                if part >= 0:
-                    assert step.heavy is not None
-                    kept = recording.products if step.heavy.is_product else recording.operations
-                    made[step.first + part] = decode(kept[held], part)
+            for (
+                func,
+                args,
+                names,
+                single,
+                first,
+                held,
+                part,
+                is_product,
+                frees,
+                saved,
+            ) in self._replayed:
+                if func is None:
+                    kept = recording.products if is_product else recording.operations
+                    values[first] = decode(kept[held], part)
                 else:
-                    args = _values(step.args, made, given)
-                    if step.kwargs:
-                        named = _values(step.kwargs.values(), made, given)
-                        out = step.func(*args, **dict(zip(step.kwargs, named, strict=True)))
+                    if names:
+                        found = args.of(values)
+                        named = dict(zip(names, found[-len(names) :], strict=True))
+                        out = func(*found[: -len(names)], **named)
                     else:
-                        out = step.func(*args)
-                    if step.single:
-                        made[step.first] = out
+                        out = func(*args.of(values))
+                    if single:
+                        values[first] = out
                     else:
-                        made[step.first : step.first + len(out)] = out
-                for number, index in saved:
-                    tensor = made[number]
-                    assert tensor is not None
-                    save(index, tensor)
-                for number in frees:
-                    made[number] = None
+                        values[first : first + len(out)] = out
+                for place, index in saved:
+                    save(index, values[place])
+                for place in frees:
+                    values[place] = None
 
     def agrees(
         self,
@@ -255,24 +287,6 @@ class Tape:
         return all(equal)
 
 
-def _values(
-    args: Iterable[Any], made: Sequence[Tensor | None], given: Sequence[Tensor | None]
-) -> list[Any]:
-    """A step's arguments."""
-    found = []
-    for arg in args:
-        kind = arg.__class__
-        if kind is Made:
-            found.append(made[arg])
-        elif kind is Given:
-            found.append(given[arg])
-        elif kind is Several:
-            found.append(_values(arg, made, given))
-        else:
-            found.append(arg)
-    return found
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     """In every bit, and in geometry; a NaN is equal to any."""
     if geometry_of(a) != geometry_of(b):
@@ -282,7 +296,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) -> list[_Replayed]:
+def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) -> list[_Needed]:
     """What leads to the saved tensors, given with their numbers, in call order."""
     saved: dict[int, list[int]] = {}
     for index, source in packs:
@@ -321,8 +335,56 @@ def _needed(steps: Sequence[Step], packs: Sequence[tuple[int, Made | Given]]) ->
             else range(step.first, step.first + step.num_outputs)
         )
         kept = tuple((number, index) for number in outputs for index in saved.get(number, ()))
-        result.append(_Replayed(step, part, held, tuple(ended), kept))
+        result.append(_Needed(step, part, held, tuple(ended), kept))
     return result
+
+
+def _compiled(
+    needed: Sequence[_Needed], num_given: int, num_made: int
+) -> tuple[list[_Replayed], list[Any]]:
+    """What backward does, and what is in its list after the tensors that are given: places for what is made, constants
+    and places for arguments that are lists."""
+    others: list[Any] = [None] * num_made
+    result: list[_Replayed] = []
+    lists: list[int] = []
+
+    def place_of(arg: Any) -> int:
+        if isinstance(arg, Given):
+            return int(arg)
+        if isinstance(arg, Made):
+            return num_given + arg
+        items = [place_of(item) for item in arg] if isinstance(arg, Several) else None
+        others.append(arg if items is None else None)
+        place = num_given + len(others) - 1
+        if items is not None:
+            lists.append(place)
+            result.append(_Replayed(_listed, Places(items), (), True, place))
+        return place
+
+    for step, part, held, frees, saved in needed:
+        lists.clear()
+        is_decoded = part >= 0
+        given = () if is_decoded else (*step.args, *step.kwargs.values())
+        args = Places([place_of(arg) for arg in given])
+        result.append(
+            _Replayed(
+                None if is_decoded else step.func,
+                args,
+                tuple(step.kwargs),
+                step.single,
+                num_given + step.first + max(part, 0),
+                held,
+                part,
+                step.heavy is not None and step.heavy.is_product,
+                (*(num_given + number for number in frees), *lists),
+                tuple((num_given + number, index) for number, index in saved),
+            )
+        )
+    return result, others
+
+
+def _listed(*items: Any) -> list[Any]:
+    return [*items]
 
 
 def _made_among(values: Iterable[Any]) -> list[Made]:

@@ -213,7 +213,9 @@ class TapeBuilder:
                 )
                 charges[operation.site.layer, operation.label] += operation.nbytes
                 nodes += [source.place for source in sources if isinstance(source, Source)]
-        tape = Tape(self._steps, calls, self._packs, self._kept, self._num_made, charges)
+        tape = Tape(
+            self._steps, calls, self._packs, self._kept, len(given), self._num_made, charges
+        )
         unseen = {
             step.first + number
             for step in tape.heavy
