@@ -14,7 +14,6 @@ from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import (
-    DenseKeys,
     DenseState,
     SmallParameter,
     dense_adamw_,
@@ -187,9 +186,8 @@ class Slot:
         """
         weight, gradient = self.writable(), self.param.grad
         assert gradient is not None
-        keys = DenseKeys.of(base_key(self.seed, self.name), step)
-        flat = weight.view(-1), gradient.reshape(-1)
-        dense_adamw_(*flat, self._dense_state(), keys, **hyper)
+        flat, base = (weight.view(-1), gradient.reshape(-1)), base_key(self.seed, self.name)
+        dense_adamw_(*flat, self._dense_state(), base, step, **hyper)
         self.write_back(weight)
 
     def as_small(self) -> SmallParameter:

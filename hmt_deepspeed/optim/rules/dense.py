@@ -4,20 +4,20 @@ and states no fp32 copy is ever whole."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import device_table
-from hmt_deepspeed.kernels.noise import Key, Stream, host_step_key, step_keys
+from hmt_deepspeed.kernels.noise import Stream, host_step_key, step_keys
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.optim.rules.formulas import adamw_
 from hmt_deepspeed.optim.rules.state import StateTensor
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
 __all__ = [
-    "DenseKeys",
     "DenseState",
     "SmallParameter",
     "dense_adamw_",
@@ -32,20 +32,6 @@ DenseState = tuple[StateTensor, StateTensor, Tensor]  # exp_avg, exp_avg_sq, 0-d
 CHUNK_ELEMENTS = {True: 1 << 22, False: 1 << 25}
 # Elements of a rounded parameter whose fp32 values are alive beside those of others: biases and norms.
 MOST_ROUNDED = 1 << 20
-
-
-class DenseKeys(NamedTuple):
-    """Keys of the rounding of a parameter's weights and of its two moments at a step."""
-
-    weight: Key
-    exp_avg: Key
-    exp_avg_sq: Key
-
-    @classmethod
-    def of(cls, base: int, step: int) -> DenseKeys:
-        """Those of a :func:`hmt_deepspeed.kernels.noise.base_key` and a step."""
-        streams = (Stream.WEIGHT_ROUNDING, Stream.FIRST_STATE, Stream.SECOND_STATE)
-        return cls(*(host_step_key(base, step, stream) for stream in streams))
 
 
 def new_dense_state(
@@ -111,14 +97,8 @@ def dense_adamw_together_(
         widened = [p for p in params if p.rounds]
         torch._foreach_copy_([values[id(p)] for p in widened], [p.weight for p in widened])
     gradients = [torch.empty_like(weight) for weight in weights]
-    there = [
-        (g, p.gradient) for g, p in zip(gradients, params, strict=True) if p.gradient is not None
-    ]
-    missing = [g for g, p in zip(gradients, params, strict=True) if p.gradient is None]
-    if there:
-        torch._foreach_copy_([g for g, _ in there], [given for _, given in there])
-    if missing:
-        torch._foreach_zero_(missing)
+    given = [torch.zeros_like(p.weight) if p.gradient is None else p.gradient for p in params]
+    torch._foreach_copy_(gradients, given)
     if factor is not None:
         torch._foreach_mul_(gradients, factor)
     firsts, seconds, steps = zip(*(param.state for param in params), strict=True)
@@ -160,7 +140,8 @@ def dense_adamw_(
     weight: Tensor,
     gradient: Tensor | None,
     state: DenseState,
-    keys: DenseKeys,
+    base: int,
+    number: int,
     *,
     factor: Tensor | None = None,
     taken: Tensor | None = None,
@@ -176,12 +157,13 @@ def dense_adamw_(
         weight: flat, contiguous; fp32, or bf16 that is rounded stochastically.
         gradient: flat, of any float dtype, and scaled in place where it is fp32; None is zero.
         state: of as many elements.
+        base: key of the parameter, see :func:`hmt_deepspeed.kernels.noise.base_key`. number: of the step; both key the rounding.
         factor: what the gradient is multiplied by, 0-dim; None for nothing.
         taken: 0-dim bool; where it is false nothing changes, whatever the gradient holds. None for true.
         offset: of the first element in the whole parameter, so that shards of one round alike.
     """
     first, second, step = state
-    before = step.clone()
+    before, key = step.clone(), partial(host_step_key, base, number)
     skipped = None if taken is None else (~taken).float()
     chunk = CHUNK_ELEMENTS[weight.device.type == "cpu"]
     for begin in range(0, weight.numel(), chunk):
@@ -206,8 +188,8 @@ def dense_adamw_(
             weight_decay=weight_decay,
             skipped=skipped,
         )
-        first.write_part(begin, moments[0], keys.exp_avg, taken)
-        second.write_part(begin, moments[1], keys.exp_avg_sq, taken)
+        first.write_part(begin, moments[0], key(Stream.FIRST_STATE), taken)
+        second.write_part(begin, moments[1], key(Stream.SECOND_STATE), taken)
         if part.dtype == torch.bfloat16:
-            stochastic_round(values, part, keys.weight, offset + begin)
+            stochastic_round(values, part, key(Stream.WEIGHT_ROUNDING), offset + begin)
     step.copy_(before + (1 if taken is None else taken))

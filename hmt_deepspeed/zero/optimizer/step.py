@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import device_table, upload
 from hmt_deepspeed.kernels.precision import fp32_products
-from hmt_deepspeed.optim.rules.dense import DenseKeys, SmallParameter, dense_adamw_together_
+from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stacks
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -355,8 +355,8 @@ class ZeroStep:
                 kind = (id(param_state.group), param_state.assignment.lr_scale)
                 together.setdefault(kind, []).append((param_state, small))
             else:
-                keys = DenseKeys.of(param_state.base_key, step_count)
-                weight.step_dense(gradient, state, keys, **how, **self._hyper(param_state))
+                base, hyper = param_state.base_key, self._hyper(param_state)
+                weight.step_dense(gradient, state, base, step_count, **how, **hyper)
         for members in together.values():
             hyper = self._hyper(members[0][0])
             number = self._numbers.step(step_count, self._device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules.apply import apply_whole_
-from hmt_deepspeed.optim.rules.dense import DenseKeys, DenseState, SmallParameter, dense_adamw_
+from hmt_deepspeed.optim.rules.dense import DenseState, SmallParameter, dense_adamw_
 from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
 from hmt_deepspeed.zero.sharding.shards import RowShards, padded
 from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
@@ -210,22 +210,23 @@ class Weight:
         return SmallParameter(self.master, gradient, state, copy)
 
     def step_dense(
-        self, gradient: Tensor | None, state: DenseState, keys: DenseKeys, **hyper: Any
+        self, gradient: Tensor | None, state: DenseState, base: int, number: int, **hyper: Any
     ) -> None:
         """AdamW on the shard; see :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`.
 
         Args:
             gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
+            base: key of the parameter. number: of the step.
             hyper: lr, betas, eps, weight_decay, factor, taken.
         """
         hyper["offset"] = self.shards.flat(self.rank)[0]
         if self.master is not None:
-            dense_adamw_(self.master, gradient, state, keys, **hyper)
-            self._write(self.master, keys.weight)
+            dense_adamw_(self.master, gradient, state, base, number, **hyper)
+            self._write(self.master, (0, 0))  # rounds to nearest
             return
         with self.shard() as shard:
             values = shard.to(self.device)  # the shard itself, but for one that is offloaded
-            dense_adamw_(values, gradient, state, keys, **hyper)
+            dense_adamw_(values, gradient, state, base, number, **hyper)
         if self._offloaded:
             with self.shard(overwrite=True) as shard:
                 shard.copy_(values)

@@ -15,7 +15,6 @@ from twins import TALL, assert_same_steps, draw
 from hmt_deepspeed.kernels.noise import base_key
 from hmt_deepspeed.optim.rules import dense
 from hmt_deepspeed.optim.rules.dense import (
-    DenseKeys,
     SmallParameter,
     dense_adamw_,
     dense_adamw_together_,
@@ -31,8 +30,8 @@ def randn(seed: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-def keys(step: int) -> DenseKeys:
-    return DenseKeys.of(base_key(0, "w"), step)
+def keys(step: int) -> tuple[int, int]:
+    return base_key(0, "w"), step
 
 
 def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Tensor]:
@@ -45,7 +44,7 @@ def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Te
             weight,
             gradient,
             state,
-            keys(step),
+            *keys(step),
             factor=torch.tensor(0.5),
             offset=part.start or 0,
             **HYPER,
@@ -96,14 +95,14 @@ def test_a_step_that_is_not_taken_changes_no_bit(
     bad = randn(2)
     bad[::7] = float("nan")
     taken = {"factor": torch.tensor(1.0), "taken": torch.tensor(True)}
-    dense_adamw_(weight, randn(1), state, keys(1), **taken, **HYPER)
+    dense_adamw_(weight, randn(1), state, *keys(1), **taken, **HYPER)
     before = [tensor.clone() for tensor in held]
     for gradient in (bad, None, torch.full((NUMEL,), float("inf"), dtype=torch.bfloat16)):
         skipped = {"factor": torch.tensor(0.0), "taken": torch.tensor(False)}
-        dense_adamw_(weight, gradient, state, keys(2), **skipped, **HYPER)
+        dense_adamw_(weight, gradient, state, *keys(2), **skipped, **HYPER)
         for tensor, was in zip(held, before, strict=True):
             assert torch.equal(tensor, was)
-    dense_adamw_(weight, randn(1), state, keys(3), **taken, **HYPER)
+    dense_adamw_(weight, randn(1), state, *keys(3), **taken, **HYPER)
     assert state[2] == 2
     assert not any(torch.equal(tensor, was) for tensor, was in zip(held, before, strict=True))
 
@@ -114,7 +113,7 @@ def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str)
     for given in ({}, {"taken": torch.tensor(True)}):
         weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, NUMEL, CPU)
         for step in range(3):
-            dense_adamw_(weight, randn(1 + step), state, keys(step), **given, **HYPER)
+            dense_adamw_(weight, randn(1 + step), state, *keys(step), **given, **HYPER)
         found.append([weight, *state[0].tensors(), *state[1].tensors(), state[2]])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -151,8 +150,9 @@ def test_small_parameters_step_together_as_alone(skips: bool) -> None:
                 dense_adamw_together_(given, number=step, **how)
                 continue
             for param in given:
-                own, how["offset"] = DenseKeys.of(param.base, step), param.offset
-                dense_adamw_(param.weight, param.gradient, param.state, own, **how)
+                how["offset"] = param.offset
+                own = param.weight, param.gradient, param.state, param.base
+                dense_adamw_(*own, step, **how)
                 if param.copy is not None:
                     param.copy.copy_(param.weight)
         for param in params:
@@ -210,5 +210,5 @@ def test_nothing_new_is_larger_than_a_chunk(monkeypatch: Any, states: str) -> No
     weight, gradient = randn(0).bfloat16(), randn(1).bfloat16()
     state = new_dense_state((NUMEL,), states, NUMEL, weight.device)
     with Largest() as largest:
-        dense_adamw_(weight, gradient, state, keys(0), taken=torch.tensor(True), **HYPER)
+        dense_adamw_(weight, gradient, state, *keys(0), taken=torch.tensor(True), **HYPER)
     assert 0 < largest.nbytes <= 8 * CHUNK  # int64 counters of the rounding's noise
