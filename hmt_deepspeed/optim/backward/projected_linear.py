@@ -7,7 +7,8 @@ two optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -104,11 +105,16 @@ class InputGroup:
             return flat @ columns
 
 
-def _join_together(groups: Sequence[tuple[InputGroup, list[Tensor]]]) -> None:
+def _join_together(
+    groups: Sequence[tuple[InputGroup, list[Tensor]]],
+) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Lay the columns of groups side by side, those of several groups in one launch.
 
     Args:
         groups: with their :meth:`InputGroup.parts`, of one number of rows, dtype and device.
+
+    Returns:
+        What lies side by side, and where.
     """
     rows, begin = len(groups[0][1][0]), 0
     while begin < len(groups):
@@ -119,9 +125,11 @@ def _join_together(groups: Sequence[tuple[InputGroup, list[Tensor]]]) -> None:
                 break
             widths.append(width)
         piece, begin = groups[begin : begin + len(widths)], begin + len(widths)
-        joined = torch.cat([part for _, parts in piece for part in parts], dim=1)
+        own = [part for _, parts in piece for part in parts]
+        joined = torch.cat(own, dim=1)
         for (group, _), columns in zip(piece, joined.split(widths, dim=1), strict=True):
             group.columns = columns
+        yield own, joined
 
 
 class ProjectedLinear:
@@ -196,6 +204,8 @@ class SharedInputs:
         self._joins: dict[ProjectedLinear, ProjectedLinear] = {}
         self._learning = True
         self._retired: list[list[str]] = []
+        # projections by linear as they were laid out, what of them is joined, and where
+        self._laid: tuple[list[object], list[tuple[list[Tensor], Tensor]]] | None = None
 
     def meet(self, x: Tensor, linear: ProjectedLinear) -> None:
         """Note a call while learning; the groups take effect at the next :meth:`lay_out`."""
@@ -213,6 +223,7 @@ class SharedInputs:
         """End the observed window and form the groups that it showed."""
         self._learning = self._learning and self._last is None  # one observed window is enough
         self._last = None
+        self._laid = None if self._joins else self._laid
         for linear, leader in self._joins.items():
             if len(linear.group.linears) == 1 and leader not in self._joins:
                 leader.group.linears.append(linear)
@@ -231,9 +242,17 @@ class SharedInputs:
     def lay_out(self) -> None:
         """Build every group's columns from its active members' projections; shared ones once."""
         self.form_groups()
-        several: dict[Hashable, list[tuple[InputGroup, list[Tensor]]]] = {}
-        for group in dict.fromkeys(linear.group for linear in self.linears):
+        groups = dict.fromkeys(linear.group for linear in self.linears)
+        for group in groups:
             group.forget()
+        projections: list[object] = [linear.projection for linear in self.linears]
+        if self._laid is not None and all(map(is_, projections, self._laid[0])):
+            for parts, joined in self._laid[1]:
+                torch.cat(parts, dim=1, out=joined)
+            return
+        self._laid = None
+        several: dict[Hashable, list[tuple[InputGroup, list[Tensor]]]] = {}
+        for group in groups:
             group.gather, group.columns = self.gather_of(group), None
             active = group.active
             if not active or any(not isinstance(one.projection, Tensor) for one in active):
@@ -244,11 +263,12 @@ class SharedInputs:
             elif group.gather is None:  # else its rows are joined as they are gathered
                 kind = parts[0].shape[0], parts[0].dtype, parts[0].device
                 several.setdefault(kind, []).append((group, parts))
-        for groups in several.values():
-            _join_together(groups)
+        pieces = [piece for alike in several.values() for piece in _join_together(alike)]
+        self._laid = projections, pieces
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that is laid out by ``place`` of it, the same values elsewhere."""
+        self._laid = None
         for linear in self.linears:
             if isinstance(linear.projection, Tensor):
                 linear.projection = place(linear.projection)
@@ -265,6 +285,7 @@ class SharedInputs:
     def retire(self) -> None:
         """Forget the linears, whose modules are ordinary again; :meth:`groups` still tells which shared a product."""
         self.form_groups()
+        self._laid = None
         self._retired, self.linears = self.groups(), []
 
     def restore(self, groups: Sequence[Sequence[str]], observed: bool = False) -> None:
@@ -272,6 +293,7 @@ class SharedInputs:
 
         Without groups the next window is observed, unless one was before the checkpoint (``observed``).
         """
+        self._laid = None
         by_name = {linear.name: linear for linear in self.linears}
         for linear in self.linears:
             linear.group = InputGroup(linear)
