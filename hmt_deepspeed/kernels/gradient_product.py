@@ -20,22 +20,19 @@ def add_gradient_product(
     Args:
         total: m x w of earlier backwards, or None.
         delta: T x m. features: T x w, of the same dtype.
-        room: m x w fp32, where the first product is to be; None for new memory.
+        room: m x w, where the first product is to be if it has that dtype; None for new memory.
 
     Returns:
-        m x w: fp32 on CUDA of 16-bit operands, and in ``room``; else on a CPU in their dtype where there was no total.
+        m x w: fp32 on CUDA of 16-bit operands, and of several; else in their dtype.
     """
     widens = delta.is_cuda and delta.dtype in (torch.bfloat16, torch.float16)
-    if room is not None and total is None and (widens or delta.dtype == torch.float32):
+    if total is None:
         how = {"out_dtype": torch.float32} if widens else {}
-        first: Tensor = torch.mm(delta.t(), features, out=room, **how)
+        fits = room is not None and room.dtype == how.get("out_dtype", delta.dtype)
+        first: Tensor = torch.mm(delta.t(), features, out=room if fits else None, **how)
         return first
     if widens:
-        if total is None:
-            return torch.mm(delta.t(), features, out_dtype=torch.float32)
         out: Tensor = torch.addmm(total, delta.t(), features, out_dtype=torch.float32, out=total)
         return out
     product = delta.t() @ features
-    if total is None:
-        return product if room is None else room.copy_(product)
     return total.to(torch.promote_types(product.dtype, torch.float32)).add_(product)

@@ -49,7 +49,7 @@ class StackedStep:
         for stack, members in self._parts(slots):
             for place, slot in enumerate(members):
                 if slot.linear is not None:
-                    slot.linear.room = partial(stack.room, place)
+                    slot.linear.room = partial(stack.room, torch.float32, place)
 
     @fp32_products()
     def square_norms(self, slots: Sequence[Slot]) -> list[Tensor]:
@@ -170,9 +170,8 @@ def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Gradients, Tensor
         factor = upload(there, torch.float32, stack.device)
         zeros = torch.zeros_like(given[0])
         given = [zeros if part is None else part for part in parts]
-    known = alike(given)
     if stack.reads_whole_rows:
-        return known, factor
+        return alike(given), factor
     if stack.first.takes_whole:  # they are the user's, and are used up
-        return torch.stack(known).flatten(0, -3).float(), factor
-    return stacked(known).flatten(0, -3).float(), factor
+        return torch.stack(given).flatten(0, -3).float(), factor
+    return stacked(given).flatten(0, -3).float(), factor

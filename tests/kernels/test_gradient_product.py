@@ -22,11 +22,21 @@ def test_a_sum_of_several(dtype):
     assert (total - exact).abs().max() < 3 * 16 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_the_first_product_lies_in_the_room_of_its_dtype(dtype, fits):
+    delta, features = torch.randn(9, 4).bfloat16(), torch.randn(9, 3).bfloat16()
+    room = torch.zeros(4, 3, dtype=dtype)
+    product = add_gradient_product(None, delta, features, room)
+    assert (product.data_ptr() == room.data_ptr()) is fits
+    assert torch.equal(product, delta.t() @ features)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_on_cuda_no_partial_sum_has_16_bits(dtype, monkeypatch):
     asked = []
 
-    def mm(first, second, out_dtype):
+    def mm(first, second, out, out_dtype):
+        assert out is None
         asked.append(out_dtype)
         return torch.matmul(first.float(), second.float())
 

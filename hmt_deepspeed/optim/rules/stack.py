@@ -46,16 +46,20 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one with a leading dimension: the one they are views of, side by side, or a copy."""
+    """Tensors of one shape as one with a leading dimension: the one they are views of, side by side, or a copy of the
+    widest of their dtypes."""
     first = tensors[0]
-    whole, step = first._base, first.numel()
-    if len(tensors) == 1 or not first.is_contiguous():
-        return torch.stack(list(tensors)) if len(tensors) > 1 else first.unsqueeze(0)
-    start = first.storage_offset()
-    for place, tensor in enumerate(tensors):
-        if tensor._base is not whole or tensor.storage_offset() != start + place * step:
-            return torch.stack(list(tensors))
-    if whole is None:
+    if len(tensors) == 1:
+        return first.unsqueeze(0)
+    whole, step, start = first._base, first.numel(), first.storage_offset()
+    if (
+        whole is None
+        or not first.is_contiguous()
+        or any(
+            tensor._base is not whole or tensor.storage_offset() != start + place * step
+            for place, tensor in enumerate(tensors)
+        )
+    ):
         return torch.stack(list(tensors))
     return whole.as_strided((len(tensors), *first.shape), (step, *first.stride()), start)
 
@@ -91,10 +95,11 @@ class Stacked:
         found = list(map(self._read, self._owners))
         if all(map(is_, found, self.views)):
             return
-        for owner, tensor, view in zip(self._owners, found, self.views, strict=True):
-            if tensor is not view:
-                view.copy_(tensor)
-                self._place(owner, view)
+        changed = [place for place, view in enumerate(self.views) if found[place] is not view]
+        views = [self.views[place] for place in changed]
+        torch._foreach_copy_(views, [found[place] for place in changed])
+        for place, view in zip(changed, views, strict=True):
+            self._place(self._owners[place], view)
 
     def part(self, begin: int, end: int) -> Stacked:
         """Some of them, of the same memory."""
@@ -186,12 +191,12 @@ class Stack(ABC):
             self._cut[each] = [self.part(b, min(b + each, len(self.members))) for b in starts]
         return self._cut[each]
 
-    def room(self, place: int) -> Tensor:
-        """Memory for the gradient of one member, rows x width fp32: a part of all members', until :meth:`free`."""
+    def room(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Memory for the gradient of one member, rows x width: a part of all members', until :meth:`free`."""
         if self._room is None:
             first = self.first
             shape = (len(self.members), *first.several, first.num_rows, first.width)
-            self._room = torch.empty(shape, device=self.device)
+            self._room = torch.empty(shape, dtype=dtype, device=self.device)
         return self._room[place]
 
     def free(self) -> None:

@@ -31,7 +31,7 @@ class BasisRefresh:
 
     Args:
         low_rank: parameters with a matrix. bases: stores them between uses.
-        collectives: of the ranks that hold them.
+        collectives: of the ranks that hold them. dtype: that other gradients accumulate in.
     """
 
     def __init__(
@@ -39,8 +39,11 @@ class BasisRefresh:
         low_rank: Sequence[ParamState],
         bases: BasisStorage,
         collectives: Collectives,
+        dtype: torch.dtype,
     ) -> None:
         self.low_rank, self.bases, self.collectives = low_rank, bases, collectives
+        # What is projected now may be infinite in fp16, and nobody looks for that any more.
+        self._dtype = torch.float32 if dtype == torch.float16 else dtype
         self.sharded = any(p.gradient.shards.world > 1 for p in low_rank)
 
     @fp32_products()
@@ -264,10 +267,10 @@ class BasisRefresh:
             self.collectives.broadcast(reduced, gradient.owner)
             own = reduced[slice(*matrix.rows)]
             room = None if gradient.room is None else gradient.room()
-            if room is not None and room.shape == own.shape:
+            if room is not None and (room.shape, room.dtype) == (own.shape, self._dtype):
                 own = room.copy_(own)
-            elif self.sharded:  # not a view, which would hold all rows
-                own = own.clone()
+            else:  # of shards not a view, which would hold all rows
+                own = own.to(self._dtype, copy=self.sharded)
             gradient.reduced, gradient.full = own, None
 
 

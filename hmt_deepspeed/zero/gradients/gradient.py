@@ -60,7 +60,7 @@ class Gradient:
     room: Callable[[], Tensor] | None = None
 
     def free_room(self) -> Tensor | None:
-        """Memory for what comes first in a window, rows x width fp32; None where there is none, or something in it."""
+        """Memory for what comes first in a window, rows x width; None where there is none, or something in it."""
         taken = (self.arrived, self.local, self.reduced)
         if self.room is None or self.refreshing or any(t is not None for t in taken):
             return None
@@ -120,7 +120,7 @@ class Gradient:
 
     def clear(self) -> None:
         """Forget everything accumulated."""
-        self.arrived = self.local = self.reduced = self.full = self.param.grad = None
+        self.arrived = self.local = self.reduced = self.full = None
         if self.host is not None:
             self.host.clear()
         if self.linear is not None:

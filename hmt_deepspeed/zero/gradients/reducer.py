@@ -70,6 +70,7 @@ class GradientReducer:
         self._pool: list[Tensor] = []
         self._pooled = 0  # elements of each buffer in it
         self._in_flight: list[InFlight] = []
+        self._holds = True  # gradients, or a round that has begun
         self._repeats: bool | None = None  # see _any_late; None before the first backward's end
         self._repeated = False
         self.plan()
@@ -77,7 +78,7 @@ class GradientReducer:
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Fix the buckets of the coming window: last parameters first, as backward will meet them."""
+        """Drop gradients and fix the buckets of the coming window: last parameters first, as backward will meet them."""
         signature = [
             (None if g.matrix is None else g.matrix.alike, g.refreshing) for g in self.gradients
         ]
@@ -90,9 +91,8 @@ class GradientReducer:
                 for holders in {bucket.holders for bucket in self._buckets}
             }
             self._size_pool()
-        self._is_open = self._has_own = self._has_means = False
-        self.reached.clear()
-        self._begin_round()
+            self._holds = True
+        self.reset()
 
     def _size_pool(self) -> None:
         """Buffers of the pool are as large as the largest bucket within ``bucket_elements``.
@@ -133,6 +133,7 @@ class GradientReducer:
         contribution = gradient.collect()
         if contribution is None:
             return
+        self._holds = True
         self.reached.add(gradient.index)
         if self.events is not None:
             self.events.append(("arrive", gradient.name))
@@ -168,7 +169,7 @@ class GradientReducer:
         """
         if not reduce_now:
             return
-        self._is_open = True
+        self._is_open = self._holds = True
         waiting = [bucket for bucket in self._buckets if leaf in bucket.waiting]
         # Called more than once: its gradients come at the end of the first call, the last in backward.
         self._repeated |= not waiting
@@ -230,27 +231,31 @@ class GradientReducer:
             flight.work.wait()
         self._in_flight.clear()
         for gradient in self.gradients:
-            gradient.clear()
+            if self._holds:
+                gradient.clear()
+            gradient.param.grad = None
         self._is_open = self._has_own = self._has_means = False
         self.reached.clear()
-        self._begin_round()
+        if self._holds:
+            self._holds = False
+            self._begin_round()
 
     def _launch(self, bucket: Bucket) -> None:
         if self.events is not None:
             self.events.append(("launch", bucket.index))
-        bucket.launched = True
+        bucket.launched = self._holds = True
         self._watch()
         for gradient in bucket.members:
             if gradient.local is not None:
                 gradient.arrived = self._accumulated(gradient.local, gradient.arrived)
                 gradient.local = None
         if bucket.holders.world == 1:
-            for gradient in bucket.members:
-                if gradient.arrived is not None and self.scale.before != 1.0:
-                    gradient.arrived = gradient.arrived.to(self.accumulate_dtype)
-                    gradient.arrived.mul_(self.scale.before)
-                self._deliver(gradient, gradient.arrived)
+            parts = [gradient.arrived for gradient in bucket.members]
+            for place, (gradient, part) in enumerate(zip(bucket.members, parts, strict=True)):
                 gradient.arrived = None
+                if part is not None and self.scale.before != 1.0:
+                    parts[place] = part.to(self.accumulate_dtype).mul_(self.scale.before)
+            self._deliver(bucket.members, parts)
         elif bucket.members[0].refreshing:
             self._launch_full(bucket)
         else:
@@ -306,35 +311,45 @@ class GradientReducer:
         rank = flight.bucket.holders.rank
         if members[0].refreshing:
             if rank == members[0].owner:
-                self._deliver(members[0], result)
+                self._deliver(members, [result])
                 self._count(members)
             return
+        parts: list[Tensor | None] = []
         for gradient, offset in zip(members, flight.bucket.offsets, strict=True):
             rows = gradient.shards.rows(rank) if self.sharded else None
             count = gradient.shards.m if rows is None else rows[1] - rows[0]
             part = result[offset : offset + count * gradient.width]
-            self._deliver(gradient, part.view(count, gradient.width))
+            parts.append(part.view(count, gradient.width))
+        self._deliver(members, parts)
         self._count(members)
         if flight.buffer is not None and flight.buffer.numel() == self._pooled:
             self._pool.append(flight.buffer)
 
     # -- accumulators ---------------------------------------------------------------------------
 
-    def _deliver(self, gradient: Gradient, part: Tensor | None) -> None:
-        """Add a reduced part (nobody else's memory) to the accumulator of its gradient."""
-        if part is None:
-            return
-        scaled = part if self.scale.after == 1.0 else part.mul_(self.scale.after)
-        if gradient.host is not None:
-            gradient.host.add(scaled, self.last)
-        elif gradient.refreshing:
-            gradient.full = self._accumulated(gradient.full, scaled)
-        else:
-            room = gradient.free_room() if gradient.holders.world > 1 else None
-            if room is None:
+    def _deliver(self, gradients: Sequence[Gradient], parts: Sequence[Tensor | None]) -> None:
+        """Add reduced parts (nobody else's memory) to the accumulators of their gradients."""
+        rooms, given = [], []
+        for gradient, part in zip(gradients, parts, strict=True):
+            if part is None:
+                continue
+            scaled = part if self.scale.after == 1.0 else part.mul_(self.scale.after)
+            if gradient.host is not None:
+                gradient.host.add(scaled, self.last)
+            elif gradient.refreshing:
+                gradient.full = self._accumulated(gradient.full, scaled)
+            elif self._stays(gradient, part) or (room := gradient.free_room()) is None:
                 gradient.reduced = self._accumulated(gradient.reduced, scaled)
             else:
-                gradient.reduced = room.copy_(scaled)
+                gradient.reduced = room
+                rooms.append(room)
+                given.append(scaled)
+        if rooms:
+            torch._foreach_copy_(rooms, given)
+
+    def _stays(self, gradient: Gradient, part: Tensor) -> bool:
+        """Whether a reduced part may be an accumulator: of one rank it is memory of its own, perhaps its room."""
+        return gradient.holders.world == 1 and part.dtype == self.accumulate_dtype
 
     def _accumulated(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
         if part is None:

@@ -37,8 +37,8 @@ class Part:
         first, device = self.stack.first, self.stack.device
         shape = (first.num_rows, first.width)
         found = [p.gradient.reduced for p in self.members]
-        known = alike([torch.zeros(shape, device=device) if g is None else g for g in found])
-        return known if self.stack.reads_whole_rows else stacked(known)
+        known = [torch.zeros(shape, device=device) if g is None else g for g in found]
+        return alike(known) if self.stack.reads_whole_rows else stacked(known)
 
     @property
     def counted(self) -> slice:

@@ -181,7 +181,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         schedule = build_schedule(low_rank, options, self.settings.accumulate_dtype)
         shared = shared_inputs(low_rank, bases)
         self._patch(low_rank, shared)
-        refresh = BasisRefresh(low_rank, bases, holders)
+        refresh = BasisRefresh(low_rank, bases, holders, self.settings.accumulate_dtype)
         return BasisGroups(low_rank, schedule, bases, shared, refresh, holders, options, self._warn)
 
     def _patch(self, low_rank: list[ParamState], shared: SharedInputs) -> None:

@@ -196,11 +196,12 @@ class ZeroStep:
 
     def make_room(self) -> None:
         """Let gradients of matrices that step together come to lie side by side, in the coming accumulation window."""
-        for part in self.parts() if self.settings.accumulate_dtype == torch.float32 else ():
+        dtype = self.settings.accumulate_dtype
+        for part in self.parts():
             whole = part.stack.first.takes_whole  # lies in memory of its own
             for place, param_state in enumerate(part.members):
                 gradient = param_state.gradient
-                gradient.room = None if whole else partial(part.stack.room, place)
+                gradient.room = None if whole else partial(part.stack.room, dtype, place)
                 if gradient.holders.world == 1 and gradient.linear is not None:
                     gradient.linear.room = gradient.free_room
 
@@ -290,8 +291,6 @@ class ZeroStep:
             for unit, begin, end in order:
                 if isinstance(unit, Part):
                     updates[holders].apply(unit.part(begin, end), found[unit].part(begin, end))
-                    for param_state in unit.members[begin:end]:
-                        param_state.gradient.clear()
                     if end == len(unit.members):
                         del found[unit]
                         unit.stack.free()
@@ -299,7 +298,6 @@ class ZeroStep:
                 if unit.host is not None:
                     unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
                 self._gather_weight(unit, gathers[holders])
-                unit.gradient.clear()
         for gather in gathers.values():
             gather.finish()
         self.written()
@@ -350,6 +348,7 @@ class ZeroStep:
             # unused in this accumulation window: DeepSpeed's ZeRO counts it as zero too
             reduced = param_state.gradient.reduced
             gradient = None if reduced is None else reduced.reshape(-1)
+            param_state.gradient.reduced = None  # used up
             small = weight.as_small(gradient, state, param_state.base_key)
             if small is not None and small.fits:
                 kind = (id(param_state.group), param_state.assignment.lr_scale)

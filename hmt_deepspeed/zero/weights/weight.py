@@ -95,12 +95,13 @@ class Weight:
 
     def _in_memory(self, columns: int | None = None) -> Tensor:
         """:meth:`shard` of weights that are not on an SSD, in rows of so many columns, or flat."""
-        shape = (-1,) if columns is None else (-1, columns)
         begin, end = (0, self.num_elements) if self.partitioned else self._range
-        values = (self.param.ds_tensor if self.partitioned else self.param).detach()
+        values: Tensor = (self.param.ds_tensor if self.partitioned else self.param).detach()
         if end - begin < values.numel():
             values = values.view(-1)[begin:end]
-        return values.view(shape)
+        if values.dim() == (1 if columns is None else 2):
+            return values
+        return values.view(-1) if columns is None else values.view(-1, columns)
 
     def _master_is_shard(self) -> bool:
         if self.master is None or self.param.dtype != torch.float32 or on_ssd(self.param):
