@@ -127,6 +127,18 @@ class Change(NamedTuple):
         beside = None if self.beside is None else self.beside.part(slice(begin, end))
         return Change(self.update[begin:end], self.scale[begin:end], beside)
 
+    def multiplied(self, rank: int, dtype: torch.dtype) -> Change:
+        """With the scale in the update, for weights that are updated one by one: of it only 1 or 0 is left.
+
+        Args:
+            rank: columns of the first scale. dtype: of the update then, unless there are rows beside it.
+        """
+        update = self.update.float()
+        update[..., :rank].mul_(self.scale[:, 0].view(-1, 1, 1))
+        update[..., rank:].mul_(self.scale[:, 1].view(-1, 1, 1))
+        update = update if self.beside is not None else update.to(dtype)
+        return self._replace(update=update, scale=(self.scale != 0).float())
+
     def whole(self, member: int, projection: Tensor | None) -> Tensor:
         """All that is subtracted from one weight without the learning rate, rows x n fp32.
 

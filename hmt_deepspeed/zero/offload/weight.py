@@ -76,6 +76,10 @@ class HostWeight(Weight):
             states.write({MASTER: shard} if self.has_master else {})
 
     @property
+    def alone(self) -> bool:
+        return True
+
+    @property
     def has_master(self) -> bool:
         return MASTER in self.states.columns
 

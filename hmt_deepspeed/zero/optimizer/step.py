@@ -331,10 +331,13 @@ class ZeroStep:
             for part, sums in zip(limited, total.split(lengths), strict=True):
                 update, own = found[part]
                 found[part] = update, sums.view_as(own)
-        return {
-            part: part.stack.finish(update, sums, factor.repeat(len(part.members)))
-            for part, (update, sums) in found.items()
-        }
+        changes = {}
+        for part, (update, sums) in found.items():
+            change = part.stack.finish(update, sums, factor.repeat(len(part.members)))
+            if part.members[0].weight.alone:
+                change = change.multiplied(part.stack.rank, part.stack.first.dtype)
+            changes[part] = change
+        return changes
 
     def _step_dense(
         self, dense: Sequence[ParamState], factor: Tensor, taken: Tensor | None, step_count: int

@@ -75,11 +75,9 @@ class LowRankChange:
         return self.host_key(first + place)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Of a weight alone, the scale applied: left and right factor. Uses the update up."""
-        update = self.update[0].float()
-        update[:, : self.rank] *= self.scale[0, 0]
-        update[:, self.rank :] *= self.scale[0, 1]
-        return (self.projections[0], update) if self.transposed else (update, self.projections[0])
+        """Left and right factor of a weight :attr:`~hmt_deepspeed.zero.weights.weight.Weight.alone`."""
+        factors = self.projections[0], self.update[0]
+        return factors if self.transposed else factors[::-1]
 
     def whole(self) -> Tensor:
         """Of a weight alone, fp32 or the factors' dtype: all that is subtracted, without the learning rate."""

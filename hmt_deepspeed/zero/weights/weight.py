@@ -61,6 +61,11 @@ class Weight:
         return self.has_master or self.partitioned
 
     @property
+    def alone(self) -> bool:
+        """Whether a low-rank update comes to it alone, its scale in it, not with those of weights alike."""
+        return self._offloaded or not self.shards.aligned
+
+    @property
     def has_master(self) -> bool:
         """Whether there are fp32 values of the shard, wherever they live."""
         return self.master is not None
@@ -257,7 +262,7 @@ class Weight:
         first = weights[0]
         if not first.num_elements:
             return
-        if first._offloaded or not first.shards.aligned:
+        if first.alone:
             for weight, one in zip(weights, change.each(), strict=True):
                 weight._step_rows_alone(one)
             return
