@@ -267,7 +267,9 @@ class Stack(ABC):
         """The columns that a change's update is of, n x its width of each member, E x n x width of experts."""
         if change.update.shape[2]:
             return self.projections()
-        none = torch.empty(*self.first.several, self.shape[1], 0, device=self.device)
+        assert change.beside is not None
+        n = change.beside.matrices[0].shape[-1]
+        none = torch.empty(*self.first.several, n, 0, device=self.device)
         return [none] * len(self.members)
 
     def taken(self, factor: Tensor, sums: Tensor) -> Tensor:

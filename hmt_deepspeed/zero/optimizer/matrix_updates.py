@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, stacked
@@ -68,8 +69,8 @@ class MatrixUpdates:
 
     Args:
         zero: the states of the optimizer. holders: of the parameters. gather: of weights and updates.
-        gather_weight: queues the gather of a weight whose shard is new. hyper: lr, betas, eps, weight_decay of a
-            parameter. numbers: on the device. step_count: keys random rounding.
+        gather_weights: queues the gather of weights alike whose shards are new. hyper: lr, betas, eps, weight_decay
+            of a parameter. numbers: on the device. step_count: keys random rounding.
     """
 
     def __init__(
@@ -77,33 +78,53 @@ class MatrixUpdates:
         zero: ZeroState,
         holders: Collectives,
         gather: GatherPipeline,
-        gather_weight: Callable[[ParamState, GatherPipeline], None],
+        gather_weights: Callable[[Sequence[ParamState], GatherPipeline], None],
         hyper: Callable[[ParamState], dict[str, Any]],
         numbers: StepNumbers,
         step_count: int,
     ) -> None:
         self.holders, self.bases, self.settings = holders, zero.bases, zero.settings
         self.sharded = zero.settings.stage > 0 and holders.world > 1
-        self._gather, self._gather_weight, self._hyper = gather, gather_weight, hyper
+        self._gather, self._gather_weights, self._hyper = gather, gather_weights, hyper
         self._step_count, self._numbers = step_count, numbers
 
     def apply(self, part: Part, change: Change) -> None:
         """``W <- (1 - lr wd) W - lr D`` on the rows held here of each weight of a part."""
-        first = part.members[0].weight
-        if change.beside is not None and (
-            isinstance(first, (HostWeight, EncodedWeight)) or (self.sharded and part.transposed)
-        ):
-            self._apply_whole(part, change)
+        first, size = part.members[0].weight, len(part.members)
+        whole = change.beside is not None
+        if whole and self.sharded and part.transposed and not isinstance(first, EncodedWeight):
+            width = part.members[0].gradient.shards.max_rows * part.stack.shape[1]
+            most = max(1, self.settings.gather_elements // width)
+            for begin in range(0, size, most):
+                end = min(begin + most, size)
+                self._apply_exchanged(part.part(begin, end), change.part(begin, end))
+            return
+        if whole and isinstance(first, (HostWeight, EncodedWeight)):
+            self._apply_whole(part, change, part.transposed)
             return
         by_rows = first.by_rows and not part.transposed
         for begin, end in self.bases.runs(part.members):
             some, own = part.part(begin, end), change.part(begin, end)
             with self.bases.all_whole(some.members):
                 projections = some.stack.update_columns(own)
-                if self.sharded and not by_rows and change.beside is None:
+                if self.sharded and not by_rows and not whole:
                     self._send(some, own, projections)
                 else:
-                    self._apply_factors(some, own, projections)
+                    self._apply_factors(some, own, projections, part.transposed)
+
+    def _apply_exchanged(self, part: Part, change: Change) -> None:
+        """Whole updates of the columns held here of each weight, as such of its rows held here."""
+        first, columns = part.members[0], part.stack.update_columns(change)
+        found = torch.stack([change.whole(b, each) for b, each in enumerate(columns)])
+        rows = rows_from_columns(found, first.gradient.shards, first.weight.shards, self.holders)
+        taken = (change.scale != 0).float()
+        beside = ScaledRows(list(rows), torch.ones_like(rows[..., 0])).times(taken[:, 0])
+        change = Change(rows[..., :0], taken, beside)
+        if isinstance(first.weight, HostWeight):
+            self._apply_whole(part, change, transposed=False)
+        else:
+            columns = part.stack.update_columns(change)
+            self._apply_factors(part, change, columns, transposed=False)
 
     def _send(self, part: Part, change: Change, projections: Sequence[Tensor]) -> None:
         """The low-rank update travels: every rank needs all of it for its own rows of the weight."""
@@ -116,11 +137,14 @@ class MatrixUpdates:
         def deliver(packed: Tensor) -> None:
             each = packed.reshape(shards.world, size, shards.max_rows, width)
             whole = torch.stack([_whole_rows(each[:, b], shards) for b in range(size)])
-            self._apply_factors(part, change._replace(update=whole), projections)
+            changed = change._replace(update=whole)
+            self._apply_factors(part, changed, projections, part.transposed)
 
         self._gather.add(update.reshape(-1), update.numel(), deliver)
 
-    def _apply_factors(self, part: Part, change: Change, projections: Sequence[Tensor]) -> None:
+    def _apply_factors(
+        self, part: Part, change: Change, projections: Sequence[Tensor], transposed: bool
+    ) -> None:
         """Updates of the rows held here, or low-rank ones of all rows."""
         weights = [p.weight for p in part.members]
         hyper, number = (
@@ -132,7 +156,7 @@ class MatrixUpdates:
         by_rows, update = weights[0].by_rows or change.beside is not None, change.update
         if by_rows:
             begin, end = weights[0].shards.rows(weights[0].rank)
-            if part.transposed:
+            if transposed:
                 projections = [columns[begin:end] for columns in projections]
             elif update.shape[1] != end - begin:
                 update = update[:, begin:end]
@@ -143,7 +167,7 @@ class MatrixUpdates:
             change.scale,
             keys,
             lambda b: part.members[b].rounding_key(self._step_count),
-            part.transposed,
+            transposed,
             hyper["lr"],
             hyper["weight_decay"],
             change.beside,
@@ -152,26 +176,23 @@ class MatrixUpdates:
         step = type(weights[0]).step_rows if by_rows else type(weights[0]).step_whole
         step(weights, low_rank)
         if by_rows:
-            for param_state in part.members:
-                self._gather_weight(param_state, self._gather)
+            self._gather_weights(part.members, self._gather)
 
     # -- whole updates --------------------------------------------------------------------------
 
-    def _apply_whole(self, part: Part, change: Change) -> None:
-        """Updates made whole one by one: to be exchanged between ranks, or for weights of other kinds."""
+    def _apply_whole(self, part: Part, change: Change, transposed: bool) -> None:
+        """Updates made whole one by one, for weights of other kinds."""
         columns = part.stack.update_columns(change)
         for b, param_state in enumerate(part.members):
             update, weight = change.whole(b, columns[b]), param_state.weight
             taken = (change.scale[b, 0] != 0).float()
             if self.sharded and isinstance(weight, EncodedWeight):
-                self._exchange_whole(param_state, part.transposed, update, taken)
+                self._exchange_whole(param_state, transposed, update, taken)
                 continue
-            if part.transposed:
-                shards = param_state.gradient.shards
-                update = rows_from_columns(update, shards, weight.shards, self.holders)
             hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
+            update = update.t() if transposed else update
             weight.step_update(update, taken, hyper["lr"], hyper["weight_decay"], key)
-            self._gather_weight(param_state, self._gather)
+            self._gather_weights([param_state], self._gather)
 
     def _exchange_whole(
         self, param_state: ParamState, transposed: bool, update: Tensor, scale: Tensor

@@ -278,7 +278,7 @@ class ZeroStep:
             if isinstance(unit, Part)
             for param_state in unit.members[begin:end]
         )
-        how = self._gather_weight, self._hyper, self._numbers, step_count
+        how = self._gather_weights, self._hyper, self._numbers, step_count
         gathers = self._gathers(self.settings.gather_elements)
         updates = {
             holders: MatrixUpdates(self._zero, holders, gather, *how)
@@ -297,7 +297,7 @@ class ZeroStep:
                     continue
                 if unit.host is not None:
                     unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
-                self._gather_weight(unit, gathers[holders])
+                self._gather_weights([unit], gathers[holders])
         for gather in gathers.values():
             gather.finish()
         self.written()
@@ -391,7 +391,7 @@ class ZeroStep:
             param_state = self._unfinished.popleft()
             assert isinstance(param_state.weight, HostWeight)
             param_state.weight.finish()
-            self._gather_weight(param_state, gathers[param_state.gradient.holders])
+            self._gather_weights([param_state], gathers[param_state.gradient.holders])
             if param_state is last:
                 break
         for gather in gathers.values():
@@ -421,16 +421,17 @@ class ZeroStep:
         """Of weights, by the ranks that share them, in buckets of so many elements."""
         return {holders: GatherPipeline(holders, elements) for holders in self._holders}
 
-    def _gather_weight(self, param_state: ParamState, gather: GatherPipeline) -> None:
-        if isinstance(param_state.weight, HostWeight) and param_state.weight.pending:
-            self._unfinished.append(param_state)
-            return
-        shards = param_state.weight.shards
-        if shards.world == 1 or param_state.weight.partitioned:
-            return
-        flat = param_state.gradient.param.detach().view(-1)
-        with param_state.weight.shard() as shard:
-            gather.add(shard, shards.partition, lambda packed: shards.unpack_flat(packed, flat))
+    def _gather_weights(self, param_states: Sequence[ParamState], gather: GatherPipeline) -> None:
+        """Queue the gather of weights alike whose shards are new, or about to be."""
+        first = param_states[0].weight
+        if isinstance(first, HostWeight) and first.pending:
+            self._unfinished += param_states
+        elif first.shards.world > 1 and not first.partitioned:
+            for param_state in param_states:
+                shards, flat = param_state.weight.shards, param_state.gradient.param.detach()
+                deliver = partial(shards.unpack_flat, out=flat.view(-1))
+                with param_state.weight.shard() as shard:
+                    gather.add(shard, shards.partition, deliver)
 
 
 def _kind(param_state: ParamState) -> Hashable:

@@ -1,4 +1,4 @@
-"""Turns an update sharded by columns into one sharded by rows, as weights are.
+"""Turns updates sharded by columns into ones sharded by rows, as weights are.
 
 A rule on the transpose shards the columns of a weight over ranks; the weight's own shard is a range of its
 rows. Low-rank updates are gathered whole (they are small); a whole update travels once, each element to
@@ -17,31 +17,24 @@ __all__ = ["rows_from_columns"]
 
 
 def rows_from_columns(
-    update: Tensor, columns: RowShards, rows: RowShards, collectives: Collectives
+    updates: Tensor, columns: RowShards, rows: RowShards, collectives: Collectives
 ) -> Tensor:
-    """Exchange an m x n update sharded by columns, so that each rank gets the rows that it touches.
+    """Exchange m x n updates sharded by columns, so that each rank gets the rows that it touches.
 
     Args:
-        update: columns this rank holds of the update, as rows: columns x m, any dtype.
+        updates: columns this rank holds of B updates, as rows: B x columns x m, any dtype.
         columns: partition of the transpose (n x m). rows: of the weight (m x n).
         collectives: of the ranks that hold them; one all-to-all.
 
     Returns:
-        Rows that this rank touches x n, of the dtype of ``update``.
+        Rows that this rank touches, B x rows x n, of the dtype of ``updates``.
     """
-    if rows.world == 1:
-        return update.t()
-    rank = collectives.rank
-    owned = update[columns.counted(rank)]
-    parts = []
-    for other in range(rows.world):
-        begin, end = rows.rows(other)
-        parts.append(owned[:, begin:end].t().reshape(-1))
+    rank, size = collectives.rank, len(updates)
+    owned = updates[:, columns.counted(rank)].mT
+    parts = [owned[:, slice(*rows.rows(other))].reshape(-1) for other in range(rows.world)]
     begin, end = rows.rows(rank)
     counts = [last - first for first, last in map(columns.owned, range(rows.world))]
-    received = collectives.all_to_all(parts, [(end - begin) * count for count in counts])
-    out = torch.empty(end - begin, rows.n, dtype=update.dtype, device=update.device)
-    for other, part in enumerate(received):
-        first, last = columns.owned(other)
-        out[:, first:last] = part.view(end - begin, last - first)
-    return out
+    sizes = [size * (end - begin) * count for count in counts]
+    received = collectives.all_to_all(parts, sizes)
+    blocks = [part.view(size, end - begin, -1) for part in received if part.numel()]
+    return torch.cat(blocks, dim=2) if blocks else updates.new_empty(size, 0, rows.n)
