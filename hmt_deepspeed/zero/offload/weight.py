@@ -159,7 +159,7 @@ class HostWeight(Weight):
 
     @staticmethod
     def step_rows(weights: Sequence[Weight], change: LowRankChange) -> None:
-        """Begin low-rank updates of the shards, in a step that is known to be taken.
+        """Begin the low-rank update of a shard, in a step that is known to be taken.
 
         The product is formed on the device, a few rows at a time, and travels in the dtype of its factors:
         per element 2 (r + k) FLOPs, which the host, busy with AdamW, would take longer for than the link
@@ -168,9 +168,9 @@ class HostWeight(Weight):
         Args:
             change: of the rows that this rank touches.
         """
-        for weight, one in zip(weights, change.each(), strict=True):
-            assert isinstance(weight, HostWeight)
-            weight._begin_rows(one)
+        (weight,) = weights
+        assert isinstance(weight, HostWeight)
+        weight._begin_rows(change)
 
     def _begin_rows(self, change: LowRankChange) -> None:
         n, (left, right) = self.shards.n, change.factors()
@@ -183,7 +183,7 @@ class HostWeight(Weight):
             return rows[offset + begin - first * n :][: end - begin]
 
         step = self._addition(change.lr, change.weight_decay)
-        self._begin(step, product, change.host_key(0))
+        self._begin(step, product, change.host_key)
 
     def finish(self) -> None:
         """Returns when the update is done; what the caller's stream does next sees the new weights.

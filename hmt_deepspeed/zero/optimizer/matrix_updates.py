@@ -55,9 +55,9 @@ class Part:
         return self.stack.first.transposed
 
     @property
-    def on_host(self) -> bool:
-        """Whether the host updates their weights."""
-        return isinstance(self.members[0].weight, HostWeight)
+    def alone(self) -> bool:
+        """Whether their weights are updated one by one, see :attr:`Weight.alone`."""
+        return self.members[0].weight.alone
 
     def part(self, begin: int, end: int) -> Part:
         """Some of them."""
@@ -166,7 +166,7 @@ class MatrixUpdates:
             min(part.stack.rank, update.shape[2]),
             change.scale,
             keys,
-            lambda b: part.members[b].rounding_key(self._step_count),
+            part.members[0].rounding_key(self._step_count),
             transposed,
             hyper["lr"],
             hyper["weight_decay"],

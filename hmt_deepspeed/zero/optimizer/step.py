@@ -224,7 +224,7 @@ class ZeroStep:
         alive = 0
         for _, unit in sorted(units, key=itemgetter(0)):
             size = 0
-            if isinstance(unit, Part) and not unit.on_host:
+            if isinstance(unit, Part) and not isinstance(unit.members[0].weight, HostWeight):
                 rows = unit.members[0].gradient.shards.max_rows  # equal on all ranks
                 size = rows * unit.stack.alive_width * len(unit.members)
             if portion and alive + size > most:
@@ -237,14 +237,14 @@ class ZeroStep:
     def _uses(
         self, portion: Sequence[Part | ParamState]
     ) -> list[tuple[Part | ParamState, int, int]]:
-        """What is updated by order of use, and which members of a part: all, or one that the host updates."""
+        """What is updated by order of use, and which members of a part: all, or one that is updated alone."""
         found: list[tuple[int, tuple[Part | ParamState, int, int]]] = []
         for unit in portion:
             if isinstance(unit, ParamState):
                 found.append((self._places[unit.name], (unit, 0, 1)))
                 continue
             size = len(unit.members)
-            each = 1 if unit.on_host else size
+            each = 1 if unit.alone else size
             for begin in range(0, size, each):
                 place = self._places[unit.members[begin].name]
                 found.append((place, (unit, begin, begin + each)))
@@ -334,7 +334,7 @@ class ZeroStep:
         changes = {}
         for part, (update, sums) in found.items():
             change = part.stack.finish(update, sums, factor.repeat(len(part.members)))
-            if part.members[0].weight.alone:
+            if part.alone:
                 change = change.multiplied(part.stack.rank, part.stack.first.dtype)
             changes[part] = change
         return changes

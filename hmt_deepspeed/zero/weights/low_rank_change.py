@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class LowRankChange:
         projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
             zero a weight stays as it is.
         beside: rows of whole gradients, or None; their transpose where ``transposed``.
-        keys: of stochastic rounding, B x 2 int32, where there is any. host_key: gives that of one weight on the host.
+        keys: of stochastic rounding, B x 2 int32, where there is any. host_key: that of a weight alone.
     """
 
     update: Tensor
@@ -32,7 +31,7 @@ class LowRankChange:
     rank: int
     scale: Tensor
     keys: Tensor | None
-    host_key: Callable[[int], Key]
+    host_key: Key
     transposed: bool
     lr: float | Tensor
     weight_decay: float
@@ -56,23 +55,6 @@ class LowRankChange:
             transposed=self.transposed,
             beside=self.beside,
         )
-
-    def each(self) -> Iterator[LowRankChange]:
-        """Of each weight alone."""
-        for b, projection in enumerate(self.projections):
-            part = slice(b, b + 1)
-            yield replace(
-                self,
-                update=self.update[part],
-                projections=[projection],
-                scale=self.scale[part],
-                keys=None if self.keys is None else self.keys[part],
-                host_key=partial(self._host_key_from, b),
-                beside=None if self.beside is None else self.beside.part(part),
-            )
-
-    def _host_key_from(self, first: int, place: int) -> Key:
-        return self.host_key(first + place)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Left and right factor of a weight :attr:`~hmt_deepspeed.zero.weights.weight.Weight.alone`."""

@@ -263,8 +263,7 @@ class Weight:
         if not first.num_elements:
             return
         if first.alone:
-            for weight, one in zip(weights, change.each(), strict=True):
-                weight._step_rows_alone(one)
+            first._step_rows_alone(change)
             return
         n, begin = first.shards.n, first._range[0]
         masters = [weight.master.view(-1, n) for weight in weights if weight.master is not None]
@@ -283,7 +282,7 @@ class Weight:
             own = self.shards.rows_to_shard(change.whole(), self.rank)
             taken = (change.scale[0, 0] != 0).float()
             apply_whole_(values, own, change.lr, change.weight_decay, taken)
-        self._write(values, change.host_key(0))
+        self._write(values, change.host_key)
 
     @staticmethod
     def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:

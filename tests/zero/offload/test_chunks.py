@@ -64,7 +64,7 @@ def updated(num_pieces: int, states: tuple[str, ...]) -> dict[str, Any]:
             left, right = (
                 torch.randint(-9, 9, (n, 6), generator=draw).float() for n in (ROWS, COLUMNS)
             )
-            keys = (None, (step,).__getitem__)
+            keys = (None, step)
             change = LowRankChange(
                 *(left[None], [right], 6, torch.ones(1, 2), *keys, False, 1e-2, 0.1)
             )
