@@ -278,7 +278,7 @@ def _features(x: Tensor, rows: Rows, link: ProjectedLinear) -> Tensor:
         return link.group.product(x, link)
     kept: Tensor | None = kept_projection()
     if kept is not None:
-        return kept
+        return kept[:, : link.columns().shape[2]]  # it is the padded product
     with torch.no_grad(), computing_projection():
         return _image(rows.of_tokens(x), link, rows.offsets)
 
