@@ -50,8 +50,9 @@ class Rows(NamedTuple):
         """T x n sums by token of S x n."""
         if self.order is None:
             return rows
-        place = torch.empty_like(self.order)
-        place[self.order] = torch.arange(len(place), device=place.device)
+        rows_in_order = torch.arange(len(self.order), device=self.order.device)
+        # not into empty memory, of which an activation backend takes all that was made before to be read
+        place = self.order.scatter(0, self.order, rows_in_order)
         return rows[place].view(-1, self.top_k, rows.shape[-1]).sum(1)
 
     def experts(self) -> Tensor:

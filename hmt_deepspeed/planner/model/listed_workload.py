@@ -272,7 +272,11 @@ def _sites(
     beside = {"attention_output": 0 if shape.eager else heads * FP32}
     if shape.is_managed:  # outputs that no choice is known for
         beside["layer_input"] = work.outputs("other") * given.itemsize
+    row_count = {
+        "experts": tokens * _experts_of_a_token(work, projection)
+    }  # pairs of a token and an expert
     for name, component, channels, flops, depends in rows:
+        count = row_count.get(name, tokens)
         legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
         if name == "layer_input":
             legal = tuple(choice for choice in legal if choice != "recompute")
@@ -282,14 +286,24 @@ def _sites(
             name=name,
             component=component,
             layers=numbers,
-            tokens=tokens,
-            channels=channels,
+            tokens=count,
+            channels=channels * tokens // count,
             itemsize=given.itemsize,
             flops=round(tokens * flops),
             raw_bytes=tokens * beside.get(name, 0),
             depends=depends,
             legal=legal,
         )
+
+
+def _experts_of_a_token(work: Tokens, projection: _Projection) -> int:
+    """How many compute it, one row each; 1 where their rows lie side by side (Llama-4), or in weights of their own."""
+    for product in work.products:
+        if product.linear is None or product.experts is None:
+            continue
+        if product.experts.is_routed or product.name in projection.freed:
+            return round(product.elements / product.linear.elements)
+    return 1
 
 
 def _head(given: _Given) -> Head:

@@ -120,7 +120,9 @@ class TokenReader:
             elif weight.dim() == 2:
                 if type(module).__name__ == "Conv1D":  # stored transposed
                     outputs, inputs = inputs, outputs
-                is_linear = isinstance(module, nn.Linear)
+                is_linear = (
+                    isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+                )
                 linear = Linear(key, "up", inputs, outputs, False) if is_linear else None
                 yield Product(
                     path,

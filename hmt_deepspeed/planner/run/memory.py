@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hmt_deepspeed.config.codecs import place_of
-from hmt_deepspeed.config.components import Choice, Component
+from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.layer_sites import Site
 from hmt_deepspeed.planner.model.workload import Workload
@@ -91,7 +91,8 @@ class ActivationBytes:
 def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
     """Choice of every site under one policy by component.
 
-    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``config/components.py``).
+    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``config/components.py``);
+    a router's output is kept whatever is chosen for experts.
 
     Raises:
         ValueError: a component without a choice.
@@ -102,12 +103,12 @@ def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[S
             f"the policy has no choice for {sorted(missing)}; legal: one for every component of the model. "
             "Add them."
         )
-    return {
-        site: "keep"
-        if policy[site.component] == "recompute" and "recompute" not in site.legal
-        else policy[site.component]
-        for site in workload.sites
-    }
+    found = {}
+    for site in workload.sites:
+        choice = policy[site.component]
+        is_of_others = choice == "recompute" or choice in legal_choices(site.component)
+        found[site] = "keep" if is_of_others and choice not in site.legal else choice
+    return found
 
 
 def activation_bytes(

@@ -229,7 +229,8 @@ def test_choices_of_experts(qwen3: ListedShape, projected: bool) -> None:
     sites = {site.name: site for site in layer.sites}
     experts, router = sites["experts"], sites["router"]
     assert experts.component == router.component == "experts"
-    assert experts.channels == CHOSEN * (2 * M + (0 if projected else H))
+    assert experts.tokens == 1024 * CHOSEN  # rows
+    assert experts.channels == 2 * M + (0 if projected else H)
     assert set(experts.legal) >= {"keep", "recompute", "int8", "fp8", "swap_host", "swap_ssd"}
     assert (router.channels, router.legal) == (E, ("keep",))
     kept = dict.fromkeys(sites, "keep") | {"projected_inputs": "project"}

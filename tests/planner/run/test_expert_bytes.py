@@ -10,10 +10,20 @@ import transformers
 from architectures import model_type, tiny_config
 from real_models import Alive
 
+from hmt_deepspeed.activations.backend import ActivationBackend
+from hmt_deepspeed.activations.codecs import build_codec
+from hmt_deepspeed.attribution import attribute
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.structure import listed_shape
-from hmt_deepspeed.planner.run.memory import OptimizerMode, model_states, temporary_bytes
+from hmt_deepspeed.planner.model.workload import made_again
+from hmt_deepspeed.planner.run.memory import (
+    OptimizerMode,
+    choices_of,
+    model_states,
+    temporary_bytes,
+)
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "llama4")
 MODES: dict[str, dict[str, Any]] = {
@@ -39,6 +49,58 @@ def test_states_are_those_that_the_optimizer_reports(family: str, mode: str) -> 
     redrawn = fields.pop("range_finder", None) is not None
     planned = model_states(listed_shape(network), OptimizerMode(**fields, redrawn=redrawn))
     assert planned.optimizer == reported
+
+
+# -- beside the activation backend ------------------------------------------------------------------------
+
+MADE_AGAIN = ("attention_qkv", "attention_output", "mlp_intermediate", "residual", "experts")
+POLICIES = {
+    "paper": PAPER_POLICY,
+    "recompute": PAPER_POLICY | dict.fromkeys(MADE_AGAIN, "recompute"),
+    "keep": dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"},
+}
+
+
+@pytest.mark.parametrize("basis", [None, "shared", "own"])
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f != "deepseek_v3"]
+)  # its router is fp32
+def test_what_a_choice_holds_and_runs_again_is_what_the_backend_counts(
+    family: str, basis: str | None
+) -> None:
+    network = model_type(family)(tiny_config(family)).to(torch.bfloat16).train()
+    ids = torch.arange(96).remainder(100).view(2, 48) + 2
+    fields: dict[str, Any] = {"rank": 4, "probes": 4, "max_full_gradient_bytes": 2**30}
+    mode = OptimizerMode(**fields, expert_basis=basis) if basis else OptimizerMode(method="adamw")
+    if basis:
+        optimizer = HMT(network, lr=1e-4, **fields, expert_basis=basis)
+        for _ in range(2):  # all bases are found in the first step, the second projects
+            network(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    shape = listed_shape(network)
+    work = workload_of(shape, micro_batch=2, seq_length=48, projected=mode.backward())
+    codecs = {choice: build_codec(choice) for choice in ("keep", "int8")}
+    for policy in POLICIES.values():
+        choices = choices_of(work, policy)
+        planned = dict.fromkeys(("experts", "projected_inputs"), 0)
+        for site, choice in choices.items():
+            if site.component in planned:
+                planned[site.component] += site.count * site.device_bytes(choice)
+        backend = ActivationBackend(network, attribute(network), policy, codecs)
+        backend.install()
+        backend.begin_step()
+        network(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        report = backend.report()
+        backend.uninstall()
+        assert {part: report.bytes_by_label.get(part, 0) for part in planned} == planned
+        again = sum(
+            layer.count * site.flops
+            for layer in work.layers
+            for site in made_again(layer, {site.name: choices[site] for site in layer.sites})
+            if site.component in planned
+        )
+        assert sum(report.rerun_flops.get(part, 0) for part in planned) == again
 
 
 # -- a scaled Qwen3-30B-A3B: an eighth of its widths, fewer experts and layers ---------------------------
