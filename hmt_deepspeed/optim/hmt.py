@@ -53,7 +53,7 @@ class HMT(Optimizer):
     Without a ``scale`` it is 2.5, GaLore's 0.25 at ten times AdamW's rate, and embeddings, heads and vectors take five
     times ``lr``; decay is not multiplied.
 
-    Given a module, its low-rank linears get the projected backward: ``[A | S]`` comes out of backward
+    Given a module, its low-rank linears and experts get the projected backward: ``[A | S]`` comes out of backward
     and the weight gradient is formed only in the accumulation window before a basis refresh. Given tensors, groups
     or ``named_parameters()``, ``p.grad`` is projected, and nothing is allocated before the first step.
     Bare tensors are named ``param_<i>``; names seed the random draws and are matched by the patterns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ __all__ = ["COLUMN_MEANS", "LEAST_EVIDENCE", "Moments", "PreviousMoments", "Reca
 
 COLUMN_MEANS = "exp_avg_sq_col"  # Adafactor's name
 LEAST_EVIDENCE = 1e-8
+_CARRIED = 1 << 24  # elements of several matrices that are carried to another basis at once
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,16 @@ class PreviousMoments:
             self, exp_avg=first, exp_avg_sq=second, evidence=evidence, first_evidence=early
         )
 
+    def part(self, some: slice) -> PreviousMoments:
+        """Of some of several matrices: views."""
+        return replace(
+            self,
+            exp_avg=None if self.exp_avg is None else self.exp_avg.part(some),
+            exp_avg_sq=self.exp_avg_sq.part(some),
+            evidence=self.evidence[some],
+            first_evidence=self.first_evidence[some],
+        )
+
     def second_in(
         self, overlap: Tensor, left_overlap: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -106,6 +117,27 @@ class PreviousMoments:
         return moved, weight
 
 
+def _carried(
+    mean: Tensor,
+    moments: PreviousMoments,
+    overlap: Tensor,
+    left_overlap: Tensor | None,
+    recalled: Sequence[Recalled],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Evidence, first and second moment in a new basis, uncorrected; see :meth:`Moments.rotate`."""
+    moved, weight = moments.second_in(overlap, left_overlap)
+    mean = mean @ overlap
+    if left_overlap is not None:
+        mean = left_overlap.t() @ mean
+    for older in recalled:
+        second, evidence = older.moments.second_in(older.overlap)
+        evidence *= older.decay
+        moved = torch.where(_over_rows(evidence > weight, moved), second, moved)
+        weight = torch.maximum(weight, evidence)
+    weight = weight.clamp(LEAST_EVIDENCE, 1.0)
+    return weight, mean, moved * _over_rows(weight, moved)
+
+
 def _over_rows(values: Tensor, matrix: Tensor) -> Tensor:
     """What there is of each column, or of each element, for all rows."""
     return values.unsqueeze(-2) if values.dim() < matrix.dim() else values
@@ -121,6 +153,11 @@ class Recalled(NamedTuple):
     moments: PreviousMoments
     overlap: Tensor
     decay: float
+
+    def part(self, some: slice) -> Recalled:
+        """Of some of several matrices."""
+        overlap = self.overlap[some] if self.overlap.dim() == 3 else self.overlap
+        return Recalled(self.moments.part(some), overlap, self.decay)
 
 
 class Moments(KeptStates):
@@ -205,26 +242,33 @@ class Moments(KeptStates):
         A new direction of which a ``recalled`` basis had more evidence than the one in force, though it is old,
         takes its second moment from there. The first has forgotten what it knew since.
         """
-        moved, weight = self._now().second_in(overlap, left_overlap)
-        mean = self.exp_avg.read() @ overlap
-        if left_overlap is not None:
-            mean = left_overlap.t() @ mean
-        for older in recalled:
-            second, evidence = older.moments.second_in(older.overlap)
-            evidence *= older.decay
-            moved = torch.where(_over_rows(evidence > weight, moved), second, moved)
-            weight = torch.maximum(weight, evidence)
-        self._replace(mean, moved, weight)
+        old, first, keys = self._now(), self.exp_avg, [self._rounding(which) for which in (0, 1)]
+        rows = first.shape[0] if left_overlap is None else left_overlap.shape[1]
+        self._allocate((rows, overlap.shape[-1]))
+        if not self.several:
+            given = first.read(), old, overlap, left_overlap, recalled
+            self.evidence, *values = _carried(*given)
+            for state, value, key in zip(
+                (self.exp_avg, self.exp_avg_sq), values, keys, strict=True
+            ):
+                state.write(value, key)
+            return
+        for some in self._parts(max(first.shape.numel(), self.exp_avg.shape.numel())):
+            own = overlap[some] if overlap.dim() == 3 else overlap
+            earlier = [recall.part(some) for recall in recalled]
+            given = first.part(some).read(), old.part(some), own, None, earlier
+            self.evidence[some], *values = _carried(*given)
+            for state, value, key in zip(
+                (self.exp_avg, self.exp_avg_sq), values, keys, strict=True
+            ):
+                assert isinstance(key, Tensor)
+                state.part(some).write(value, key[some])
 
-    def _replace(self, mean: Tensor, corrected_second: Tensor, weight: Tensor) -> None:
-        weight = weight.clamp(LEAST_EVIDENCE, 1.0)
-        self._allocate((mean.shape[-2], mean.shape[-1]))
-        self.evidence = weight
-        self._write(mean, corrected_second * _over_rows(weight, corrected_second))
-
-    def _write(self, mean: Tensor, second: Tensor) -> None:
-        for state, value, which in ((self.exp_avg, mean, 0), (self.exp_avg_sq, second, 1)):
-            state.write(value, self._rounding(which))
+    def _parts(self, elements: int) -> Iterator[slice]:
+        """Some of several matrices of so many elements at a time, or one."""
+        each = max(1, _CARRIED // elements)
+        for begin in range(0, len(self.names), each):
+            yield slice(begin, begin + each)
 
     def _rounding(self, which: int) -> Key | Tensor:
         """Of a state that is carried to another basis."""

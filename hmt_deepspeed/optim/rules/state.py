@@ -154,6 +154,12 @@ class StateTensor:
         other.scales = scales[0] if scales else None
         return other
 
+    def part(self, some: slice) -> StateTensor:
+        """Of some of several matrices: a view."""
+        other = self.holding([tensor[some] for tensor in self.tensors()])
+        other.several = (len(other.data),)
+        return other
+
     def of_many(self, tensors: Sequence[Tensor]) -> StateTensor:
         """The same state of B matrices, from their :meth:`tensors` with a leading dimension."""
         many = self.holding(tensors)
