@@ -122,7 +122,9 @@ class OptimizerMode:
             return False
         if self.rule.is_dense or parameter.kind == "vector":
             return False
-        if parameter.kind == "experts" and self.expert_basis is None:
+        # with a core's settings they are projected from one side
+        holds_experts = self.rule.holds_experts or self.rule.gradient == "core"
+        if parameter.kind == "experts" and (self.expert_basis is None or not holds_experts):
             return False
         if parameter.kind in ("embedding", "head") and self.target_modules != "all":
             return False
