@@ -244,7 +244,7 @@ class Slot:
         if isinstance(matrix, ProjectedMatrix):
             side = "first" if matrix.transposed else "last"
             said += f", {'bases' if matrix.own_bases else 'one basis'} of the {side} dimension"
-            said += " until the first gradient decides" if matrix.undecided else ""
+            said += " until a later gradient decides" if matrix.undecided else ""
             if self.linear is None and not matrix.settings.wants_whole:
                 said += ", projected from whole gradients"
         return said

@@ -16,7 +16,7 @@ from hmt_deepspeed.optim.backward.projected_linear import SharedInputs
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.bases.search import Search, finish_searches
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
-from hmt_deepspeed.optim.decisions.expert_bases import decide_expert_bases
+from hmt_deepspeed.optim.decisions.expert_bases import decide_expert_bases, propose_own_bases
 from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases, stacked_gradient
@@ -113,11 +113,11 @@ class BasisRefreshes:
             if self.slots[group[0]].due
         }
         refreshed = _refresh_all(due, self.policy, step)
-        for index in due:
+        for index, slots in due.items():
             if index in refreshed:
                 for member in self.groups[index]:
                     self.schedule.refreshed(member, step)
-            else:
+            if index not in refreshed or _is_undecided(slots[0]):
                 self.schedule.postpone(self.groups[index][0], step)
 
     def times(self, slot: Slot) -> dict[str, int]:
@@ -146,7 +146,7 @@ def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: in
         The groups that have a new basis; the others' gradients gave none.
     """
     given = [i for i, slots in due.items() if any(s.param.grad is not None for s in slots)]
-    _decide([due[i][0] for i in given], step)
+    decide_expert_bases(_undecided([due[i][0] for i in given], proposed=True))
     columns: dict[int, Tensor] = {}
     for index in filter(policy.reads_columns, given):
         matrices = _matrices(due[index])
@@ -164,17 +164,25 @@ def _refresh_all(due: Mapping[int, Sequence[Slot]], policy: RankPolicy, step: in
         if index not in found:
             (found[index],) = finish_searches([_search(index, due[index], policy, step)])
         _adopt(index, due[index], found[index], policy, step)
-    return {index for index, subspace in found.items() if subspace is not None}
+    refreshed = {index for index, subspace in found.items() if subspace is not None}
+    propose_own_bases(_undecided([due[i][0] for i in refreshed], proposed=False), step)
+    return refreshed
 
 
-def _decide(slots: Sequence[Slot], step: int) -> None:
-    """Let experts of which nobody knows yet whether they share a basis decide."""
-    undecided = {}
-    for slot in slots:
-        matrix, gradient = slot.matrix, slot.full_gradient()
-        if isinstance(matrix, ProjectedMatrix) and matrix.undecided and gradient is not None:
-            undecided[matrix] = gradient
-    decide_expert_bases(undecided, step)
+def _is_undecided(slot: Slot) -> bool:
+    """Whether experts are to decide by their next gradient whether they share a basis."""
+    matrix = slot.matrix
+    return isinstance(matrix, ProjectedMatrix) and matrix.undecided and not matrix.full_rank
+
+
+def _undecided(slots: Sequence[Slot], proposed: bool) -> dict[ProjectedMatrix, Tensor]:
+    """Whole gradients of those experts, with bases of their own proposed or without."""
+    found = {}
+    for slot in filter(_is_undecided, slots):
+        matrix, gradient = cast(ProjectedMatrix, slot.matrix), slot.full_gradient()
+        if gradient is not None and (matrix.proposed is not None) == proposed:
+            found[matrix] = gradient
+    return found
 
 
 def _matrices(slots: Sequence[Slot]) -> list[ProjectedMatrix]:

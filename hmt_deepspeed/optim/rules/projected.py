@@ -55,7 +55,8 @@ class ProjectedMatrix(MatrixRule):
             bases and probes.
         candidates: legal ranks. draw: number of the basis of the ``random`` range finder.
         window: step of the accumulation window, which keys the probes.
-        undecided: experts share a basis until their first gradient says whether they have bases of their own.
+        undecided: experts share a basis until a gradient says whether they have bases of their own.
+        proposed: these, until then, E x m x r; None where there are none yet.
     """
 
     SHARES: ClassVar[bool] = True  # whether matrices that read the same input can have one basis
@@ -68,6 +69,7 @@ class ProjectedMatrix(MatrixRule):
         self.draw = 0
         self.window = 0
         self.undecided = self.settings.expert_basis is None and self.count > 1 and not self.redraws
+        self.proposed: Tensor | None = None
         self._base_keys: dict[tuple[str, ...], Tensor] = {}
         self._install(self.seeded_basis(self.candidates[0], 0))
         self.moments = self._new_states()
@@ -149,7 +151,7 @@ class ProjectedMatrix(MatrixRule):
     def decide(self, own_bases: bool) -> None:
         """Keep one basis, or have each expert start anew with one of its own, on the other side, at the bytes that the
         shared one would take."""
-        self.undecided = False
+        self.undecided, self.proposed = False, None
         if not own_bases:
             return
         self.candidates = tuple(sorted({self.own_rank(rank) for rank in self.candidates}))
@@ -356,6 +358,8 @@ class ProjectedMatrix(MatrixRule):
         state["basis_owner"] = self.columns.owner
         if self.count > 1:
             state |= {"own_bases": self.own_bases, "undecided": self.undecided}
+        if self.proposed is not None:
+            state["proposed"] = self.proposed
         if self.columns.basis is not None:
             state["basis"] = self.columns.basis.clone()
         return state
@@ -364,6 +368,10 @@ class ProjectedMatrix(MatrixRule):
         """As of :class:`MatrixRule`; afterwards no other matrix has these columns, whoever owned the basis."""
         if self.undecided and not state["undecided"]:
             self.decide(state["own_bases"])
+        if "proposed" in state:
+            self.proposed = torch.as_tensor(state["proposed"]).to(
+                self.device, self.dtype, copy=True
+            )
         self.columns = Columns(state.get("basis_owner", self.name))
         rank, self.draw = int(state["rank"]), int(state["draw"])
         if "basis" in state:

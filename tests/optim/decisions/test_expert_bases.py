@@ -1,4 +1,4 @@
-"""Down projections of experts decide by their first gradient, once, what their bases are of."""
+"""Down projections of experts decide, once, what their bases are of: by a gradient that made none of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from expert_modules import INNER, E, H, experts
 from torch import Tensor
 
+from hmt_deepspeed.optim.decisions.expert_bases import decide_expert_bases
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
@@ -16,12 +17,17 @@ DOWN, RANK = "down_proj", 8
 
 
 def gradient(structure: str, seed: int) -> Tensor:
-    """E x outputs x inputs, in noise: of as many directions as a shared basis has, or of few inputs of each expert."""
+    """E x outputs x inputs, in noise: of as many directions as a shared basis has, or of few inputs of each expert;
+    "few tokens" has both, but the inputs are others every time."""
     generator = torch.Generator().manual_seed(seed)
     found = 0.1 * torch.randn(E, H, INNER, generator=generator)
     if structure == "outputs":
         few = torch.randn(H, RANK, generator=torch.Generator().manual_seed(3))
         return found + few @ torch.randn(E, RANK, INNER, generator=generator)
+    if structure == "few tokens":
+        few = torch.randn(H, RANK, generator=torch.Generator().manual_seed(3))
+        tokens = torch.randn(E, 2, INNER, generator=generator)
+        return 0.1 * found + few @ torch.randn(E, RANK, 2, generator=generator) @ tokens
     few = torch.randn(E, 2, INNER, generator=torch.Generator().manual_seed(4))
     return found + torch.randn(E, H, 2, generator=generator) @ few
 
@@ -48,7 +54,7 @@ def down(optimizer: HMT) -> ProjectedMatrix:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("structure", ["outputs", "inputs"])
+@pytest.mark.parametrize("structure", ["outputs", "inputs", "few tokens"])
 def test_what_captures_more_at_equal_bytes(structure: str, transposed: bool) -> None:
     module = experts(torch.float32, is_transposed=transposed)
     optimizer = optimizer_of(module)
@@ -58,16 +64,22 @@ def test_what_captures_more_at_equal_bytes(structure: str, transposed: bool) -> 
     bound = matrix.moment_bytes_at(RANK) + matrix.basis_bytes_at(RANK)
     (row,) = (row for row in optimizer.describe() if row.name == DOWN)
     assert f"experts {E} x " in row.reason
-    assert "until the first gradient decides" in row.reason
+    assert "until a later gradient decides" in row.reason
     stepped(optimizer, module, structure, range(1))
+    assert matrix.undecided
+    assert matrix.rank == RANK
+    assert matrix.proposed is not None
+    assert matrix.proposed.shape == (E, INNER, 7)
+    stepped(optimizer, module, structure, range(1, 2))
     assert not matrix.undecided
+    assert matrix.proposed is None
     assert matrix.own_bases == own
     assert matrix.shape == ((H, INNER) if own else (INNER, H))
     assert matrix.rank == (7 if own else RANK)
     # one column more would be too many bytes
     taken = [matrix.moment_bytes_at(r) + matrix.basis_bytes_at(r) for r in (7, 8)]
     assert not own or taken[0] <= bound < taken[1]
-    stepped(optimizer, module, "outputs" if own else "inputs", range(1, 8))
+    stepped(optimizer, module, "outputs" if own else "inputs", range(2, 8))
     assert matrix.own_bases == own  # kept
     assert not optimizer.matrices["gate_up_proj"].own_bases
 
@@ -83,22 +95,29 @@ def test_a_gradient_that_says_nothing_decides_nothing(value: float) -> None:
         module.down_proj.copy_(torch.ones_like(module.down_proj))
     stepped(optimizer, module, "inputs", range(1, 3))
     assert down(optimizer).own_bases
+    optimizer = optimizer_of(experts(torch.float32))
+    matrix = down(optimizer)
+    matrix.proposed = torch.ones(E, INNER, 7)
+    decide_expert_bases({matrix: torch.full((E, INNER, H), value)})
+    assert matrix.undecided
 
 
 @pytest.mark.parametrize("rank", [RANK, "auto"])
-@pytest.mark.parametrize("state_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("structure", ["outputs", "inputs"])
-def test_the_decision_is_in_checkpoints(structure: str, state_dtype: str, rank: object) -> None:
-    options = {"state_dtype": state_dtype, "rank": rank}
+def test_the_decision_is_in_checkpoints(structure: str, steps: int, rank: object) -> None:
+    """The proposal, too, which is there after one step."""
+    options = {"rank": rank}
     module = experts(torch.float32)
     optimizer = optimizer_of(module, **options)
-    stepped(optimizer, module, structure, range(4))
+    stepped(optimizer, module, structure, range(steps))
     other = copy.deepcopy(module)
     resumed = optimizer_of(other, **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert down(resumed).undecided == (steps == 1)
+    stepped(optimizer, module, structure, range(steps, 9))
+    stepped(resumed, other, structure, range(steps, 9))
     assert down(resumed).own_bases == (structure == "inputs")
-    stepped(optimizer, module, structure, range(4, 9))
-    stepped(resumed, other, structure, range(4, 9))
     for weight, twin in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, twin)
 
