@@ -10,6 +10,7 @@ import device
 device.require()
 
 import json  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -58,3 +59,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # else the thread of a device that is not there may end the process by itself

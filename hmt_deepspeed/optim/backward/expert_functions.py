@@ -32,7 +32,8 @@ class Rows(NamedTuple):
 
     Attributes:
         offsets: E int32, the row after the last of each expert.
-        order: S, for each row its place in T x top-k; None where the rows are the tokens as they come.
+        order: S, for each row its place in T x top-k; None where the rows are the tokens as they come, and each
+            expert has as many of them.
         top_k: experts of a token.
         split: some rows may be nobody's here.
     """
@@ -46,6 +47,27 @@ class Rows(NamedTuple):
         """S x n from T x n."""
         return values if self.order is None else values[self.order // self.top_k]
 
+    def times(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """S x out of S x in and E x in x out, each row by its expert's matrix, in the dtype of the weight. What is in
+        a row that is nobody's, is not defined."""
+        product = self.product(rows, weight)
+        return product.flatten(0, 1) if self.order is None else product
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """The same as one operation puts it out: with ``order`` S x out, without it E x S / E x out."""
+        rows = rows.to(weight.dtype)
+        if self.order is None:
+            return torch.bmm(rows.reshape(len(weight), -1, rows.shape[1]), weight)
+        from transformers.integrations.moe import _grouped_mm
+
+        sizes = (size * weight.element_size() for size in weight.shape[1:])
+        product: Tensor
+        if weight.dtype == torch.float64 or any(size % 16 for size in sizes):  # nothing of torch's
+            product = torch.ops.transformers.grouped_mm_fallback(rows, weight, offs=self.offsets)
+        else:
+            product = _grouped_mm(rows, weight, offs=self.offsets)
+        return product
+
     def add_up(self, rows: Tensor) -> Tensor:
         """T x n sums by token of S x n."""
         if self.order is None:
@@ -58,7 +80,7 @@ class Rows(NamedTuple):
     def experts(self) -> Tensor:
         """S, each row's expert; the last one's of a row that is nobody's."""
         assert self.order is not None
-        rows = torch.arange(len(self.order), device=self.offsets.device)
+        rows = torch.arange(len(self.order), dtype=torch.int32, device=self.offsets.device)
         found = torch.searchsorted(self.offsets, rows, right=True)
         return found.clamp_(max=len(self.offsets) - 1)
 
@@ -95,7 +117,7 @@ class _UpFunction(torch.autograd.Function):
         ctx.from_input, ctx.by_row = features is not None, features is not None and link.own
         ctx.layout, ctx.is_inner = (top_k, split), computed_again() is not None
         rows = Rows(offsets, order, top_k, split)
-        return _by_expert(rows.of_tokens(x), _inwards(weight, is_transposed), offsets)
+        return rows.times(rows.of_tokens(x), _inwards(weight, is_transposed))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,7 +128,7 @@ class _UpFunction(torch.autograd.Function):
                 features = saved if ctx.by_row else rows.of_tokens(saved)
                 link.add_experts(grad, features, offsets)
             else:
-                features = _image(grad, link, offsets)
+                features = _image(grad, link, rows)
                 link.add_experts(rows.of_tokens(saved), features, offsets)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -141,7 +163,7 @@ class _DownFunction(torch.autograd.Function):
         ctx.link, ctx.is_transposed, ctx.gate, ctx.input_dtype = link, is_transposed, gate, h.dtype
         ctx.layout, ctx.is_inner = (top_k, split), computed_again() is not None
         rows = Rows(offsets, order, top_k, split)
-        y = _by_expert(h, _inwards(weight, is_transposed), offsets)
+        y = rows.times(h, _inwards(weight, is_transposed))
         if scales is None:
             return y
         if bias is not None:
@@ -184,17 +206,17 @@ def _add_of_down(
     Args:
         h: S x in. grad: the output's gradient, T x out (S x out without ``scales``). delta: its rows, S x out.
     """
-    link, offsets = ctx.link, rows.offsets
+    link = ctx.link
     if link.transposed == ctx.is_transposed:  # from the input side
-        features, other = _image(h, link, offsets), delta
+        features, other = _image(h, link, rows), delta
     elif link.own:
-        features, other = _image(delta, link, offsets), h
+        features, other = _image(delta, link, rows), h
     else:
-        features, other = _image(grad, link, offsets), h
+        features, other = _image(grad, link, rows), h
         features = features if scales is None else rows.of_tokens(features)
     if scales is not None:
         features = features * scales[:, None].to(features.dtype)
-    link.add_experts(other, features, offsets)
+    link.add_experts(other, features, rows.offsets)
 
 
 def _is_asked(ctx: Any) -> bool:
@@ -217,36 +239,23 @@ def _inwards(weight: Tensor, is_transposed: bool) -> Tensor:
     return weight if is_transposed else weight.transpose(1, 2)
 
 
-def _by_expert(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """S x out of S x in and E x in x out, each row by its expert's matrix; what is in a row that is nobody's, is not
-    defined. In the dtype of the weight."""
-    from transformers.integrations.moe import _grouped_mm
-
-    sizes = (size * weight.element_size() for size in weight.shape[1:])
-    if weight.dtype == torch.float64 or any(size % 16 for size in sizes):  # nothing of torch's
-        fallback: Tensor = torch.ops.transformers.grouped_mm_fallback(
-            rows.to(weight.dtype), weight, offs=offsets
-        )
-        return fallback
-    product: Tensor = _grouped_mm(rows, weight, offs=offsets)
-    return product
-
-
-def _image(rows: Tensor, link: ProjectedLinear, offsets: Tensor) -> Tensor:
-    """Rows by the projection of all experts, or S of them each by its expert's own."""
+def _image(values: Tensor, link: ProjectedLinear, rows: Rows) -> Tensor:
+    """Any rows by the projection of all experts, or S of them each by its expert's own."""
     columns = link.columns()  # constant until the accumulation window ends
     if not link.own:
-        return rows.to(columns.dtype) @ columns
-    width = columns.shape[2]
-    missing = -width % (16 // columns.element_size())
-    if missing:  # without them the host would wait for `offsets`
-        columns = F.pad(columns, (0, missing))
-    return _by_expert(rows, columns, offsets)[:, :width]
+        return values.to(columns.dtype) @ columns
+    return rows.times(values, _padded(columns))[:, : columns.shape[2]]
+
+
+def _padded(columns: Tensor) -> Tensor:
+    """Own projections with columns of zeros, for which grouped products need not ask the host where rows end."""
+    missing = -columns.shape[2] % (16 // columns.element_size())
+    return F.pad(columns, (0, missing)) if missing else columns
 
 
 def _input_gradient(delta: Tensor, weight: Tensor, rows: Rows, ctx: Any) -> Tensor:
     """``D W`` by row. With ``create_graph`` it can be differentiated again, and gives the weight its share whole."""
-    dx = _by_expert(delta, _inwards(weight, ctx.is_transposed).transpose(1, 2), rows.offsets)
+    dx = rows.times(delta, _inwards(weight, ctx.is_transposed).transpose(1, 2))
     if dx.requires_grad:
         dx.register_hook(lambda _: check_is_there(weight, ctx.link.name))
     return dx
@@ -265,7 +274,7 @@ def up(x: Tensor, half: Half, rows: Rows) -> Tensor:
     weight, is_transposed, link = half
     if link is None:
         picked = rows.cleared(rows.of_tokens(x))
-        return _by_expert(picked, _inwards(weight, is_transposed), rows.offsets)
+        return rows.times(picked, _inwards(weight, is_transposed))
     features = None
     if link.transposed == is_transposed:  # from the input side
         features = _features(x, rows, link)
@@ -277,11 +286,12 @@ def _features(x: Tensor, rows: Rows, link: ProjectedLinear) -> Tensor:
     """``X B``: T x w of a shared basis, S x w of own ones."""
     if not link.own:
         return link.group.product(x, link)
-    kept: Tensor | None = kept_projection()
-    if kept is not None:
-        return kept[:, : link.columns().shape[2]]  # it is the padded product
-    with torch.no_grad(), computing_projection():
-        return _image(rows.of_tokens(x), link, rows.offsets)
+    columns = link.columns()
+    product: Tensor | None = kept_projection()
+    if product is None:
+        with torch.no_grad(), computing_projection():
+            product = rows.product(rows.of_tokens(x), _padded(columns))
+    return product.view(-1, product.shape[-1])[:, : columns.shape[2]]
 
 
 def down(
@@ -300,7 +310,7 @@ def down(
             h, weight, z, scales, bias, *rows, link, is_transposed, gate
         )
         return y
-    y = _by_expert(h, _inwards(weight, is_transposed), rows.offsets)
+    y = rows.times(h, _inwards(weight, is_transposed))
     if scales is None:
         return y
     if bias is not None:

@@ -21,7 +21,9 @@ from torch import nn
 from torch.func import functional_call, grad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from transformers import Llama4TextConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from hmt_deepspeed.optim.backward.experts import expert_sites, unpatch_experts
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
@@ -344,6 +346,30 @@ def test_saves_the_product_and_neither_inputs_nor_outputs(basis):
     bytes_saved = sum(memory.nbytes() for memory in saved.values())
     assert bytes_saved == tokens * (4 * width + top_k * of_row) + 4 * E
     y.sum().backward()
+
+
+@pytest.mark.parametrize("projected_weights", [(0,), (1,), (0, 1)], ids=["up", "down", "both"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_llama4_s_experts(side, own, projected_weights):
+    """By `bmm`, and of a gradient whose memory is one number."""
+    module = Llama4TextExperts(
+        Llama4TextConfig(hidden_size=6, intermediate_size=5, num_local_experts=E)
+    ).double()
+    for weight in module.parameters():
+        nn.init.normal_(weight)
+    x = torch.randn(4 * E, 6, dtype=torch.float64, requires_grad=True)
+    twin = copy.deepcopy(module)
+    expected = torch.autograd.grad(twin(x).sum(), (x, *twin.parameters()))
+    links = list(links_of(module, side, own, width=3).items())
+    links = patch(module, dict(links[i] for i in projected_weights))
+    module(x).sum().backward()
+    assert_close(x.grad, expected[0])
+    for (name, parameter), wanted in zip(module.named_parameters(), expected[1:], strict=True):
+        if name in links:
+            assert_close(links[name].take(), projected(links[name], wanted))
+        else:
+            assert_close(parameter.grad, wanted)
 
 
 def test_sizes_that_grouped_mm_refuses():
