@@ -207,10 +207,10 @@ class MatrixRule(ABC):
 
     def smoothed_energy(self) -> Tensor:
         """Captured energy E in [0, 1] of all matrices together, an average over recent steps; 0-dim fp32."""
-        captured, squares, weights = self.energy.unbind(-1)
-        shares = captured / weights.clamp_min(1e-12)
+        shares = self.captured_energy / self.energy[..., 2].clamp_min(1e-12)
         if self.count == 1:
             return shares
+        squares = self.energy[:, 1]
         return (shares * squares).sum() / squares.sum().clamp_min(_TINY)
 
     # -- checkpoint -----------------------------------------------------------------------------
