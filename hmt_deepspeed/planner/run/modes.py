@@ -72,8 +72,8 @@ class OptimizerMode:
             :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
-        expert_basis: of a mixture's experts; "auto" is planned for as "shared", of which "own" takes no more bytes.
-            None: experts are left to AdamW.
+        expert_basis: of a mixture's experts; "auto" is planned for as "shared", since bases of their own, where those
+            are taken, have a rank at which moments and bases take no more bytes. None: experts are left to AdamW.
         max_full_gradient_bytes: None for "auto".
         on_gpu: the device is a GPU, where "auto" probes are as many as its tensor cores want.
         host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
