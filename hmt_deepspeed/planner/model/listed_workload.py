@@ -272,9 +272,7 @@ def _sites(
     beside = {"attention_output": 0 if shape.eager else heads * FP32}
     if shape.is_managed:  # outputs that no choice is known for
         beside["layer_input"] = work.outputs("other") * given.itemsize
-    row_count = {
-        "experts": tokens * _experts_of_a_token(work, projection)
-    }  # pairs of a token and an expert
+    row_count = {"experts": tokens * _experts_of_a_token(work)}  # pairs of a token and an expert
     for name, component, channels, flops, depends in rows:
         count = row_count.get(name, tokens)
         legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
@@ -296,12 +294,12 @@ def _sites(
         )
 
 
-def _experts_of_a_token(work: Tokens, projection: _Projection) -> int:
+def _experts_of_a_token(work: Tokens) -> int:
     """How many compute it, one row each; 1 where their rows lie side by side (Llama-4), or in weights of their own."""
     for product in work.products:
         if product.linear is None or product.experts is None:
             continue
-        if product.experts.is_routed or product.name in projection.freed:
+        if product.experts.is_routed:
             return round(product.elements / product.linear.elements)
     return 1
 
