@@ -225,7 +225,7 @@ def _is_asked(ctx: Any) -> bool:
     Raises:
         ValueError: the whole gradient is asked for.
     """
-    asked = asked_of(ctx.next_functions[1][0])  # of the inputs that are tensors the second
+    asked = asked_of(ctx.next_functions[1][0])  # of x or h, weight, ...
     if asked is None:
         return False
     # of a part computed again, the function around it has asked `autograd.grad` for what goes on

@@ -109,8 +109,8 @@ def _is_of_interface(forward: Any) -> bool:
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None or getattr(forward, "__code__", None) is not _interface_code():
         return False
-    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
-    return interface is moe.ALL_EXPERTS_FUNCTIONS
+    theirs = moe.ALL_EXPERTS_FUNCTIONS
+    return inspect.getclosurevars(forward).nonlocals.get("experts_interface", theirs) is theirs
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch.func import functional_call, grad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers import Llama4TextConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from hmt_deepspeed.optim.backward.experts import expert_sites, unpatch_experts
@@ -469,6 +470,16 @@ def test_experts_that_cannot_be_known_have_a_reason():
     more = experts()
     more.extra = nn.Parameter(torch.randn(E, 3, 3))
     assert reason_of(more, "extra") == "is not what Experts computes its experts by"
+
+
+def test_experts_of_another_interface_are_left_alone():
+    """Whose functions of transformers' names may compute something else, as those of FP8 weights do."""
+
+    class Own(ExpertsInterface):
+        _global_mapping: ClassVar = {}
+
+    module = experts(experts_interface=Own())
+    assert "Experts, whose forward is not known" in reason_of(module, "down_proj")
 
 
 def test_an_experts_implementation_of_the_user_s_is_left_alone():
