@@ -389,7 +389,7 @@ def snapshot_bytes(
         tensors += [FP32]  # a count of steps, or a norm
         if low_rank:
             tensors += _matrix_tensors(parameter, own, sharding, itemsize)
-        if held["weights"] and mode.weight_dtype == "int8" and mode.is_projected(parameter):
+        if held["weights"] and mode.is_encoded(parameter):
             tensors += [parameter.numel, held["weights"] - parameter.numel]
         total += parameter.count * sum(map(_pages, tensors))
     return total

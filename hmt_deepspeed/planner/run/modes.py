@@ -135,6 +135,11 @@ class OptimizerMode:
         patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
         return self._takes_projection and patched and self.is_low_rank(parameter)
 
+    def is_encoded(self, parameter: Parameter) -> bool:
+        """Whether its weights are held in INT8; those of experts are not."""
+        has_codes = self.weight_dtype == "int8" and parameter.experts is None
+        return has_codes and self.is_projected(parameter)
+
     @property
     def _takes_projection(self) -> bool:
         """Whether the rule takes projected gradients and gives updates in two factors."""

@@ -147,7 +147,7 @@ def _states_of(
     borrows: bool,
 ) -> Mapping[str, int]:
     """Bytes by kind of one parameter."""
-    encoded = mode.weight_dtype == "int8" and mode.is_projected(parameter)
+    encoded = mode.is_encoded(parameter)
     keeps = mode.host_is_ours if itemsize == FP32 else mode.master_weights == "fp32"
     masters = keeps and not encoded
     if not parameter.trained:
@@ -157,10 +157,8 @@ def _states_of(
         "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
     }
     if encoded:
-        rows, columns = parameter.shape[-2:]
-        sizes["weights"] = (
-            parameter.num_matrices * rows * (columns + -(-columns // STATE_BLOCK) * FP32)
-        )
+        rows, columns = parameter.shape
+        sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
     if mode.is_low_rank(parameter):
         return sizes | _matrix_states(
             parameter, mode, sharding, itemsize, gradient_itemsize, borrows

@@ -143,14 +143,16 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
     }
 
 
-def test_int8_weights_of_experts(qwen3: ListedShape) -> None:
-    """A byte an element, a scale for 256 of a row."""
-    given = {"rank": R, "master_weights": "none", "weight_dtype": "int8"}
-    low, dense = (
-        model_states(qwen3, OptimizerMode(**given, expert_basis=b)) for b in ("shared", None)
+def test_weights_of_experts_are_not_in_int8(qwen3: ListedShape) -> None:
+    given = {"rank": R, "master_weights": "none", "expert_basis": "shared"}
+    plain, coded = (
+        model_states(qwen3, OptimizerMode(**given, weight_dtype=dtype))
+        for dtype in ("auto", "int8")
     )
-    scales = E * (2 * M * H // 256 + H * M // 256) * 4
-    assert low.weights - dense.weights == LAYERS * (E * 3 * H * M + scales - 2 * E * 3 * H * M)
+    rows, of_output = 4096 + 2 * 512, 4096  # of q, k and v; columns of the output projection
+    linears = (rows + of_output) * H
+    scales = (rows * H // 256 + H * of_output // 256) * 4
+    assert plain.weights - coded.weights == LAYERS * (linears - scales)
 
 
 def test_experts_have_no_core(qwen3: ListedShape) -> None:
