@@ -212,7 +212,9 @@ def _usual_length(shape: ModelShape) -> int:
 
 def _modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:
     asked = (DEFAULT, DENSE) if args.method == "auto" else (args.method,)
-    return tuple(OptimizerMode(method=method, rank=args.rank) for method in asked)
+    return tuple(
+        OptimizerMode(method=method, rank=args.rank, expert_basis="auto") for method in asked
+    )
 
 
 def _lossy_modes(args: argparse.Namespace) -> tuple[OptimizerMode, ...]:

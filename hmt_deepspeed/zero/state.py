@@ -18,9 +18,9 @@ from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
-from hmt_deepspeed.zero.sharding.shards import padded
+from hmt_deepspeed.zero.sharding.shards import ExpertShards, padded
 
-__all__ = ["ZeroState", "whole_flat"]
+__all__ = ["ZeroState", "whole_experts", "whole_flat", "whole_rows"]
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ def whole_flat(param_state: ParamState, shard: Tensor) -> Tensor:
     Returns:
         Flat tensor of m n elements on the device, in the dtype of the shard; nobody else's memory.
     """
-    shards, device = param_state.gradient.shards, param_state.weight.device
+    shards, device = param_state.weight.shards, param_state.weight.device
     if shards.world == 1:
         return shard.to(device, copy=True)
     shard = shard.to(device)  # from the host, if it lives there
@@ -99,4 +99,49 @@ def whole_flat(param_state: ParamState, shard: Tensor) -> Tensor:
     param_state.gradient.holders.all_gather(packed, part).wait()
     whole = torch.empty(shards.m * shards.n, dtype=shard.dtype, device=device)
     shards.unpack_flat(packed, whole)
+    return whole
+
+
+def whole_rows(param_state: ParamState, rows: Tensor) -> Tensor:
+    """Rows of all holders from those held here, wherever they live. A collective.
+
+    Args:
+        param_state: of the matrix. rows: that this rank touches x width, any dtype.
+
+    Returns:
+        m x width on the device; nobody else's memory.
+    """
+    shards = param_state.gradient.shards
+    rows = rows.to(param_state.weight.device)
+    if shards.world == 1:
+        return rows.clone()
+    width = rows.shape[1]
+    part = padded(rows.reshape(-1), shards.max_rows * width)
+    packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
+    param_state.gradient.holders.all_gather(packed, part).wait()
+    whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
+    shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
+    return whole
+
+
+def whole_experts(param_state: ParamState, state: Tensor, by_rows: bool) -> Tensor:
+    """A state of all experts from what is held here of some. A collective.
+
+    Args:
+        param_state: of the experts. state: of those held here, or of their rows where ``by_rows``, E' x any shape.
+
+    Returns:
+        E x that shape, on the device; nobody else's memory.
+    """
+    matrix, shards = param_state.matrix, param_state.gradient.shards
+    assert matrix is not None
+    assert isinstance(shards, ExpertShards)
+    if by_rows:
+        rows = state.reshape(matrix.num_held * matrix.num_rows, state.shape[-1])
+        return whole_rows(param_state, rows).unflatten(0, (matrix.count, -1))
+    whole = torch.zeros(matrix.count, *state.shape[1:], device=param_state.weight.device)
+    if shards.owns_experts(param_state.weight.rank):
+        whole[matrix.held] = state
+    if shards.world > 1:
+        param_state.gradient.holders.all_reduce(whole)
     return whole

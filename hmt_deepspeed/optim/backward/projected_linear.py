@@ -182,6 +182,11 @@ class ProjectedLinear:
         delta = delta.to(features.dtype)
         self._pending = add_grouped_product(self._pending, delta, features, offsets, room)
 
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Replace the projection by ``place`` of it, the same values elsewhere."""
+        if isinstance(self.projection, Tensor):
+            self.projection = place(self.projection)
+
     def take(self) -> Tensor | None:
         """The products since the last call, summed, or None."""
         pending, self._pending = self._pending, None
@@ -270,8 +275,7 @@ class SharedInputs:
         """Replace every tensor that is laid out by ``place`` of it, the same values elsewhere."""
         self._laid = None
         for linear in self.linears:
-            if isinstance(linear.projection, Tensor):
-                linear.projection = place(linear.projection)
+            linear.move(place)
         for group in {id(linear.group): linear.group for linear in self.linears}.values():
             if group.columns is not None:
                 group.columns = place(group.columns)

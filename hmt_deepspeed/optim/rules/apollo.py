@@ -122,7 +122,10 @@ class ApolloMatrix(MatrixRule):
         (self.rank,) = self.candidates
         self.draw = 0
         moments = (self.num_rows, self.rank)
-        self.moments = Moments(moments, self.state_dtype, self.device, self.names, settings.seed)
+        names, seed = self.held_names, settings.seed
+        self.moments = Moments(
+            moments, self.state_dtype, self.device, names, seed, several=self.several
+        )
 
     @property
     def takes_whole(self) -> bool:

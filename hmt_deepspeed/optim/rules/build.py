@@ -22,6 +22,7 @@ def build_matrix(
     device: torch.device,
     count: int = 1,
     own_bases: bool = False,
+    held: tuple[int, int] | None = None,
 ) -> MatrixRule:
     """The rule of one matrix or of ``count`` experts; arguments as of :class:`MatrixRule`, but ``shape`` is the weight's.
 
@@ -29,7 +30,7 @@ def build_matrix(
     """
     kind = _class_of(settings.rule)
     oriented, transposed = settings.oriented(*shape), settings.transposes(*shape)
-    return kind(name, oriented, rows, settings, dtype, device, transposed, count, own_bases)
+    return kind(name, oriented, rows, settings, dtype, device, transposed, count, own_bases, held)
 
 
 def _class_of(rule: Rule) -> type[MatrixRule]:

@@ -59,8 +59,9 @@ class FactoredMoments(Moments):
         device: torch.device,
         names: Sequence[str],
         seed: int,
+        several: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(shape, dtype, device, names, seed)
+        super().__init__(shape, dtype, device, names, seed, several=several)
         self.row_means, self.mean = self._means(shape[0], 1), self._means()
 
     def _allocate(self, shape: tuple[int, int]) -> None:
@@ -117,7 +118,8 @@ class FactoredStack(LowRankStack):
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
     ) -> None:
-        self._column_squares = self.named(sums, early=True)["columns"] / self.shape[0]
+        columns = self.named(self.of_held(sums), early=True)["columns"]
+        self._column_squares = columns / self.shape[0]
         super().observe(sums, scale, taken)
 
     def direct(
@@ -166,4 +168,5 @@ class FactoredMatrix(LowRankMatrix):
 
     def _new_states(self) -> FactoredMoments:
         shape = (self.num_rows, self.rank)
-        return FactoredMoments(shape, self.state_dtype, self.device, self.names, self.settings.seed)
+        names, seed = self.held_names, self.settings.seed
+        return FactoredMoments(shape, self.state_dtype, self.device, names, seed, self.several)

@@ -139,7 +139,8 @@ class LowRankMatrix(ProjectedMatrix):
 
     def _new_states(self) -> Moments:
         shape = (self.num_rows, self.rank)
-        return Moments(shape, self.state_dtype, self.device, self.names, self.settings.seed)
+        names, seed = self.held_names, self.settings.seed
+        return Moments(shape, self.state_dtype, self.device, names, seed, several=self.several)
 
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]

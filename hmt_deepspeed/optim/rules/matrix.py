@@ -45,14 +45,16 @@ class MatrixRule(ABC):
         dtype: of the basis (the model's compute dtype). device: where everything lives.
         transposed: the gradient handed in and the update handed out are those of the transpose.
         count: E, of matrices that one parameter holds. own_bases: each of them has a basis of its own, where they have
-            any, instead of one for all.
+            any, instead of one for all. held: half-open range of those whose states live here; None for all.
 
     Attributes:
         rank: in force. candidates: legal ranks. draw: number of a seeded basis. measured: the basis, if any, is no
             random one that waits for a gradient. moments: states of the rows held here. state_dtype: how they are
             stored. energy: (3,) fp32, smoothed: captured energy, squared norm of the gradient, weight in both.
-        limited_norm: 0-dim fp32, of the last residual. made_basis: this window's gradient made the basis.
-        several: (E,) of experts, () of a matrix: the leading dimension of states.
+            Of experts it is E x 3, whoever holds them. limited_norm: 0-dim fp32, of the last residual.
+        made_basis: this window's gradient made the basis.
+        num_held: matrices whose states live here, the ``held`` ones of all.
+        several: (num_held,) of experts, () of a matrix: the leading dimension of states.
         projection: n x width columns that backward projects on, constant over an accumulation window;
             None when the rule takes whole gradient rows. A rule that redraws makes it anew each time.
     """
@@ -77,14 +79,17 @@ class MatrixRule(ABC):
         transposed: bool = False,
         count: int = 1,
         own_bases: bool = False,
+        held: tuple[int, int] | None = None,
     ) -> None:
         self.name, self.shape, self.rows = name, shape, rows
         self.settings, self.dtype, self.device = settings, dtype, device
         self.transposed, self.count = transposed, count
         self.own_bases = own_bases and count > 1
-        self.several: tuple[int, ...] = () if count == 1 else (count,)
+        self.held = slice(*(held or (0, count)))
+        self.num_held = self.held.stop - self.held.start
+        self.several: tuple[int, ...] = () if count == 1 else (self.num_held,)
         self.state_dtype = settings.states_dtype(*shape)
-        self.energy = torch.zeros(*self.several, len(_ENERGIES), device=device)
+        self.energy = torch.zeros(*((count,) if count > 1 else ()), len(_ENERGIES), device=device)
         self.limited_norm = torch.zeros(self.several, device=device)
         self.made_basis = False
         self._start()
@@ -95,10 +100,16 @@ class MatrixRule(ABC):
 
     @cached_property
     def names(self) -> list[str]:
-        """Of each matrix, which seed what is random in its steps, so that no other matrix changes it."""
+        """Of each matrix, which seed what is random in its steps, so that no other matrix changes it; also of those that
+        are held elsewhere."""
         if self.count == 1:
             return [self.name]
         return [f"{self.name}[{place}]" for place in range(self.count)]
+
+    @property
+    def held_names(self) -> list[str]:
+        """Of the matrices whose states live here."""
+        return self.names[self.held]
 
     # -- shapes ---------------------------------------------------------------------------------
 
@@ -158,7 +169,8 @@ class MatrixRule(ABC):
         """Equal for matrices that can be in one stack; :meth:`_resized` says that it is another."""
         return (
             type(self), id(self.settings), self.shape, self.rows, self.rank, self.width, self.takes_whole,
-            self.transposed, self.count, self.own_bases, self.dtype, self.device, self.state_dtype,
+            self.transposed, self.count, self.held.start, self.num_held, self.own_bases, self.dtype, self.device,
+            self.state_dtype,
         )  # fmt: skip
 
     def _resized(self) -> None:
@@ -216,13 +228,23 @@ class MatrixRule(ABC):
     # -- checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers: moments of the rows held here, everything else whole."""
+        """Plain tensors and numbers: moments of the rows held here, everything else whole; of experts also
+        :attr:`held_states` of those held here."""
         return {
             **self.moments.state_dict(),
             "rank": self.rank,
             "limited_norm": self.limited_norm,
             **dict(zip(_ENERGIES, self.energy.unbind(-1), strict=True)),
         }
+
+    @property
+    def held_states(self) -> list[str]:
+        """What there is in :meth:`state_dict` of each expert held here beside its rows; nothing of a matrix."""
+        if self.count == 1:
+            return []
+        rows = self.settings.rule.row_states
+        own = (key for key, value in self.moments.state_dict().items() if isinstance(value, Tensor))
+        return [*(key for key in own if key not in rows), "limited_norm"]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; states by rows hold those of this object."""

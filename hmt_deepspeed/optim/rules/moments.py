@@ -171,8 +171,7 @@ class Moments(KeptStates):
         dtype: storage, see :class:`StateTensor`. device: where everything lives.
         names, seed: key the stochastic rounding: of the matrix, or of each of several.
         two_sided: evidence per entry of the core instead of per column.
-
-    All tensors of several matrices have that leading dimension.
+        several: (E,) of several matrices, which all tensors have as leading dimension; () of one.
 
     Attributes:
         exp_avg, exp_avg_sq: the stored means, uncorrected. evidence: of the second moment, (r,) or
@@ -190,10 +189,10 @@ class Moments(KeptStates):
         names: Sequence[str],
         seed: int,
         two_sided: bool = False,
+        several: tuple[int, ...] = (),
     ) -> None:
         self.dtype, self.device, self.names, self.seed = dtype, device, names, seed
-        self.two_sided = two_sided
-        self.several = () if len(names) == 1 else (len(names),)
+        self.two_sided, self.several = two_sided, several
         self.steps = 0
         self.first_evidence = torch.zeros(self.several, device=device)
         self._allocate(shape)

@@ -261,7 +261,7 @@ class ProjectedMatrix(MatrixRule):
         finder, kept = self.settings.range_finder, self.basis
         if self.own_bases:
             if kept is None:  # of a full-rank matrix
-                kept = torch.zeros(*self.several, self.shape[1], 0, device=self.device)
+                kept = torch.zeros(self.count, self.shape[1], 0, device=self.device)
             known = kept, self.measured
             ranks = self.candidates
             return ExpertSearch(finder, gradient, ranks, sought, generator, *known, first=first)
@@ -283,9 +283,9 @@ class ProjectedMatrix(MatrixRule):
         return gradient.flatten(0, 1) if shared else gradient
 
     @property
-    def basis_rows(self) -> int:
-        """Rows of what :meth:`basis_of` gives."""
-        return self.shape[1]
+    def basis_rows(self) -> tuple[int, ...]:
+        """Shape of what :meth:`basis_of` gives but for its columns."""
+        return (self.count, self.shape[1]) if self.own_bases else (self.shape[1],)
 
     def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
         """The basis for :meth:`adopt`, of a rank <= that of ``found``, in the basis dtype."""
@@ -311,8 +311,9 @@ class ProjectedMatrix(MatrixRule):
 
     @property
     def recalls_moments(self) -> bool:
-        """Whether the states of a basis that was left can be carried into a later one."""
-        return not self.redraws and any(s.recalled for s in self.settings.rule.states)
+        """Whether the states of a basis that was left can be carried into a later one; those of experts are not."""
+        recalled = any(s.recalled for s in self.settings.rule.states)
+        return recalled and not self.redraws and self.count == 1
 
     def overlap_sum(self, basis: Tensor | None, counted: slice) -> Tensor | None:
         """Terms to be summed over all rows before :meth:`adopt`; None where there are none."""
@@ -344,8 +345,10 @@ class ProjectedMatrix(MatrixRule):
 
     def _overlap(self, basis: Tensor | None) -> Tensor:
         """``Q_old^T Q_new``; the basis of a full-rank matrix, which is not left for another such, is the
-        identity."""
+        identity. Of experts with bases of their own of those held here."""
         old = self.basis
+        if self.own_bases:
+            old, basis = (None if q is None else q[self.held] for q in (old, basis))
         if old is None:
             assert basis is not None
             return basis.float()
@@ -453,23 +456,34 @@ class ProjectedStack(Stack):
         return step_keys(self.member_keys if self.shares else self.base_keys, step, stream)
 
     def projections(self) -> list[Tensor]:
-        if self.first.redraws:
+        first = self.first
+        if first.redraws:
             bases = self.drawn_bases(self.shape[1], Stream.BASIS)
-            if self.first.num_probes:
-                keys = self._basis_keys(self.first.window, Stream.PROBES)
-                bases = with_probes(bases, self.first.num_probes, keys)
+            if first.num_probes:
+                keys = self._basis_keys(first.window, Stream.PROBES)
+                bases = with_probes(bases, first.num_probes, keys)
             given = list(bases.unbind()) if self.shares else self.by_member(bases)
         else:
-            found = [m.basis if self.takes_whole else m.projection for m in self._projected()]
-            given = [columns for columns in found if columns is not None]
+            given = self._members_own()
+            if first.num_held < first.count and not self.shares:
+                return [columns[first.held] for columns in given]
+        return [c.expand(first.num_held, -1, -1) for c in given] if self.shares else given
+
+    def all_projections(self) -> list[Tensor]:
+        given = self._members_own()
         return [c.expand(self.first.count, -1, -1) for c in given] if self.shares else given
+
+    def _members_own(self) -> list[Tensor]:
+        """What each member projects on, or the basis of one that takes whole rows."""
+        found = [m.basis if self.takes_whole else m.projection for m in self._projected()]
+        return [columns for columns in found if columns is not None]
 
     def grams(self, projections: Sequence[Tensor]) -> Tensor:
         """``Q^T Q`` of the columns of :meth:`projections`, B x r x r fp32."""
         bases = stacked([one[0] for one in projections] if self.shares else projections)
         bases = bases.flatten(0, -3).float()
         grams = bases.mT @ bases
-        return grams.repeat_interleave(self.first.count, dim=0) if self.shares else grams
+        return grams.repeat_interleave(self.first.num_held, dim=0) if self.shares else grams
 
     def _projected(self) -> list[ProjectedMatrix]:
         return [matrix for matrix in self.members if isinstance(matrix, ProjectedMatrix)]

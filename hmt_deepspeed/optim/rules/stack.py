@@ -3,7 +3,8 @@
 All matrices of equal rule and settings, equal shape as they are projected, equal rank, dtype and rows held here are
 one stack. Each of its tensors has a leading dimension B, one entry a matrix; what a matrix itself has of it, for a
 refresh or a checkpoint, is a view. A matrix alone is a stack of one; a member that holds E experts has E entries, one
-after the other. One step::
+after the other. Of its experts a member may hold some: then energies, and the sums that :meth:`Stack.observe` takes, are
+those of all, everything else of those held. One step::
 
     sums = measure(gradient)            B x sums, each summed over all holders of rows
     observe(sums)                       the gradient's norm, smoothed energies
@@ -169,7 +170,8 @@ class Stack(ABC):
         self._cut: dict[int, list[Any]] = {}
         self._room: Tensor | None = None
         names, seed = [name for member in members for name in member.names], self.settings.seed
-        self.base_keys = self.member_keys = base_keys(seed, names, self.device)
+        self._all_keys = self.member_keys = base_keys(seed, names, self.device)
+        self.base_keys = self.of_held(self._all_keys)
         if self.first.count > 1:
             self.member_keys = base_keys(seed, [member.name for member in members], self.device)
         self.tensors = {n: Stacked(members, path) for n, path in self.first.paths().items()}
@@ -187,14 +189,20 @@ class Stack(ABC):
         other.members = self.members[begin:end]
         other._cut, other._room = {}, None
         other.first, other.member_keys = other.members[0], self.member_keys[begin:end]
-        count = self.first.count
-        other.base_keys = self.base_keys[begin * count : end * count]
+        count, held = self.first.count, self.first.num_held
+        other._all_keys = self._all_keys[begin * count : end * count]
+        other.base_keys = self.base_keys[begin * held : end * held]
         other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
         return other
 
-    def parts(self: _S, most: int) -> list[_S]:
-        """The stack in parts of at most ``most`` elements of update, or of one member; the same objects every time."""
-        size = self.first.count * self.first.num_rows * self.alive_width
+    def parts(self: _S, most: int, rows: int | None = None) -> list[_S]:
+        """The stack in parts of at most ``most`` elements of update, or of one member; the same objects every time.
+
+        Args:
+            rows: of a member at the process that holds most, where parts must be alike on all; None for those here.
+        """
+        rows = self.first.num_held * self.first.num_rows if rows is None else rows
+        size = rows * self.alive_width
         each = max(1, most // max(1, size))
         if each >= len(self.members):
             return [self]
@@ -225,27 +233,35 @@ class Stack(ABC):
         parts = [f"{name}.data"] + [f"{name}.scales"] * (f"{name}.scales" in self.tensors)
         return self.first.states()[name].of_many([self[part] for part in parts])
 
-    def keys(self, step: Tensor | int, stream: int) -> Tensor:
+    def keys(self, step: Tensor | int, stream: int, of_all: bool = False) -> Tensor:
         """Keys of what is random in a step, B x 2 int32, see :func:`step_keys`.
 
         Args:
-            step: its number, or (B,) int64 of each matrix.
+            step: its number, or (B,) int64 of each matrix. of_all: also of experts that are held elsewhere.
         """
-        return step_keys(self.base_keys, step, stream)
+        return step_keys(self._all_keys if of_all else self.base_keys, step, stream)
 
     def draws(self) -> Tensor:
         """Numbers of the matrices' seeded bases, (B,) int64 on the device."""
         return device_table(tuple(self.of_each([m.draw for m in self.members])), self.device)
 
-    def of_each(self, values: Sequence[_T]) -> Sequence[_T]:
-        """What members have, for each of their matrices."""
-        count = self.first.count
-        return values if count == 1 else [value for value in values for _ in range(count)]
+    def of_each(self, values: Sequence[_T], of_all: bool = False) -> Sequence[_T]:
+        """What members have, for each of their matrices; ``of_all``: also of experts that are held elsewhere."""
+        first = self.first
+        each = first.count if of_all else first.num_held
+        return values if first.count == 1 else [value for value in values for _ in range(each)]
+
+    def of_held(self, whole: Tensor) -> Tensor:
+        """Of all matrices of the members, one after the other, those held here."""
+        first = self.first
+        if first.num_held == first.count:
+            return whole
+        return whole.unflatten(0, (len(self.members), first.count))[:, first.held].flatten(0, 1)
 
     def by_member(self, whole: Tensor) -> list[Tensor]:
-        """Matrices B x rows x n as members have them: each one, or E experts in one tensor."""
+        """Matrices B x rows x n as members have them: each one, or the experts held here in one tensor."""
         if self.first.count > 1:
-            whole = whole.unflatten(0, (len(self.members), self.first.count))
+            whole = whole.unflatten(0, (len(self.members), self.first.num_held))
         return list(whole.unbind())
 
     @property
@@ -260,23 +276,29 @@ class Stack(ABC):
 
     @abstractmethod
     def projections(self) -> list[Tensor]:
-        """Columns that gradients are projected on, n x width of each member, E x n x width of experts; those of a rule
-        that redraws are made. None of members without a basis."""
+        """Columns that gradients are projected on, n x width of each member, E x n x width of experts held here; those of a
+        rule that redraws are made. None of members without a basis."""
 
-    def update_columns(self, change: Change) -> list[Tensor]:
-        """The columns that a change's update is of, n x its width of each member, E x n x width of experts."""
+    def all_projections(self) -> list[Tensor]:
+        """:meth:`projections`, also of experts that are held elsewhere."""
+        return self.projections()
+
+    def update_columns(self, change: Change, of_all: bool = False) -> list[Tensor]:
+        """The columns that a change's update is of, n x its width of each member, E x n x width of experts: of those held
+        here, or ``of_all``."""
         if change.update.shape[2]:
-            return self.projections()
+            return self.all_projections() if of_all else self.projections()
         assert change.beside is not None
-        n = change.beside.matrices[0].shape[-1]
-        none = torch.empty(*self.first.several, n, 0, device=self.device)
+        n, first = change.beside.matrices[0].shape[-1], self.first
+        several = (first.count,) if of_all and first.count > 1 else first.several
+        none = torch.empty(*several, n, 0, device=self.device)
         return [none] * len(self.members)
 
     def taken(self, factor: Tensor, sums: Tensor) -> Tensor:
         """The factor of a step, (B,) fp32: 0 for an expert whose gradient is zero, as it is of one without tokens.
 
         Args:
-            sums: of :meth:`measure`, over all rows.
+            sums: of :meth:`measure`, over all rows, of the matrices held here.
         """
         if self.first.count == 1:
             return factor
@@ -311,7 +333,7 @@ class Stack(ABC):
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
     ) -> None:
-        """Take the sums of :meth:`measure` over all rows.
+        """Take the sums of :meth:`measure` over all rows, of all matrices, wherever they are held.
 
         Args:
             scale: what the gradient they measured has been multiplied by: a loss scale, a clipping.
@@ -358,7 +380,7 @@ class Stack(ABC):
         if taken is not None:
             weight &= taken
         if any(own) and not all(own):
-            each = self.of_each([OWN_WEIGHT if made else usual for made in own])
+            each = self.of_each([OWN_WEIGHT if made else usual for made in own], of_all=True)
             weight = weight * upload(each, torch.float32, self.device)
         else:
             weight = weight * (OWN_WEIGHT if own[0] else usual)

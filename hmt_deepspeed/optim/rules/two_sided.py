@@ -142,8 +142,8 @@ class TwoSidedMatrix(LowRankMatrix):
         return random_basis(self.shape[0], rank, keys)[0]
 
     @property
-    def basis_rows(self) -> int:
-        return sum(self.shape)
+    def basis_rows(self) -> tuple[int, ...]:
+        return (sum(self.shape),)
 
     def basis_of(self, found: Subspace, rank: int, gradient: Tensor) -> Tensor:
         """``[Q; P]`` with ``P`` an orthonormal basis of ``G Q``, turned at random within its span.

@@ -47,7 +47,10 @@ class Request:
     seq_length: int
     micro_batch: int = 1
     global_batch: int | None = None
-    modes: tuple[OptimizerMode, ...] = (OptimizerMode(), OptimizerMode(method=DENSE))
+    modes: tuple[OptimizerMode, ...] = (
+        OptimizerMode(expert_basis="auto"),
+        OptimizerMode(method=DENSE),
+    )
     lossy_modes: tuple[OptimizerMode, ...] = ()
     cpu_adam: bool = True
     zero_stage: int | None = None

@@ -3,7 +3,8 @@
 They follow ZeRO (1910.02054, section 5): stage 1 divides masters and optimizer states over the ranks,
 stage 2 gradients too, stage 3 weights too. HMT's states are those of ``optim``: what is divided are rows of
 a matrix, so a rank holds every row that its flat part touches, and a row that two ranks touch is held by
-both. The numbers are those of the rank that holds most.
+both. Of experts a rank holds whole ones, or where it shares one with others some of its rows. The numbers are those of
+the rank that holds most.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "borrowers",
     "communication_volume",
     "gradient_columns",
+    "held_rows",
     "kept_bytes",
     "model_states",
     "most_rows",
@@ -185,6 +187,15 @@ def most_rows(rows: int, columns: int, ranks: int) -> int:
     )
 
 
+def held_rows(parameter: Parameter, mode: OptimizerMode, ranks: int) -> tuple[int, int]:
+    """(matrices, rows of each) that the rank with most holds of a low-rank matrix, or of several."""
+    rows, columns = mode.oriented(parameter)
+    if parameter.num_matrices == 1:
+        return 1, most_rows(rows, columns, ranks)
+    sharing = max(1, ranks // parameter.num_matrices)
+    return _part(parameter.num_matrices, ranks), _part(rows, sharing)
+
+
 def _matrix_states(
     parameter: Parameter,
     mode: OptimizerMode,
@@ -198,13 +209,13 @@ def _matrix_states(
     Args:
         borrows: it projects on the basis of another.
     """
-    rows, columns = gradient_columns(parameter, mode)
-    reduced_rows = most_rows(rows, mode.oriented(parameter)[1], sharding.ranks(2))
+    _, columns = gradient_columns(parameter, mode)
+    matrices, rows = held_rows(parameter, mode, sharding.ranks(2))
     basis, probes = (0, 0) if borrows else projection_bytes(parameter, mode, sharding, itemsize)
     kept = kept_bytes(parameter, mode, sharding, itemsize)
     beside = sum(size for state, size in kept.items() if state.stored == "model")
     return {
-        "gradients": reduced_rows * columns * gradient_itemsize,
+        "gradients": matrices * rows * columns * gradient_itemsize,
         "moments": sum(kept.values()) - beside,
         "bases": basis + beside,
         "probes": probes,
@@ -224,12 +235,11 @@ def kept_bytes(
     Args:
         itemsize: of the weights. in_fp32: states as they are saved, not as they are held.
     """
-    rows, columns = mode.oriented(parameter)
-    held = most_rows(parameter.num_matrices * rows, columns, sharding.ranks(1))
+    columns = mode.oriented(parameter)[1]
+    matrices, rows = held_rows(parameter, mode, sharding.ranks(1))
     rank, dtype = mode.rank_of(parameter), "fp32" if in_fp32 else mode.states_dtype(parameter)
     return {
-        state: (1 if state.by_rows else parameter.num_matrices)
-        * state.nbytes(held, columns, rank, dtype, itemsize)
+        state: matrices * state.nbytes(rows, columns, rank, dtype, itemsize)
         for state in mode.rule.states
         if not (state.stored == "model" and mode.redrawn)
     }
@@ -241,13 +251,14 @@ def projection_bytes(
     """Bytes of a low-rank matrix's (basis of its columns, probes beside it) on one rank.
 
     Stage 3 shards the rows of both over ranks where backward is projected, but for those that backward itself
-    needs. None where nothing is stored: full rank, and bases drawn from a seed.
+    needs and those of experts. None where nothing is stored: full rank, and bases drawn from a seed.
     """
     if not mode.finds_bases or mode.is_full(parameter):
         return 0, 0
     n, rank = mode.num_bases(parameter) * mode.oriented(parameter)[1], mode.rank_of(parameter)
+    dealt = mode.is_projected(parameter) and not mode.is_transposed(parameter)
     probes = 0 if mode.residual == "full" else gradient_columns(parameter, mode)[1] - rank
-    if sharding.stage == 3 and mode.is_projected(parameter) and not mode.is_transposed(parameter):
+    if sharding.stage == 3 and dealt and parameter.num_matrices == 1:
         n = _part(n, sharding.world_size)
     return n * rank * itemsize, n * probes * itemsize
 

@@ -100,6 +100,7 @@ class BasisGroups:
             if gradient.linear is not None:
                 projection = None if gradient.refreshing else self.bases.projection(param_state)
                 gradient.linear.projection = projection
+                gradient.linear.own = self._matrices[index].own_bases
         self.shared.lay_out()
         self.bases.will_use(None)
 

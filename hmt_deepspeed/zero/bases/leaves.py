@@ -38,12 +38,12 @@ def mark_leaves(param_states: Iterable[ParamState]) -> list[nn.Module]:
 
 
 def shared_inputs(low_rank: Iterable[ParamState], bases: BasisStorage) -> SharedInputs:
-    """Shared inputs of the linears with a projected backward, once leaves are marked.
+    """Shared inputs of the linears with a projected backward, once leaves are marked; experts share none.
 
     Args:
         low_rank: parameters with a matrix. bases: where those that stage 3 shards wait.
     """
-    states = [p for p in low_rank if p.gradient.linear is not None]
+    states = [p for p in low_rank if p.gradient.linear is not None and p.gradient.count == 1]
     linears = [p.gradient.linear for p in states if p.gradient.linear is not None]
     if not bases.is_sharded:
         return SharedInputs(linears)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.low_rank_projection import project
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.range_finder import Subspace
@@ -163,10 +162,10 @@ class BasisRefresh:
         older = self.bases.recall(self.low_rank[group[0]])
 
         def stacked() -> Tensor:  # copies of a group's are not held until it is its turn
-            parts = [self._gradient(i).full for i in group]
+            parts, leader = [self._gradient(i).full for i in group], self._matrix(group[0])
             gradient = stacked_gradient([self._matrix(i) for i in group], parts)
             assert gradient is not None
-            return gradient
+            return gradient.unflatten(0, (leader.count, -1)) if leader.own_bases else gradient
 
         return self._matrix(group[0]).search_basis(stacked, step, first, sought, older)
 
@@ -225,7 +224,7 @@ class BasisRefresh:
         if leader.is_full_at(rank):
             return None
         if found is None:
-            shape = (leader.basis_rows, rank)
+            shape = (*leader.basis_rows, rank)
             basis = torch.empty(shape, dtype=leader.dtype, device=leader.device)
         else:
             basis = leader.basis_of(found[0], rank, found[1]).contiguous()
@@ -261,11 +260,13 @@ class BasisRefresh:
             matrix, gradient = self._matrix(index), self._gradient(index)
             columns, full = matrix.projection, gradient.full
             if full is None:
-                reduced = torch.zeros(matrix.shape[0], matrix.width, device=matrix.device)
+                reduced = torch.zeros(gradient.shards.m, matrix.width, device=matrix.device)
+            elif columns is None:
+                reduced = full.float().contiguous()
             else:
-                reduced = full.float().contiguous() if columns is None else project(full, columns)
+                reduced = gradient.project(full, columns)
             self.collectives.broadcast(reduced, gradient.owner)
-            own = reduced[slice(*matrix.rows)]
+            own = reduced[slice(*gradient.shards.rows(self.low_rank[index].weight.rank))]
             room = None if gradient.room is None else gradient.room()
             if room is not None and (room.shape, room.dtype) == (own.shape, self._dtype):
                 own = room.copy_(own)

@@ -37,10 +37,11 @@ class BasisStorage:
     """Stores the projections of matrices between their uses; a no-op below stage 3 without a cache.
 
     Every method that gathers is a collective: all ranks call it for the same parameters in the same order.
-    Projections of matrices with a projected backward are sharded over ranks, with two exceptions. Those of
+    Projections of matrices with a projected backward are sharded over ranks, with exceptions. Those of
     matrices projected from the left stay whole, because backward itself needs them and must not communicate.
-    Those in ZeRO-3's leaf modules stay whole, because ranks may call different linears there. Host memory takes
-    what the cache has room for; it may have room on one rank and not on another.
+    Those in ZeRO-3's leaf modules stay whole, because ranks may call different linears there, and those of experts, of
+    which backward may need them. Host memory takes what the cache has room for; it may have room on one rank and not on
+    another.
 
     Args:
         collectives: of the data-parallel group. stage: of ZeRO. cache: in host memory, or None.
@@ -145,6 +146,8 @@ class BasisStorage:
         matrix, gradient = param_state.matrix, param_state.gradient
         if not isinstance(matrix, ProjectedMatrix) or matrix.transposed or matrix.redraws:
             return False
+        if matrix.count > 1:
+            return False
         return self.is_sharded and gradient.linear is not None and gradient.leaf is None
 
     def store(self, param_state: ParamState) -> None:
@@ -174,7 +177,7 @@ class BasisStorage:
                 return
         if not sharded and self.cache is not None:
             columns.fetch = partial(self.cache.get, columns.owner)
-        columns.whole = whole.new_empty(0, whole.shape[1])
+        columns.whole = whole.new_empty(*whole.shape[:-2], 0, whole.shape[-1])
 
     def _unchanged_rows(self, columns: Columns) -> Tensor | None:
         """The rows that the columns came from, if they are as they came: the same tensor, never written to.
@@ -265,6 +268,7 @@ class BasisStorage:
             return matrix.columns.owner, 0
         n = matrix.shape[1]
         rows = self.held_rows(n).most if by_rows and not whole else n
+        rows *= matrix.count if matrix.own_bases else 1
         return matrix.columns.owner, rows * matrix.width * matrix.dtype.itemsize
 
     @contextmanager
@@ -375,7 +379,8 @@ class BasisStorage:
 
     def _keeps_older(self, matrix: ProjectedMatrix) -> bool:
         """Whether a basis that a narrower one replaces is kept: a full SVD has no use for it."""
-        return self.history.most > 0 and matrix.settings.range_finder != "svd"
+        can_widen = matrix.settings.range_finder != "svd" and not matrix.own_bases
+        return self.history.most > 0 and can_widen
 
     def remember(self, param_state: ParamState, rank: int) -> None:
         """Call before a new basis replaces the matrix's: keeps the present one if it is wider, and forgets an older

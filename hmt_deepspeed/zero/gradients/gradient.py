@@ -11,12 +11,12 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.low_rank_projection import project
+from hmt_deepspeed.kernels.low_rank_projection import project, project_together
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.zero.offload.worker import HostGradient
 from hmt_deepspeed.zero.sharding.collectives import Collectives
-from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.sharding.shards import Shards
 
 __all__ = ["Accumulated", "Gradient"]
 
@@ -45,7 +45,7 @@ class Gradient:
     index: int
     name: str
     param: nn.Parameter
-    shards: RowShards
+    shards: Shards
     holders: Collectives
     matrix: MatrixRule | None = None
     linear: ProjectedLinear | None = None
@@ -66,6 +66,18 @@ class Gradient:
             return None
         return self.room()
 
+    def room_of_link(self) -> Tensor | None:
+        """:meth:`free_room` as backward leaves gradients: of experts E x rows x width."""
+        room = self.free_room()
+        if room is None or self.count == 1:
+            return room
+        return room.unflatten(0, (self.count, -1))
+
+    @property
+    def count(self) -> int:
+        """Matrices that the parameter holds; those of experts are here one below the other."""
+        return 1 if self.matrix is None else self.matrix.count
+
     @property
     def width(self) -> int:
         """Columns of the contribution that is sharded by rows."""
@@ -79,26 +91,36 @@ class Gradient:
         """
         grad, self.param.grad = self.param.grad, None
         if grad is not None and self.matrix is not None and self.matrix.transposed:
-            grad = grad.detach().t()
-        elif grad is not None:
+            grad = grad.detach().mT
+        elif grad is not None and self.count == 1:
             grad = grad.detach().reshape(self.shards.m, self.shards.n)
         if self.matrix is None or self.refreshing or self.matrix.takes_whole:
-            return grad
+            return grad if grad is None else grad.reshape(self.shards.m, self.shards.n)
         product = self.linear.take() if self.linear is not None else None
+        if product is not None and self.count > 1:
+            product = product.flatten(0, 1)
         if grad is not None:
             columns = self.matrix.projection
             assert columns is not None
             # this rank's rows only, see `BasisStorage`; hooks must not gather
-            if columns.shape[0] < grad.shape[1]:
+            if columns.shape[-2] < grad.shape[-1]:
                 raise RuntimeError(
                     f"{self.name} is read outside its module's forward, as F.linear(x, module.weight) does. "
                     "zero_optimization.stage is 3, where each rank holds a part of its basis and none can "
                     "project that use's gradient. Leave it to adamw in hmt.optimizer.module_rules, or set "
                     "hmt.optimizer.projected_backward to false."
                 )
-            projected = project(grad, columns)
+            projected = self.project(grad, columns)
             product = projected if product is None else product + projected
         return product
+
+    def project(self, whole: Tensor, columns: Tensor) -> Tensor:
+        """A whole gradient, of experts E x m x n or these one below the other, on the matrix's projection: m x width."""
+        if self.count == 1:
+            return project(whole, columns)
+        each = whole if whole.dim() == 3 else whole.unflatten(0, (self.count, -1))
+        images, _ = project_together([each], [columns.expand(self.count, -1, -1)])
+        return images.flatten(0, 1)
 
     def nbytes(self) -> int:
         """Bytes of gradient alive in this object, on the device."""

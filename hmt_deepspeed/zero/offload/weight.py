@@ -9,6 +9,7 @@ A chunk passes through these steps, one chunk after another, in :class:`HostWork
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -170,7 +171,37 @@ class HostWeight(Weight):
         """
         (weight,) = weights
         assert isinstance(weight, HostWeight)
-        weight._begin_rows(change)
+        if change.experts is None:
+            weight._begin_rows(change)
+        else:
+            weight._begin_experts(change)
+
+    def _begin_experts(self, change: LowRankChange) -> None:
+        """Waits for the device, to know which experts take a step."""
+        assert change.experts is not None
+        (height, n), first = change.experts.shape, self.shards.flat(self.rank)[0]
+        pieces, size, own = change.experts.pieces, height * n, change.scale[:, 0].tolist()
+        taken = [(change.experts.first + e) * size - first for e, s in enumerate(own) if s != 0]
+
+        def product(begin: int, end: int) -> Tensor:
+            row, last = (first + begin) // n, -(-(first + end) // n)
+            parts = []
+            for experts, rows in pieces(row, last):
+                for expert in range(experts.start, experts.stop):
+                    one = change.of_experts(slice(expert, expert + 1), rows)
+                    alone = replace(one, projections=[one.projections[0][0]])
+                    parts.append(alone.whole().reshape(-1))
+            return torch.cat(parts)[first + begin - row * n :][: end - begin]
+
+        add = self._addition(change.lr, change.weight_decay)
+
+        def step(states: Sequence[Tensor], arrived: Tensor, begin: int, end: int) -> None:
+            for start in taken:
+                part = slice(max(start - begin, 0), min(start + size, end) - begin)
+                if part.start < part.stop:
+                    add([state[part] for state in states], arrived[part], begin, end)
+
+        self._begin(step, product, change.host_key)
 
     def _begin_rows(self, change: LowRankChange) -> None:
         n, (left, right) = self.shards.n, change.factors()

@@ -24,9 +24,9 @@ from hmt_deepspeed.zero.gradients.gradient import Accumulated
 from hmt_deepspeed.zero.interfaces import Optimizer
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
-from hmt_deepspeed.zero.state import ZeroState
+from hmt_deepspeed.zero.state import ZeroState, whole_rows
 
-__all__ = ["GradientAccess", "unpadded", "whole_rows"]
+__all__ = ["GradientAccess", "unpadded"]
 
 
 class GradientAccess:
@@ -114,7 +114,7 @@ class GradientAccess:
             gradient.local = self._kept(param_state, value)
         else:
             gradient.local = None
-            shard = gradient.shards.shard_of(value.reshape(-1), param_state.weight.rank)
+            shard = param_state.weight.shards.shard_of(value.reshape(-1), param_state.weight.rank)
             self._set_reduced(param_state, shard)
 
     def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
@@ -194,12 +194,14 @@ class GradientAccess:
             columns = columns + self._own(param_state)
         if matrix is None:
             return columns.view(whole_shape(param_state.gradient.param))
+        if matrix.count > 1:
+            columns = columns.unflatten(0, (matrix.count, -1))
         if not param_state.gradient.refreshing and not matrix.takes_whole:
             with self.zero.bases.whole(param_state):
                 assert matrix.projection is not None
-                basis = matrix.projection[:, : matrix.rank].to(columns)
-                columns = columns[:, : matrix.rank] @ basis.t()
-        return columns.t() if matrix.transposed else columns
+                basis = matrix.projection[..., : matrix.rank].to(columns)
+                columns = columns[..., : matrix.rank] @ basis.mT
+        return columns.mT if matrix.transposed else columns
 
     def _own(self, param_state: ParamState) -> Tensor:
         """Sum of this rank's backwards, all rows, fp32."""
@@ -262,25 +264,3 @@ def unpadded(param_state: ParamState, value: Tensor) -> Tensor:
             "as param.ds_tensor has."
         )
     return value.reshape(-1)[:own]
-
-
-def whole_rows(param_state: ParamState, rows: Tensor) -> Tensor:
-    """Rows of all holders from those held here, wherever they live. A collective.
-
-    Args:
-        param_state: of the matrix. rows: that this rank touches x width, any dtype.
-
-    Returns:
-        m x width on the device; nobody else's memory.
-    """
-    shards = param_state.gradient.shards
-    rows = rows.to(param_state.weight.device)
-    if shards.world == 1:
-        return rows.clone()
-    width = rows.shape[1]
-    part = padded(rows.reshape(-1), shards.max_rows * width)
-    packed = torch.empty(shards.world, part.numel(), dtype=rows.dtype, device=rows.device)
-    param_state.gradient.holders.all_gather(packed, part).wait()
-    whole = torch.empty(shards.m, width, dtype=rows.dtype, device=rows.device)
-    shards.unpack(packed.view(shards.world, shards.max_rows, width), whole)
-    return whole

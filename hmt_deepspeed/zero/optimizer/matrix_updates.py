@@ -16,11 +16,11 @@ from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, sta
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
-from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.sharding.shards import ExpertShards, RowShards, Shards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
-from hmt_deepspeed.zero.state import ZeroState
+from hmt_deepspeed.zero.state import ZeroState, whole_rows
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
-from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
+from hmt_deepspeed.zero.weights.low_rank_change import Experts, LowRankChange
 from hmt_deepspeed.zero.weights.weight import GatherPipeline, Weight
 
 __all__ = ["MatrixUpdates", "Part"]
@@ -28,18 +28,34 @@ __all__ = ["MatrixUpdates", "Part"]
 
 @dataclass(eq=False)
 class Part:
-    """Matrices that step together, and their parameters."""
+    """Matrices that step together, and their parameters.
+
+    Attributes:
+        sums: what was measured of their gradients over all rows, of the matrices held here, until they step.
+    """
 
     stack: Stack
     members: Sequence[ParamState]
+    sums: Tensor | None = None
 
     def gradients(self) -> Gradients:
         """Of rows x width each; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts it."""
         first, device = self.stack.first, self.stack.device
-        shape = (first.num_rows, first.width)
+        shape = (first.num_held * first.num_rows, first.width)
         found = [p.gradient.reduced for p in self.members]
         known = [torch.zeros(shape, device=device) if g is None else g for g in found]
-        return alike(known) if self.stack.reads_whole_rows else stacked(known)
+        gradients = alike(known) if self.stack.reads_whole_rows else stacked(known)
+        if first.count == 1:
+            return gradients
+        size = first.num_held, first.num_rows, first.width
+        if isinstance(gradients, list):
+            return [gradient.view(size) for gradient in gradients]
+        return gradients.reshape(len(self.members) * size[0], *size[1:])
+
+    def room(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Memory for the gradient of one member, see :meth:`Stack.room`; experts' rows one below the other."""
+        room = self.stack.room(dtype, place)
+        return room.flatten(0, 1) if self.is_of_experts else room
 
     @property
     def counted(self) -> slice:
@@ -62,6 +78,33 @@ class Part:
     def part(self, begin: int, end: int) -> Part:
         """Some of them."""
         return Part(self.stack.part(begin, end), self.members[begin:end])
+
+    def of_part(self, change: Change, begin: int, end: int) -> Change:
+        """The change of some of the members."""
+        if (begin, end) == (0, len(self.members)):
+            return change
+        each = self.stack.first.num_held
+        return change.part(begin * each, end * each)
+
+    @property
+    def is_of_experts(self) -> bool:
+        return self.stack.first.count > 1
+
+    @property
+    def expert_shards(self) -> ExpertShards:
+        """Who holds which experts."""
+        shards = self.members[0].gradient.shards
+        assert isinstance(shards, ExpertShards)
+        return shards
+
+    def over_all(self, own: Tensor) -> Tensor:
+        """What there is of each matrix held here, B x any length, with zeros for experts that others hold: to be summed."""
+        first = self.stack.first
+        if first.num_held == first.count:
+            return own
+        whole = own.new_zeros(len(self.members), first.count, own.shape[1])
+        whole[:, first.held] = own.view(len(self.members), first.num_held, own.shape[1])
+        return whole.flatten(0, 1)
 
 
 class MatrixUpdates:
@@ -90,6 +133,9 @@ class MatrixUpdates:
 
     def apply(self, part: Part, change: Change) -> None:
         """``W <- (1 - lr wd) W - lr D`` on the rows held here of each weight of a part."""
+        if part.is_of_experts:
+            self._apply_experts(part, change)
+            return
         first, size = part.members[0].weight, len(part.members)
         whole = change.beside is not None
         if whole and self.sharded and part.transposed and not isinstance(first, EncodedWeight):
@@ -104,7 +150,7 @@ class MatrixUpdates:
             return
         by_rows = first.by_rows and not part.transposed
         for begin, end in self.bases.runs(part.members):
-            some, own = part.part(begin, end), change.part(begin, end)
+            some, own = part.part(begin, end), part.of_part(change, begin, end)
             with self.bases.all_whole(some.members):
                 projections = some.stack.update_columns(own)
                 if self.sharded and not by_rows and not whole:
@@ -116,7 +162,9 @@ class MatrixUpdates:
         """Whole updates of the columns held here of each weight, as such of its rows held here."""
         first, columns = part.members[0], part.stack.update_columns(change)
         found = torch.stack([change.whole(b, each) for b, each in enumerate(columns)])
-        rows = rows_from_columns(found, first.gradient.shards, first.weight.shards, self.holders)
+        shards = first.gradient.shards
+        assert isinstance(shards, RowShards)
+        rows = rows_from_columns(found, shards, first.weight.shards, self.holders)
         taken = (change.scale != 0).float()
         beside = ScaledRows(list(rows), torch.ones_like(rows[..., 0])).times(taken[:, 0])
         change = Change(rows[..., :0], taken, beside)
@@ -178,6 +226,98 @@ class MatrixUpdates:
         if by_rows:
             self._gather_weights(part.members, self._gather)
 
+    # -- experts --------------------------------------------------------------------------------
+
+    def _apply_experts(self, part: Part, change: Change) -> None:
+        """Each rank has its own part of the weights, or all; it may not be of the experts that it holds states of."""
+        first = part.members[0].weight
+        is_own, by_rows = True, first.by_rows or change.beside is not None
+        if self.sharded:
+            is_own = by_rows and part.expert_shards.are_weights(first.shards, part.transposed)
+        for begin, end in self.bases.runs(part.members):
+            some, own = part.part(begin, end), part.of_part(change, begin, end)
+            with self.bases.all_whole(some.members):
+                if is_own:
+                    self._step_experts(some, own, some.stack.update_columns(own), False)
+                elif change.beside is None:
+                    self._send_experts(some, own, exact=by_rows)
+                else:
+                    self._send_whole_experts(some, own)
+
+    def _send_experts(self, part: Part, change: Change, exact: bool) -> None:
+        """The low-rank update travels to all ranks, exact or in the dtype of communication."""
+        shards, size, width = part.expert_shards, len(part.members), change.update.shape[2]
+        projections = part.stack.update_columns(change, of_all=True)
+        update = change.update if exact else change.update.to(self.settings.comm_dtype)
+        begin, end = shards.rows(self.holders.rank)
+        update = update.reshape(size, end - begin, width)
+        missing = shards.max_rows - update.shape[1]
+        update = torch.nn.functional.pad(update, (0, 0, 0, missing)) if missing else update
+        scale = self._scale_of_all(part, change)
+
+        def deliver(packed: Tensor) -> None:
+            each = packed.reshape(shards.world, size, shards.max_rows, width)
+            whole = torch.stack([_whole_rows(each[:, b], shards) for b in range(size)])
+            of_all = Change(whole.view(-1, shards.height, width), scale)
+            self._step_experts(part, of_all, projections, True)
+
+        self._gather.add(update.reshape(-1), update.numel(), deliver)
+
+    def _send_whole_experts(self, part: Part, change: Change) -> None:
+        """Whole updates travel one by one to all ranks."""
+        columns, each = part.stack.update_columns(change), part.stack.first.num_held
+        shards, scale = part.expert_shards, self._scale_of_all(part, change)
+        for b, param_state in enumerate(part.members):
+            own = [change.whole(b * each + e, columns[b][e]) for e in range(each)]
+            rows = whole_rows(param_state, torch.cat(own)).view(-1, shards.height, shards.n)
+            of_one = scale[b * shards.count : (b + 1) * shards.count]
+            taken = (of_one[:, :1] != 0).float().expand(-1, shards.height).contiguous()
+            beside = ScaledRows([rows], taken)
+            whole = Change(rows[..., :0], of_one, beside)
+            alone = part.part(b, b + 1)
+            self._step_experts(alone, whole, alone.stack.update_columns(whole, of_all=True), True)
+
+    def _scale_of_all(self, part: Part, change: Change) -> Tensor:
+        """Factors of a change of all experts, (B E) x 2. A collective."""
+        shards = part.expert_shards
+        own = change.scale if shards.owns_experts(self.holders.rank) else change.scale * 0
+        scale = part.over_all(own).contiguous()
+        self.holders.all_reduce(scale)
+        return scale
+
+    def _step_experts(
+        self, part: Part, change: Change, projections: Sequence[Tensor], of_all: bool
+    ) -> None:
+        """Updates of the weights held here, from those of the experts held here or ``of_all``."""
+        weights, first = [p.weight for p in part.members], part.stack.first
+        hyper = self._hyper(part.members[0])
+        number = self._numbers.step(self._step_count, part.stack.device)
+        keys = None
+        if weights[0].rounds:
+            keys = part.stack.keys(number, Stream.WEIGHT_ROUNDING, of_all)
+        by_rows = weights[0].by_rows or change.beside is not None
+        held = slice(0, first.count) if of_all else first.held
+        row = 0 if of_all or part.transposed else first.rows[0]
+        shape = part.members[0].assignment.matrix_shape
+        low_rank = LowRankChange(
+            change.update,
+            projections,
+            min(part.stack.rank, change.update.shape[2]),
+            change.scale,
+            keys,
+            part.members[0].rounding_key(self._step_count),
+            part.transposed,
+            hyper["lr"],
+            hyper["weight_decay"],
+            change.beside,
+            Experts(shape, held.start, held.stop - held.start, row),
+        )
+        step: Callable[[Sequence[Weight], LowRankChange], None]
+        step = type(weights[0]).step_rows if by_rows else type(weights[0]).step_whole
+        step(weights, low_rank)
+        if by_rows:
+            self._gather_weights(part.members, self._gather)
+
     # -- whole updates --------------------------------------------------------------------------
 
     def _apply_whole(self, part: Part, change: Change, transposed: bool) -> None:
@@ -210,7 +350,7 @@ class MatrixUpdates:
         self._gather.add(part.reshape(-1), shards.max_rows * width, deliver)
 
 
-def _whole_rows(packed: Tensor, shards: RowShards) -> Tensor:
+def _whole_rows(packed: Tensor, shards: Shards) -> Tensor:
     """The rows that all ranks sent, in order: m x width, from world x max_rows x width."""
     whole = torch.empty(shards.m, packed.shape[2], dtype=packed.dtype, device=packed.device)
     shards.unpack(packed, whole)

@@ -189,6 +189,10 @@ class OffloadedStates:
             columns.move(place)
         for groups in optimizer.zero.all_basis_groups:
             groups.shared.move(place)
+        for param_state in optimizer.zero.low_rank:
+            link = param_state.gradient.linear
+            if link is not None and param_state.gradient.count > 1:  # of no group
+                link.move(place)
 
     def _move_gradients(self, place: Place) -> None:
         for param_state in self._optimizer.zero.param_states:

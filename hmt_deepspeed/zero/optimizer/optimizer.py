@@ -21,6 +21,11 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
 from hmt_deepspeed.memory.numbers import Measured
+from hmt_deepspeed.optim.backward.experts import (
+    expert_sites,
+    patch_experts,
+    unpatch_experts,
+)
 from hmt_deepspeed.optim.backward.linear import SharedInputs, patch_linear, unpatch_linear
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.settings.assign import linear_weights
@@ -185,16 +190,24 @@ class HMTZeroOptimizer(OptimizerInterface):
         return BasisGroups(low_rank, schedule, bases, shared, refresh, holders, options, self._warn)
 
     def _patch(self, low_rank: list[ParamState], shared: SharedInputs) -> None:
-        """Give the model's low-rank linears the projected backward."""
-        modules = {
-            self._parallel_experts.name(n): m for n, m in linear_weights(self.module).items()
-        }
+        """Give the model's low-rank linears and experts the projected backward."""
+        name = self._parallel_experts.name
+        modules = {name(key): module for key, module in linear_weights(self.module).items()}
+        sites = {name(key): site for key, site in expert_sites(self.module).items()}
+        grouped = []
         for param_state in low_rank:
-            if param_state.gradient.linear is not None:
-                module = modules[param_state.name]
-                assert isinstance(module, nn.Linear)
-                patch_linear(module, param_state.gradient.linear, shared)
-                self._undo.callback(unpatch_linear, module, param_state.gradient.linear)
+            link = param_state.gradient.linear
+            if link is None:
+                continue
+            module, site = modules.get(param_state.name), sites.get(param_state.name)
+            if site is not None:
+                grouped.append((site, link))
+                self._undo.callback(unpatch_experts, site.module, link)
+                continue
+            assert isinstance(module, nn.Linear)
+            patch_linear(module, link, shared)
+            self._undo.callback(unpatch_linear, module, link)
+        patch_experts(grouped)
 
     def _compose(self, leaves: list[nn.Module]) -> None:
         """Build reduction, step and overlap."""

@@ -1,7 +1,7 @@
 """DeepSpeed's ``safe_get_*`` and ``safe_set_*`` tools on HMT's states.
 
 Keys are DeepSpeed's: ``None`` is the fp32 weight, ``exp_avg`` and ``exp_avg_sq`` the moments. Moments
-of a low-rank matrix live in its projected space and come back as m x r; a factored second moment as
+of a low-rank matrix live in its projected space and come back as m x r (E x m x r of experts); a factored second moment as
 ``exp_avg_sq_row`` (m x 1), ``exp_avg_sq_col`` (1 x r) and ``exp_avg_sq_mean``.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.interfaces import Optimizer
-from hmt_deepspeed.zero.optimizer.gradient_access import GradientAccess, unpadded, whole_rows
+from hmt_deepspeed.zero.optimizer.gradient_access import GradientAccess, unpadded
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.shards import padded, whole_shape
-from hmt_deepspeed.zero.state import whole_flat
+from hmt_deepspeed.zero.state import whole_experts, whole_flat, whole_rows
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 
 __all__ = ["StateAccess", "link", "local_state"]
@@ -29,8 +29,8 @@ def local_state(param_state: ParamState) -> dict[str, Tensor]:
         param_state: of the parameter.
 
     Returns:
-        Of a matrix tensors of the rows that this rank touches, decoded to fp32; of a dense parameter flat ones of
-        the shard.
+        Of a matrix tensors of the rows that this rank touches, decoded to fp32, of experts of those that it holds; of a
+        dense parameter flat ones of the shard.
     """
     if param_state.matrix is not None:
         return {key: state.read() for key, state in param_state.matrix.states().items()}
@@ -69,11 +69,11 @@ class StateAccess(GradientAccess):
         state = self._state(param_state, optim_state_key)
         if param_state.matrix is None:
             return whole_flat(param_state, state).view(whole_shape(param))
-        if (
-            optim_state_key not in param_state.matrix.settings.rule.row_states
-        ):  # a core is whole on every rank
-            return state.clone()
-        return whole_rows(param_state, state)
+        is_by_rows = optim_state_key in param_state.matrix.settings.rule.row_states
+        if param_state.matrix.count > 1:
+            return whole_experts(param_state, state, is_by_rows)
+        # a core is whole on every rank
+        return whole_rows(param_state, state) if is_by_rows else state.clone()
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
@@ -91,12 +91,14 @@ class StateAccess(GradientAccess):
             param_state.weight.set_whole(value.reshape(-1).float())
             self.optimizer.partitions.order_gathers()
         elif param_state.matrix is None:
-            shard = param_state.gradient.shards.shard_of(value.reshape(-1), param_state.weight.rank)
+            shard = param_state.weight.shards.shard_of(value.reshape(-1), param_state.weight.rank)
             self._set_state(param_state, optim_state_key, shard)
-        elif optim_state_key in param_state.matrix.settings.rule.row_states:
-            begin, end = param_state.matrix.rows
-            self._set_state(param_state, optim_state_key, value[begin:end])
         else:
+            matrix = param_state.matrix
+            if matrix.count > 1:
+                value = value[matrix.held]
+            if optim_state_key in matrix.settings.rule.row_states:
+                value = value[..., slice(*matrix.rows), :]
             self._set_state(param_state, optim_state_key, value)
 
     def get_local_fp32_param(

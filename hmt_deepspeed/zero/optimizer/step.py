@@ -122,9 +122,12 @@ class ZeroStep:
         for own, dense, lengths, total in sums.values():
             *found, squares = total.split(lengths)
             for part, over_all in zip(own, found, strict=True):
-                by_matrix = over_all.view(len(part.members), -1)
-                part.stack.observe(by_matrix, scale, taken)
-                norms.append(part.stack.square_norms(by_matrix))
+                stack = part.stack
+                by_matrix = over_all.view(len(part.members) * stack.first.count, -1)
+                stack.observe(by_matrix, scale, taken)
+                part.sums = stack.of_held(by_matrix)
+                squares_of_each = stack.square_norms(by_matrix)
+                norms.append(squares_of_each.view(len(part.members), -1).sum(dim=1))
                 names += [p.name for p in part.members]
             norms.append(squares)
             names += [p.name for p in dense]
@@ -152,7 +155,7 @@ class ZeroStep:
         """
         own = [part for part in parts if part.holders is holders]
         dense = self._dense[holders]
-        sums = [part.stack.measure(part.gradients(), part.counted) for part in own]
+        sums = [part.over_all(part.stack.measure(part.gradients(), part.counted)) for part in own]
         sums.append(self._dense_square_norms(dense))
         total = torch.cat([found.flatten() for found in sums])
         if self._is_sharded_over(holders):
@@ -190,7 +193,8 @@ class ZeroStep:
         """The matrices as they step together."""
         found = []
         for stack in self._stacks.of(list(self._by_matrix), self._kinds):
-            for part in stack.parts(MOST_ALIVE):
+            rows = self._by_matrix[stack.first].gradient.shards.max_rows  # the same on all ranks
+            for part in stack.parts(MOST_ALIVE, rows):
                 found.append(Part(part, [self._by_matrix[matrix] for matrix in part.members]))
         return found
 
@@ -201,9 +205,9 @@ class ZeroStep:
             whole = part.stack.first.takes_whole  # lies in memory of its own
             for place, param_state in enumerate(part.members):
                 gradient = param_state.gradient
-                gradient.room = None if whole else partial(part.stack.room, dtype, place)
+                gradient.room = None if whole else partial(part.room, dtype, place)
                 if gradient.holders.world == 1 and gradient.linear is not None:
-                    gradient.linear.room = gradient.free_room
+                    gradient.linear.room = gradient.room_of_link
 
     def _portions(
         self, holders: Collectives, parts: Sequence[Part]
@@ -290,7 +294,9 @@ class ZeroStep:
             found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
             for unit, begin, end in order:
                 if isinstance(unit, Part):
-                    updates[holders].apply(unit.part(begin, end), found[unit].part(begin, end))
+                    updates[holders].apply(
+                        unit.part(begin, end), unit.of_part(found[unit], begin, end)
+                    )
                     if end == len(unit.members):
                         del found[unit]
                         unit.stack.free()
@@ -308,15 +314,19 @@ class ZeroStep:
     ) -> dict[Part, Change]:
         """Steps of the states of parts of stacks, which the same ranks share: what each changes of its weights."""
         found: dict[Part, tuple[Tensor, Tensor]] = {}
+        factors: dict[Part, Tensor] = {}
         for part in parts:
             hyper, gradients = part.members[0].hyper(), part.gradients()
+            assert part.sums is not None
+            each = factor.repeat(len(part.stack.base_keys))
+            factors[part], part.sums = part.stack.taken(each, part.sums), None
             for param_state in part.members:
                 assert param_state.matrix is not None
                 param_state.matrix.moments.steps += 1
                 param_state.gradient.reduced = None  # used up
             found[part] = part.stack.advance(
                 gradients,
-                factor.repeat(len(part.members)),
+                factors[part],
                 betas=hyper["betas"],
                 eps=hyper["eps"],
                 step=self._numbers.step(step_count, self._device),
@@ -325,15 +335,15 @@ class ZeroStep:
             del gradients
         limited = [part for part in parts if part.stack.limits]
         if limited and self._is_sharded_over(limited[0].holders):
-            total = torch.cat([found[part][1].flatten() for part in limited])
+            of_all = [part.over_all(found[part][1]) for part in limited]
+            total = torch.cat([own.flatten() for own in of_all])
             limited[0].holders.all_reduce(total)
-            lengths = [found[part][1].numel() for part in limited]
-            for part, sums in zip(limited, total.split(lengths), strict=True):
-                update, own = found[part]
-                found[part] = update, sums.view_as(own)
+            lengths = [own.numel() for own in of_all]
+            for part, own, sums in zip(limited, of_all, total.split(lengths), strict=True):
+                found[part] = found[part][0], part.stack.of_held(sums.view_as(own))
         changes = {}
         for part, (update, sums) in found.items():
-            change = part.stack.finish(update, sums, factor.repeat(len(part.members)))
+            change = part.stack.finish(update, sums, factors[part])
             if part.alone:
                 change = change.multiplied(part.stack.rank, part.stack.first.dtype)
             changes[part] = change

@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
+from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_sites
 from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
 from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.settings.assign import (
     Assignment,
+    ExpertKind,
     assign_rules,
     head_weights,
     linear_weights,
@@ -31,7 +35,7 @@ from hmt_deepspeed.zero.offload.worker import HostGradient, HostWorker
 from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
-from hmt_deepspeed.zero.sharding.shards import RowShards, whole_shape
+from hmt_deepspeed.zero.sharding.shards import ExpertShards, RowShards, Shards, whole_shape
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
 
@@ -56,12 +60,12 @@ def linears_to_encode(
     """
     if options["weight_dtype"] != "int8":
         return {}
-    modules = linear_weights(model)
+    modules, sites = linear_weights(model), expert_sites(model)
     found = {}
     for assignment in _assignments(trained, options, model, ParallelExperts()):
         module = modules.get(assignment.name)
         # tied ones are refused below
-        linear = _linear(assignment, modules, {}, options["projected_backward"])
+        linear = _linear(assignment, modules, sites, {}, options["projected_backward"])
         if linear is not None and isinstance(module, nn.Linear):
             found[assignment.name] = module
     check_encodable(model, found, dtype)
@@ -87,23 +91,35 @@ def build_param_states(
         ValueError: options that cannot be honoured for these parameters.
     """
     modules = {experts.name(name): module for name, module in linear_weights(model).items()}
+    sites = {experts.name(name): site for name, site in expert_sites(model).items()}
     tied = tied_weights(model)
     assignments = _assignments([(name, p) for name, p, *_ in placed], options, model, experts)
     param_states = []
     for index, (assignment, (name, param, group, holders)) in enumerate(
         zip(assignments, placed, strict=True)
     ):
-        shape = whole_shape(param)
         world, rank = (holders.world, holders.rank) if settings.stage else (1, 0)
-        m, n = shape if assignment.low_rank else (torch.Size(shape).numel(), 1)
-        shards = RowShards(m, n, world)
-        by_weight, matrix = shards, None
+        shards: Shards
+        shards = by_weight = RowShards(torch.Size(whole_shape(param)).numel(), 1, world)
+        matrix: MatrixRule | None = None
         if assignment.settings is not None:
-            shards = RowShards(*assignment.settings.oriented(m, n), world)
-            rows, dtype = shards.rows(rank), settings.model_dtype
-            matrix = build_matrix(name, (m, n), rows, assignment.settings, dtype, param.device)
-        linear = _linear(assignment, modules, tied, options["projected_backward"])
-        encoded = None if linear is None else encoded_weight(modules[name])
+            (m, n), count = assignment.matrix_shape, assignment.count
+            by_weight = RowShards(count * m, n, world)
+            height, width = assignment.settings.oriented(m, n)
+            if count > 1:
+                of_experts = ExpertShards(count * height, width, world, count)
+                rows, held = of_experts.rows_of_each(rank), of_experts.experts(rank)
+                shards = of_experts
+            else:
+                shards = RowShards(height, width, world)
+                rows, held = shards.rows(rank), (0, 1)
+            how, on = assignment.settings, (settings.model_dtype, param.device)
+            matrix = build_matrix(name, (m, n), rows, how, *on, count, how.own_bases, held)
+            if isinstance(matrix, ProjectedMatrix):
+                matrix.decide(own_bases=False)  # "auto" is one basis here
+        linear = _linear(assignment, modules, sites, tied, options["projected_backward"])
+        module = modules.get(name)
+        encoded = None if linear is None or module is None else encoded_weight(module)
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, holders, matrix, linear)
         state: DenseState | None = None
@@ -150,6 +166,11 @@ def _assignments(
             for other in experts.everywhere(experts.name(name))
         },
         head_names=head_weights(model),
+        expert_weights={
+            other: ExpertKind(site.role, site.is_transposed, site.reason)
+            for name, site in expert_sites(model).items()
+            for other in experts.everywhere(experts.name(name))
+        },
     )
     by_name = {assignment.name: assignment for assignment in assigned}
     return [by_name[name] for name, _ in trained]
@@ -180,10 +201,11 @@ def _host_weight(
 def _linear(
     assignment: Assignment,
     modules: Mapping[str, nn.Module],
+    sites: Mapping[str, ExpertSite],
     tied: Mapping[str, str],
     wanted: bool | str,
 ) -> ProjectedLinear | None:
-    """A projected linear where the projected backward applies, else None.
+    """The link of a linear, or of experts, where the projected backward applies, else None.
 
     Raises:
         ValueError: it is insisted on and does not apply.
@@ -198,14 +220,15 @@ def _linear(
                 f'gradient of {assignment.name}. Use "auto", or give it another rule.'
             )
         return None
-    module = modules.get(assignment.name)
+    module, site = modules.get(assignment.name), sites.get(assignment.name)
     other = tied.get(assignment.name)
-    if module is not None and other is None and can_project(module):
-        m, n = assignment.shape
-        return ProjectedLinear(assignment.name, settings.transposes(m, n))
+    is_able = module is not None and other is None and can_project(module)
+    if is_able or (site is not None and not site.reason):
+        return ProjectedLinear(assignment.name, settings.transposes(*assignment.matrix_shape))
     if wanted is True:
         why = f"belongs to a {type(module).__name__}, whose weight others read than nn.Linear's forward"
         why = why if other is None else f"is also {other} (tied)"
+        why = why if site is None else site.reason
         raise ValueError(
             f"hmt.optimizer.projected_backward is true, but {assignment.name} {why}. "
             'Use "auto", or leave the module to adamw in module_rules.'

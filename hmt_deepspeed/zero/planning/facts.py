@@ -274,6 +274,7 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
         projected_backward=options["projected_backward"] is not False,
         redrawn=options["range_finder"] == "random",
         share_basis=options["share_basis"],
+        expert_basis=options["expert_basis"],
         max_full_gradient_bytes=None if budget == "auto" else budget,
     )
 

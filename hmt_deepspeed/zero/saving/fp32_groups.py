@@ -25,12 +25,12 @@ def stage3_groups(zero: ZeroState) -> list[Tensor]:
     groups = []
     for params in zero.trained:
         param_states = [by_param[p] for p in params]
-        flat, offset = _zeros(zero, sum(p.gradient.shards.partition for p in param_states)), 0
+        flat, offset = _zeros(zero, sum(p.weight.shards.partition for p in param_states)), 0
         for param_state in param_states:
             flat[offset : offset + param_state.weight.num_elements].copy_(
                 param_state.weight.master_values()
             )
-            offset += param_state.gradient.shards.partition
+            offset += param_state.weight.shards.partition
         groups.append(flat)
     return groups
 

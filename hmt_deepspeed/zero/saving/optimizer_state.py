@@ -119,12 +119,19 @@ def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any
         assert param_state.matrix is not None
         with zero.bases.whole(param_state):
             state = param_state.matrix.state_dict()
-        by_rows = [k for k in param_state.matrix.settings.rule.row_states if k in state]
+        matrix, shards = param_state.matrix, param_state.gradient.shards
+        by_rows = [k for k in matrix.settings.rule.row_states if k in state]
+        held = matrix.held_states
         if param_state.gradient.holders.rank > 0:  # the same on every rank: the first one saves it
-            state = {k: state[k] for k in by_rows}
+            state = {k: state[k] for k in (*by_rows, *held)}
+        if matrix.count > 1:  # one below the other
+            state |= {k: state[k].flatten(0, 1) for k in by_rows}
         state = {k: take(v) for k, v in state.items()}
-        layout = {"rows": list(param_state.matrix.rows), "row_states": by_rows}
-        states[param_state.name] = {**layout, "height": param_state.matrix.shape[0], **state}
+        layout = {"rows": list(shards.rows(param_state.weight.rank)), "row_states": by_rows}
+        if held:
+            of_experts = [matrix.held.start, matrix.held.stop]
+            layout |= {"experts": of_experts, "held_states": held, "count": matrix.count}
+        states[param_state.name] = {**layout, "height": shards.m, **state}
     zero.bases.will_use(None)
     return states
 
@@ -141,7 +148,7 @@ def _dense_states(
             moments = elsewhere[param_state.name]
         else:
             moments = {"exp_avg": take(first.read()), "exp_avg_sq": take(second.read())}
-        flat = list(param_state.gradient.shards.flat(param_state.weight.rank))
+        flat = list(param_state.weight.shards.flat(param_state.weight.rank))
         states[param_state.name] = {"flat": flat, "step": take(step), **moments}
     return states
 
@@ -215,7 +222,7 @@ def restore_optimizer(zero: ZeroState, saved: SavedState) -> None:
         _restore_groups(groups, saved)
     for param_state in zero.param_states:
         if param_state.dense_state is not None:
-            flat = param_state.gradient.shards.flat(param_state.weight.rank)
+            flat = param_state.weight.shards.flat(param_state.weight.rank)
             first, second, step = saved.dense(param_state.name, flat)
             if isinstance(param_state.weight, HostWeight):
                 param_state.weight.states.write(dict(zip(MOMENTS, (first, second), strict=True)))
@@ -237,7 +244,14 @@ def _restore_groups(groups: BasisGroups, saved: SavedState) -> None:
     """States of the matrices of some groups, when they refresh, and their ranks so far."""
     for place, param_state in enumerate(groups.low_rank):
         assert param_state.matrix is not None
-        param_state.matrix.load_state_dict(saved.matrix(param_state.name, param_state.matrix.rows))
+        matrix, shards = param_state.matrix, param_state.gradient.shards
+        rows, experts = shards.rows(param_state.weight.rank), (matrix.held.start, matrix.held.stop)
+        state = saved.matrix(param_state.name, rows, experts)
+        if matrix.count > 1:
+            by_rows = [key for key in matrix.settings.rule.row_states if key in state]
+            shape = matrix.num_held, matrix.num_rows
+            state |= {key: state[key].unflatten(0, shape) for key in by_rows}
+        matrix.load_state_dict(state)
         times = saved.hmt["schedule"][param_state.name]
         groups.schedule.next_refresh[place], groups.schedule.num_refreshes[place] = times
     groups.form()  # this config's: moments of bases that it shares are rotated into the leader's

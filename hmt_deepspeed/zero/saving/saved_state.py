@@ -263,19 +263,29 @@ class SavedState:
 
     # -- states -----------------------------------------------------------------------------------
 
-    def matrix(self, name: str, rows: tuple[int, int]) -> dict[str, Any]:
-        """State of a matrix rule; of its tensors by rows only the given rows.
+    def matrix(
+        self, name: str, rows: tuple[int, int], experts: tuple[int, int] = (0, 1)
+    ) -> dict[str, Any]:
+        """State of a matrix rule; of its tensors by rows only the given rows, of those by experts only the given ones.
 
         A row that two ranks touch was saved by both, and copies in 8 or 16 bits were rounded apart: a
         rank of the same layout gets its own again.
 
         Args:
-            name: of the parameter. rows: half-open, of the matrix as its rule is handed it.
+            name: of the parameter. rows: half-open, of the matrix as its rule is handed it, of experts one below the other.
+            experts: half-open.
         """
         common = dict(self.hmt["matrices"][name])
         common.pop("rows")
+        common.pop("experts", None)
         parts = [state["hmt"]["matrices"].get(name) for state in self._optimizer]
         parts = _own_last([part for part in parts if part is not None], rows)
+        for key in common.pop("held_states", ()):
+            common[key] = torch.empty(common["count"], *common[key].shape[1:])
+            for part in parts:
+                begin, end = part["experts"]
+                common[key][begin:end] = part[key]
+            common[key] = common[key][experts[0] : experts[1]]
         for key in common.pop("row_states"):
             common[key] = _rows_of(parts, key, common["height"], rows)
         return common

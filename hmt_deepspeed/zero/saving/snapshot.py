@@ -276,7 +276,7 @@ class Snapshots:
     ) -> dict[str, Any]:
         zero, masters = self._zero, {}
         for param_state in filter(zero.saves_states_of, zero.param_states):
-            flat = list(param_state.gradient.shards.flat(param_state.weight.rank))
+            flat = list(param_state.weight.shards.flat(param_state.weight.rank))
             part = offloaded.get(param_state.name)
             if part is None:
                 part = {"values": self._stage_weight(param_state)}

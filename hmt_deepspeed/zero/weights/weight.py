@@ -263,9 +263,20 @@ class Weight:
         if not first.num_elements:
             return
         if first.alone:
-            first._step_rows_alone(change)
+            if change.experts is None:
+                first._step_rows_alone(change)
+            else:
+                first._step_experts_alone(change)
             return
         n, begin = first.shards.n, first._range[0]
+        if change.experts is not None:
+            flats = [weight._in_memory() for weight in weights]
+            owned = [weight.master for weight in weights if weight.master is not None]
+            if owned and not first._master_is_shard():
+                change.apply_to_rows(owned, begin // n, flats)
+            else:
+                change.apply_to_rows(flats, begin // n)
+            return
         masters = [weight.master.view(-1, n) for weight in weights if weight.master is not None]
         if masters and first._master_is_shard():
             change.apply(masters, begin)
@@ -284,10 +295,27 @@ class Weight:
             apply_whole_(values, own, change.lr, change.weight_decay, taken)
         self._write(values, change.host_key)
 
+    def _step_experts_alone(self, change: LowRankChange) -> None:
+        """Of experts, of a shard on the host or one that begins or ends inside a row, which is made whole for it."""
+        n, (begin, end) = self.shards.n, self._range
+        with self.shard() as shard:
+            values = self.master
+            if values is None:
+                values = shard.to(self.device, copy=self._offloaded)
+        rows = torch.nn.functional.pad(values, (begin % n, -end % n))
+        change.apply_to_rows([rows], begin // n)
+        values.copy_(rows[begin % n :][: end - begin])
+        if not self._master_is_shard():
+            with self.shard(overwrite=True) as shard:
+                shard.copy_(values.to(shard.dtype))
+
     @staticmethod
     def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:
         """Low-rank updates of all rows of replicated bf16 weights, rounded stochastically, on every rank alike."""
         shards = weights[0].shards
+        if change.experts is not None:
+            change.apply([weight.param.detach() for weight in weights])
+            return
         change.apply([w.param.detach().view(shards.m, shards.n) for w in weights])
 
     def _write(self, values: Tensor, key: Key) -> None:

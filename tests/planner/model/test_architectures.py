@@ -51,7 +51,7 @@ def test_every_parameter_and_every_byte_of_its_states(name: str) -> None:
         real = dict(model_type(name)(tiny_config(name)).named_parameters())
     shape = shape_of_architecture(named(name))
     assert num_parameters(shape) == sum(p.numel() for p in real.values())
-    mode = OptimizerMode(rank=2)
+    mode = OptimizerMode(rank=2, expert_basis="auto")
     found = model_states(shape, mode)
     dense = sum(p.count for p in parameters(shape) if p.trained and not mode.is_low_rank(p))
     held = dry_run(RUN, partial(meta_model, named(name)), 1).held["device"]
