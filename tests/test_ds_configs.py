@@ -50,15 +50,27 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "recipe_7b_24gb": 2,
     "recipe_13b_256gb_ram": 3,
     "recipe_4_cards_pcie": 2,
+    "recipe_moe_80gb": 2,
 }
 MATRICES = {
     "hmt_adamw": 0,
     "adamw_offload": 0,
     "adamw_offload_nvme": 0,
     "recipe_13b_256gb_ram": 0,
-    "small_states": 9,
-}  # embedding and head too; the others: the linears
-NO_MASTERS = ("hmt_no_masters", "recipe_7b_24gb", "recipe_4_cards_pcie")
+    "small_states": 9,  # embedding and head too; the others: the linears
+    "recipe_moe_80gb": 6,  # attention's, and experts
+}
+NO_MASTERS = ("hmt_no_masters", "recipe_7b_24gb", "recipe_4_cards_pcie", "recipe_moe_80gb")
+
+
+def tiny_mixtral() -> torch.nn.Module:
+    """One layer of three experts, of the same sizes."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 40, "intermediate_size": 77, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=3))
 
 
 def trained(names: list[str], steps: int) -> dict[str, Any]:
@@ -79,7 +91,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
         states = config["zero_optimization"].get("offload_optimizer", {})
         if "nvme_path" in states:
             states["nvme_path"] = tempfile.mkdtemp()
-        engine = make_engine(config, tiny_llama(layers=1))
+        engine = make_engine(config, tiny_mixtral() if "moe" in name else tiny_llama(layers=1))
         start = model_weights(engine)
         tokens = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(3))
         losses = []

@@ -9,10 +9,11 @@ from typing import Any
 
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import Setting
+from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.advise.advise import Answer, advise
 from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.hardware import Machine, named_machine
-from hmt_deepspeed.planner.model.models import model_shape
+from hmt_deepspeed.planner.model.models import model_shape, shape_of_architecture
 from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.run.modes import OptimizerMode
@@ -24,6 +25,7 @@ GOALS = {  # of ds_configs/recipe_NAME.json
     "7b_24gb": "7B on one RTX 4090, 64 GiB of host memory",
     "13b_256gb_ram": "13B on one RTX 4090, 256 GiB of host memory",
     "4_cards_pcie": "7B on four RTX 4090",
+    "moe_80gb": "Qwen3-30B-A3B on one H100 80 GB",
     "1m_tokens": "7B, sequences of 1,048,576 tokens, two A100 80 GB",
 }
 COLUMNS = (  # of the table, with the kinds of measurement that they show
@@ -40,17 +42,36 @@ def _json(name: str) -> dict[str, Any]:
 
 
 def _mode(config: dict[str, Any]) -> OptimizerMode:
-    return OptimizerMode(**config["hmt"]["optimizer"])
+    return OptimizerMode(expert_basis="auto", **config["hmt"]["optimizer"])
 
 
-def _answer(name: str, model: str, machine: Machine, seq_length: int) -> tuple[Answer, int]:
+def _mixture() -> ModelShape:
+    """Qwen3-30B-A3B, by the sizes of its config."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        num_hidden_layers=48,
+        hidden_size=2048,
+        head_dim=128,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    )
+    return shape_of_architecture(config)
+
+
+def _answer(name: str, shape: ModelShape, machine: Machine, seq_length: int) -> tuple[Answer, int]:
     """The recipe's own setup, planned; and its longest sequence."""
     config = _json(name)
+    policy = config["hmt"].get("activations", {}).get("policy", {})
     zero, micro_batch = config["zero_optimization"], config["train_micro_batch_size_per_gpu"]
     mode, offloads = _mode(config), "offload_optimizer" in zero
     found = advise(
         Request(
-            model_shape(model, VOCABULARY),
+            shape,
             machine,
             seq_length,
             micro_batch,
@@ -60,6 +81,7 @@ def _answer(name: str, model: str, machine: Machine, seq_length: int) -> tuple[A
             zero_stage=zero["stage"],
             offload_param=zero.get("offload_param", {}).get("device", "none"),
             nvme=False,
+            fixed=None if policy == "plan" else PAPER_POLICY | policy,
         )
     )
     (answer,) = [
@@ -112,15 +134,17 @@ def recipes(setting: Setting) -> CaseResult:
     large = named_machine("rtx4090", num_gpus=1, host_memory=256 * GIB)
     four = named_machine("rtx4090", num_gpus=4, host_memory=256 * GIB)
     two = named_machine("a100-80g", num_gpus=2, host_memory=1024 * GIB)
-    asked: list[tuple[str, str, Machine, int]] = [
-        ("7b_24gb", "7b", one, 2048),
-        ("13b_256gb_ram", "13b", large, 2048),
-        ("4_cards_pcie", "7b", four, 4096),
+    h100 = named_machine("h100", num_gpus=1, host_memory=64 * GIB)
+    small, medium = (model_shape(size, VOCABULARY) for size in ("7b", "13b"))
+    asked: list[tuple[str, ModelShape, Machine, int]] = [
+        ("7b_24gb", small, one, 2048),
+        ("13b_256gb_ram", medium, large, 2048),
+        ("4_cards_pcie", small, four, 4096),
+        ("moe_80gb", _mixture(), h100, 2048),
     ]
-    for name, model, machine, seq_length in asked:
-        result.measurements += _planned(GOALS[name], *_answer(name, model, machine, seq_length))
-    shape = model_shape("7b", VOCABULARY)
-    result.measurements += _in_chunks(GOALS["1m_tokens"], two, shape, 2**20)
+    for name, shape, machine, seq_length in asked:
+        result.measurements += _planned(GOALS[name], *_answer(name, shape, machine, seq_length))
+    result.measurements += _in_chunks(GOALS["1m_tokens"], two, small, 2**20)
     return result
 
 
