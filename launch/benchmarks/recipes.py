@@ -42,7 +42,7 @@ def _json(name: str) -> dict[str, Any]:
 
 
 def _mode(config: dict[str, Any]) -> OptimizerMode:
-    return OptimizerMode(expert_basis="auto", **config["hmt"]["optimizer"])
+    return OptimizerMode(**config["hmt"]["optimizer"])
 
 
 def _mixture() -> ModelShape:

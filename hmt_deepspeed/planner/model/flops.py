@@ -48,7 +48,7 @@ class Projected:
         shared: linears that read one input share one basis.
         whole_at_full: where the basis would span all columns, backward is the ordinary one.
         target_modules, adamw_modules: which linears, see :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
-        expert_basis: of a mixture's experts; None: their gradients are formed whole.
+        expert_basis: of a mixture's experts.
         others: (name, r, k) of the weights that have others; ``*`` for a layer's number, or the number of one
             whose weight has its own.
     """
@@ -62,7 +62,7 @@ class Projected:
     whole_at_full: bool = True
     target_modules: tuple[str, ...] | Literal["all"] | None = None
     adamw_modules: tuple[str, ...] = ()
-    expert_basis: ExpertBasis | None = None
+    expert_basis: ExpertBasis = "auto"
     others: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,8 +86,6 @@ class Projected:
             return None
         side = self.side
         if linear.experts is not None:
-            if self.expert_basis is None:
-                return None
             side = "right" if on_inputs(linear.experts, self.expert_basis) else "left"
         elif side == "auto":
             side = "left" if linear.outputs < linear.inputs else "right"

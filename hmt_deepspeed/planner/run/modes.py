@@ -73,7 +73,7 @@ class OptimizerMode:
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
         expert_basis: of a mixture's experts; "auto" is planned for as "shared", since bases of their own, where those
-            are taken, have a rank at which moments and bases take no more bytes. None: experts are left to AdamW.
+            are taken, have a rank at which moments and bases take no more bytes.
         max_full_gradient_bytes: None for "auto".
         on_gpu: the device is a GPU, where "auto" probes are as many as its tensor cores want.
         host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
@@ -94,7 +94,7 @@ class OptimizerMode:
     projected_backward: bool = True
     redrawn: bool = False
     share_basis: bool = False
-    expert_basis: ExpertBasis | None = None
+    expert_basis: ExpertBasis = "auto"
     ranks: tuple[tuple[str, int], ...] = ()
     max_full_gradient_bytes: int | None = None
     on_gpu: bool = True
@@ -124,7 +124,7 @@ class OptimizerMode:
             return False
         # with a core's settings they are projected from one side
         holds_experts = self.rule.holds_experts or self.rule.gradient == "core"
-        if parameter.kind == "experts" and (self.expert_basis is None or not holds_experts):
+        if parameter.kind == "experts" and not holds_experts:
             return False
         if parameter.kind in ("embedding", "head") and self.target_modules != "all":
             return False
@@ -149,7 +149,7 @@ class OptimizerMode:
         """Whether a low-rank matrix is projected from the left: of experts by the side of their bases."""
         m, n = parameter.shape[-2:]
         experts = parameter.experts
-        if experts is not None and self.expert_basis is not None and self.rule.side == "chosen":
+        if experts is not None and self.rule.side == "chosen":
             return on_inputs(experts, self.expert_basis) == experts.is_transposed
         return self.rule.transposes(self.projection, m, n)
 
@@ -240,7 +240,7 @@ class OptimizerMode:
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {
-    "expert_basis": (None, *get_args(ExpertBasis)),
+    "expert_basis": get_args(ExpertBasis),
     "projection": get_args(Projection),
     "residual": get_args(Residual),
     "state_dtype": get_args(StateDtype),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ BATCH, LENGTH = 2, 48
 # Qwen3-30B-A3B
 E, H, M, LAYERS, CHOSEN = 128, 2048, 768, 48, 8
 R, K = 128, 8
+LEFT = {"adamw_modules": ("experts",)}  # to AdamW
+
+
+def basis_of(basis: str | None) -> dict[str, Any]:
+    return LEFT if basis is None else {"expert_basis": basis}
 
 
 def published(name: str) -> ListedShape:
@@ -127,7 +133,7 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
     given = {"rank": R, "probes": K, "master_weights": "none"}
     own = basis == "own"
     mode = OptimizerMode(**given, expert_basis=basis)
-    found = difference(qwen3, mode, OptimizerMode(**given))
+    found = difference(qwen3, mode, OptimizerMode(**given, **LEFT))
     rows = 2 * M + (
         H if own else M
     )  # of gate and up; of down by its outputs or, transposed, its inputs
@@ -193,7 +199,7 @@ def test_inputs_of_experts_are_saved_as_products_of_their_tokens(qwen3: ListedSh
     """Bytes of a token: of rows (pairs of a token and an expert) two inputs and the last output; projected r + k
     columns of the token, or with bases of their own of each row."""
     ordinary, shared, own = (
-        layer_of(qwen3, OptimizerMode(rank=R, probes=K, expert_basis=basis))
+        layer_of(qwen3, OptimizerMode(rank=R, probes=K, **basis_of(basis)))
         for basis in (None, "shared", "own")
     )
     freed = CHOSEN * (H + M + H) * 2
@@ -207,7 +213,7 @@ def test_inputs_of_experts_are_saved_as_products_of_their_tokens(qwen3: ListedSh
 def test_flops_of_projected_experts(qwen3: ListedShape) -> None:
     """``X B`` by token and ``D^T (X B)`` by row for gate and up; ``D B`` by token and its product by row for down."""
     ordinary, shared, own = (
-        layer_of(qwen3, OptimizerMode(rank=R, probes=K, expert_basis=basis))
+        layer_of(qwen3, OptimizerMode(rank=R, probes=K, **basis_of(basis)))
         for basis in (None, "shared", "own")
     )
     width, whole = R + K, 2 * CHOSEN * 3 * H * M
@@ -226,7 +232,7 @@ def test_flops_of_projected_experts(qwen3: ListedShape) -> None:
 def test_choices_of_experts(qwen3: ListedShape, projected: bool) -> None:
     """What the routing weights read of a row goes with its gate and up, unless down is projected; the router's output
     is held whatever is chosen, and not computed again."""
-    mode = OptimizerMode(rank=R, probes=K, expert_basis="shared" if projected else None)
+    mode = OptimizerMode(rank=R, probes=K, **basis_of("shared" if projected else None))
     layer = layer_of(qwen3, mode)
     sites = {site.name: site for site in layer.sites}
     experts, router = sites["experts"], sites["router"]
