@@ -35,13 +35,13 @@ def show(name: str, step: Step, top: int) -> None:
 
 COLUMNS = ("launches", "a_layer", "refresh", "first")
 COLUMNS += ("waits", "at_refresh", "at_first", "deepspeed", "unpinned")
-HEADER = f"{'subject':12}{'ranks':6}{'mode':15}" + "".join(f"{c:>11}" for c in COLUMNS)
+HEADER = f"{'subject':18}{'ranks':6}{'mode':15}" + "".join(f"{c:>11}" for c in COLUMNS)
 
 
 def row(case: Case, one: dict[str, Step], two: dict[str, Step]) -> str:
     """Of the table in `test_launches.py`: launches of the optimizer's step, waits and copies of the whole one."""
     numbers = columns(_numbers(one), _numbers(two))
-    start = f"{case.subject:12}{case.ranks:<6}{case.mode:15}"
+    start = f"{case.subject:18}{case.ranks:<6}{case.mode:15}"
     return start + "".join(f"{numbers[c]:>11}" for c in COLUMNS)
 
 

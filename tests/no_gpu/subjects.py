@@ -103,8 +103,8 @@ class Case:
     @property
     def experts(self) -> int:
         """Of each layer; 0 of a Llama."""
-        name, _, count = self.subject.partition("-")
-        return int(count) if name == "mixture" else 0
+        _, _, count = self.subject.partition("mixture-")
+        return int(count or 0)
 
     @property
     def exists(self) -> bool:
@@ -233,6 +233,8 @@ SUBJECTS: dict[str, Callable[[Case, Recorder], Iterator[Step]]] = {
     "mixture-32": steps_of_optimizer,
     "zero2": partial(steps_of_engine, 2),
     "zero3": partial(steps_of_engine, 3),
+    "zero3-mixture-8": partial(steps_of_engine, 3),
+    "zero3-mixture-32": partial(steps_of_engine, 3),
 }
 
 

@@ -87,6 +87,10 @@ zero3   4     activations            265          4        344       1053       
 zero3   4     fpdt                   265          4        344       1053          1          3         14          3          1
 zero3   4     offload                349         53        432       1137          3          4          9          3          1
 zero3   4     offload_adamw           32          2         32         33          3          3          4          3          1
+zero3-mixture-8   4     right                285          7        417        906          1          4          7          3          1
+zero3-mixture-8   4     own_bases            302          7        434        924          1          4          7          3          1
+zero3-mixture-32  4     right                285          7        418        916          1          4          7          3          1
+zero3-mixture-32  4     own_bases            302          7        435        997          1          4          8          3          1
 """
 # Of each kind one; the others are slow.
 ALWAYS = {

@@ -8,17 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    set_z3_leaf_modules,
+)
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import Ranks
-from torch import nn
+from torch import Tensor, nn
 from training import (
+    GLOBAL_BATCH,
     LOSS,
     NORM,
     WEIGHT,
     ds_config,
     furthest,
     global_batch,
+    loss_of,
     make_engine,
+    micro_batches,
     model_weights,
     train_step,
 )
@@ -290,6 +301,238 @@ def test_bf16_resumes_bit_for_bit(
         assert one["losses"] == other["losses"]
         assert furthest(one["weights"], other["weights"]) == 0
         assert furthest(one["weights"], before[0]["weights"]) == 0
+
+
+def snapshot(stage: int, folder: str, writes: bool) -> dict[str, Any]:
+    config = ds_config(stage, with_defaults({}))
+    if writes:
+        config["hmt"]["snapshot"] = {"path": folder, "interval": 2}
+    engine = make_engine(config, mixture("GptOss", 5))
+    if writes:
+        train(engine, range(2))
+        engine.hmt_snapshots.finish()
+    else:
+        engine.load_checkpoint(folder, tag="step00000002")
+    found = train(engine, range(2, STEPS))
+    engine.destroy()
+    return found
+
+
+def test_snapshots_resume_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks.run(snapshot, 3, 2, str(tmp_path), True)
+    again = ranks.run(snapshot, 3, 2, str(tmp_path), False)
+    for one, other in zip(before, again, strict=True):
+        assert one["losses"] == other["losses"]
+        assert furthest(one["weights"], other["weights"]) == 0
+
+
+# -- leaf modules, skipped steps, tools -------------------------------------------------------------------
+
+
+def leaves(stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Of ZeRO-3: the mixture is gathered at once, and watched by nobody inside."""
+    model = mixture("Mixtral")
+    block = type(model.model.layers[0].mlp)
+    set_z3_leaf_modules(model, [block])
+    engine = make_engine(ds_config(stage, with_defaults(options)), model)
+    assert any(p.gradient.leaf is not None for p in engine.optimizer.zero.low_rank)
+    found = train(engine, range(STEPS))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("basis", ["shared", "own"])
+def test_leaf_modules(ranks: Ranks, alone: Any, basis: str) -> None:
+    one = alone("Mixtral", expert_basis=basis)
+    assert_all_same(ranks.run(leaves, 2, 3, {"expert_basis": basis}), one)
+
+
+def poisoned(stage: int, **changes: Any) -> dict[str, Any]:
+    """The last rank's gradients are not finite in the second step."""
+    engine = engine_of("GptOss", stage, {}, **changes)
+    train(engine, range(1))
+    before = model_weights(engine)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        experts = engine.module.model.layers[1].mlp.experts
+        hook = experts.register_full_backward_pre_hook(lambda _, grads: (grads[0] * math.nan,))
+    train(engine, range(1, 2))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        hook.remove()
+    moved = furthest(before, model_weights(engine))
+    found = train(engine, range(2, 4))
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return {**found, "moved": moved, "skipped": skipped}
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 4)])
+def test_what_is_not_finite_moves_nothing(ranks: Ranks, stage: int, world: int) -> None:
+    for part in ranks.run(poisoned, world, stage):
+        assert part["moved"] == 0
+        assert part["skipped"] == 1
+        assert all(0 < norm < 100 for norm in part["norms"])
+
+
+def tools(stage: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What DeepSpeed's tools read of experts and write to them, in the middle of a run."""
+    engine = engine_of(
+        "GptOss",
+        stage,
+        options,
+        zero_optimization={"stage3_gather_16bit_weights_on_model_save": True},
+    )
+    found: dict[str, Any] = train(engine, range(2))
+    name, weight = next((n, p) for n, p in engine.module.named_parameters() if is_expert(n))
+    found["table"] = engine.optimizer.describe()
+    found["moment"] = safe_get_full_optimizer_state(weight, "exp_avg")
+    found["master"] = safe_get_full_fp32_param(weight)
+    for tokens in micro_batches(engine, 2):
+        engine.backward(loss_of(engine, tokens))
+    found["gradient"] = safe_get_full_grad(weight)
+    engine.zero_grad()
+    engine.offload_states()
+    engine.reload_states()
+    state = engine.optimizer.state_access
+    state.set_full_hp_param(found["moment"] * 2, weight, "exp_avg")
+    found["doubled"] = safe_get_full_optimizer_state(weight, "exp_avg")
+    state.set_full_hp_param(found["moment"], weight, "exp_avg")
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder)
+    if dist.get_rank() == 0:
+        found["consolidated"] = get_fp32_state_dict_from_zero_checkpoint(folder)[name].clone()
+        found["saved"] = torch.load(f"{folder}/pytorch_model.bin", weights_only=True)[name]
+    found["losses"] += train(engine, range(2, STEPS))["losses"]
+    found["weights"] = model_weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_basis": "own"}], ids=str)
+@pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 4)])
+def test_tools(
+    ranks: Ranks, alone: Any, options: dict[str, Any], stage: int, world: int, tmp_path: Path
+) -> None:
+    known = alone("GptOss", **options)
+    (one,) = ranks.run(tools, 1, 0, options, str(tmp_path / "one"))
+    parts = ranks.run(tools, world, stage, options, str(tmp_path / "many"))
+    assert one["losses"] == pytest.approx(known["losses"], rel=LOSS)
+    assert one["moment"].shape == (EXPERTS, 40, 6)
+    assert torch.equal(parts[0]["saved"], parts[0]["master"])
+    assert torch.equal(parts[0]["consolidated"], parts[0]["master"])
+    for part in parts:
+        assert part["losses"] == pytest.approx(one["losses"], rel=LOSS)
+        for key in ("moment", "master", "gradient"):
+            assert part[key].shape == one[key].shape
+            assert furthest({key: part[key]}, {key: one[key]}) < WEIGHT * float(
+                one[key].abs().max()
+            )
+        assert torch.equal(part["doubled"], 2 * part["moment"])
+        assert f"experts {EXPERTS}x24x40" in part["table"]
+
+
+def cached(stage: int, options: dict[str, Any], cache: dict[str, Any]) -> dict[str, Any]:
+    config = ds_config(stage, with_defaults(options))
+    config["hmt"]["basis_cache"] = cache
+    engine = make_engine(config, mixture("Mixtral"))
+    found = train(engine, range(STEPS))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("basis", ["shared", "own"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bases_in_host_memory(ranks: Ranks, alone: Any, basis: str, stage: int) -> None:
+    """With moments of old ones, of which experts keep none."""
+    one = alone("Mixtral", expert_basis=basis)
+    parts = ranks.run(cached, 2, stage, {"expert_basis": basis}, {})
+    assert_all_same(parts, one)
+    assert len(ranks.run(cached, 2, stage, {"expert_basis": basis}, {"history": 2})) == 2
+
+
+# -- other dtypes, other readers, other parts of an engine ------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "world", "experts"), [(2, 2, 6), (3, 3, 4)])
+def test_bf16_weights_with_masters(ranks: Ranks, stage: int, world: int, experts: int) -> None:
+    """As one rank, up to roundings of gradients and of updates that travel."""
+    how: dict[str, Any] = {"bf16": {"enabled": True}, "experts": experts}
+    how["widths"] = {"hidden_size": 40, "head_dim": 20, "intermediate_size": 24}
+    (one,) = ranks.run(ran, 1, "Mixtral", 0, {}, **how)
+    for part in (parts := ranks.run(ran, world, "Mixtral", stage, {}, **how)):
+        assert part["losses"] == pytest.approx(one["losses"], rel=5e-3)
+        assert furthest(part["weights"], parts[0]["weights"]) == 0
+
+
+class Einsum(nn.Module):
+    """A 3-D weight of the user's own code, of which nobody knows how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.out = nn.Linear(16, 16), nn.Linear(12, 1)
+        self.weight = nn.Parameter(torch.randn(5, 12, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.einsum("eij,nj->nei", self.weight, torch.tanh(self.below(x)))
+        each = each * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])[:, None]  # the last gets no gradient
+        return (self.out(torch.tanh(each).sum(1)) - 1).square().mean()
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(GLOBAL_BATCH, 16, generator=torch.Generator().manual_seed(step))
+
+
+READS = {"rank": 4, "target_modules": ["^weight"], "update_interval": 3, "scale": 1.0}
+
+
+def read_by_others(stage: int, side: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    config = ds_config(stage, {**READS, "projection": side, "max_full_gradient_bytes": 10**6})
+    engine = make_engine(config, Einsum())
+    assert "full gradient" in engine.optimizer.describe()
+    for step in range(STEPS):
+        own = inputs(step).chunk(dist.get_world_size())[dist.get_rank()]
+        engine.backward(engine(own))
+        engine.step()
+    found = model_weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("stage", "world"), [(2, 3), (3, 2)])
+def test_weights_that_other_code_reads(ranks: Ranks, side: str, stage: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = Einsum()
+    fields = {**READS, "projection": side, "max_full_gradient_bytes": 10**6}
+    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **fields)
+    before = model.weight.detach().clone()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(inputs(step)).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    one = {name: weight.detach() for name, weight in model.named_parameters()}
+    for part in ranks.run(read_by_others, world, stage, side):
+        assert furthest(part, one) < WEIGHT
+        assert torch.equal(part["weight"][4], before[4])
+        assert float((part["weight"] - before).abs().max()) > 5 * WEIGHT
+
+
+def with_block(stage: int, block: dict[str, Any]) -> dict[str, Any]:
+    config = ds_config(stage, with_defaults({}))
+    config["hmt"] |= block
+    engine = make_engine(config, mixture("Mixtral"))
+    found = train(engine, range(STEPS))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_outputs_of_experts_are_computed_again(ranks: Ranks, alone: Any, stage: int) -> None:
+    kinds = ("attention_qkv", "attention_output", "mlp_intermediate", "residual")
+    policy = {**dict.fromkeys(kinds, "keep"), "experts": "recompute"}
+    one = alone("Mixtral", expert_basis="shared")
+    assert_all_same(ranks.run(with_block, 2, stage, {"activations": {"policy": policy}}), one)
 
 
 # -- who holds what -------------------------------------------------------------------------------------
