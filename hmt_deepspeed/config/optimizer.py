@@ -189,8 +189,8 @@ class OptimizerConfig(StrictModel):
         default="auto",
         description="Bases of a mixture's experts, whose weights are 3-D: one for all experts of a weight, on the side of "
         "the stream that they read and write, or one of each expert on its inputs. auto: one, but of down projections "
-        "what captures more of a later gradient at equal bytes of moments and bases; under DeepSpeed one. `projection` "
-        "decides nothing for them.",
+        "what captures more of a later gradient at equal bytes of moments and bases. `projection` decides nothing for "
+        "them.",
         json_schema_extra={
             "who": "own: experts that read little in common, with memory to spare. shared: the smallest bases."
         },

@@ -104,7 +104,8 @@ def bare(family: str, options: dict[str, Any], experts: int = EXPERTS) -> dict[s
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    own = {name: m.own_bases for name, m in optimizer.matrices.items() if is_expert(name)}
+    return {"losses": losses, "norms": norms, "weights": weights, "own": own}
 
 
 def engine_of(
@@ -134,6 +135,7 @@ def run(family: str, stage: int, options: dict[str, Any], **keyword: Any) -> dic
     assert all(p.matrix is not None and p.gradient.linear is not None for p in states)
     found = train(engine, range(STEPS))
     found["states"] = {p.name: p.matrix.moments.exp_avg.data.shape for p in states}
+    found["own"] = {p.name: p.matrix.own_bases for p in states}
     before = dict(mixture(family, keyword.get("experts", EXPERTS)).named_parameters())
     idle = [name for name in before if "layers.0" in name and is_expert(name)]
     found["idle"] = [(found["weights"][n][4:], before[n].detach()[4:]) for n in idle]
@@ -249,42 +251,78 @@ def test_offload(
     assert_all_same(found, one)
 
 
+@pytest.mark.parametrize(
+    ("family", "stage", "world", "experts"),
+    [("GptOss", 1, 2, 6), ("GptOss", 3, 3, 5), ("GptOss", 2, 4, 2), ("Mixtral", 3, 3, 5)],
+)
+def test_experts_decide_alike(
+    ranks: Ranks, alone: Any, family: str, stage: int, world: int, experts: int
+) -> None:
+    """Whether down projections have bases of their own, which these take: of the other side."""
+    one = alone(family, experts, expert_basis="auto")
+    parts = ranks.run(run, world, family, stage, {"expert_basis": "auto"}, experts=experts)
+    assert_all_same(parts, one)
+    assert parts[0]["own"] == one["own"]
+    assert any(parts[0]["own"].values())
+
+
 # -- checkpoints ----------------------------------------------------------------------------------------
 
 
-def saved(family: str, stage: int, options: dict[str, Any], folder: str, **keyword: Any) -> Any:
+def saved(
+    family: str, stage: int, options: dict[str, Any], folder: str, after: int = 2, **keyword: Any
+) -> Any:
     engine = engine_of(family, stage, options, **keyword)
-    train(engine, range(2))
+    train(engine, range(after))
     engine.save_checkpoint(folder)
-    found = train(engine, range(2, STEPS))
+    found = train(engine, range(after, STEPS))
     engine.destroy()
     return found
 
 
-def resumed(family: str, stage: int, options: dict[str, Any], folder: str, **keyword: Any) -> Any:
+def resumed(
+    family: str, stage: int, options: dict[str, Any], folder: str, after: int = 2, **keyword: Any
+) -> Any:
     engine = engine_of(family, stage, options, **keyword)
     engine.load_checkpoint(folder)
-    found = train(engine, range(2, STEPS))
+    found = train(engine, range(after, STEPS))
     engine.destroy()
     return found
+
+
+AUTO, OWN = {"expert_basis": "auto"}, {"expert_basis": "own", "second_moment": "factored"}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"expert_basis": "own", "second_moment": "factored"}], ids=str
+    ("options", "after"), [(AUTO, 1), (AUTO, 2), (OWN, 2)], ids=["undecided", "decided", "own"]
 )
 def test_checkpoints_load_on_other_ranks(
-    ranks: Ranks, options: dict[str, Any], tmp_path: Path
+    ranks: Ranks, options: dict[str, Any], after: int, tmp_path: Path
 ) -> None:
     """Bit for bit on the same ones, up to rounding at another stage and on others: with the same experts, some or all."""
-    before = ranks.run(saved, 4, "GptOss", 2, options, str(tmp_path))
-    again = ranks.run(resumed, 4, "GptOss", 2, options, str(tmp_path))
+    how = "GptOss", 2, options, str(tmp_path), after
+    before = ranks.run(saved, 4, *how)
+    again = ranks.run(resumed, 4, *how)
     for one, other in zip(before, again, strict=True):
         assert one["losses"] == other["losses"]
         assert furthest(one["weights"], other["weights"]) == 0
     for stage, world in ((3, 2), (0, 1)):
-        assert_all_same(
-            ranks.run(resumed, world, "GptOss", stage, options, str(tmp_path)), before[0]
-        )
+        how = "GptOss", stage, options, str(tmp_path), after
+        assert_all_same(ranks.run(resumed, world, *how), before[0])
+
+
+def loaded_too_late(folder: str) -> str:
+    engine = engine_of("GptOss", 1, AUTO)
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    train(engine, range(1, 2))
+    with pytest.raises(ValueError, match="load it into a new engine") as refused:
+        engine.load_checkpoint(folder)
+    return str(refused.value)
+
+
+def test_who_has_decided_loads_nothing_undecided(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("experts.down_proj" in text for text in ranks.run(loaded_too_late, 2, str(tmp_path)))
 
 
 @pytest.mark.parametrize(("stage", "world", "experts"), [(1, 2, 6), (2, 4, 6), (3, 3, 4)])
@@ -428,22 +466,24 @@ def test_tools(
             )
         assert torch.equal(part["doubled"], 2 * part["moment"])
         assert f"experts {EXPERTS}x24x40" in part["table"]
+        kind = "a basis of each expert" if options else "one basis of all experts"
+        assert kind in part["table"].replace("\n    ", " ")
 
 
 def cached(stage: int, options: dict[str, Any], cache: dict[str, Any]) -> dict[str, Any]:
     config = ds_config(stage, with_defaults(options))
     config["hmt"]["basis_cache"] = cache
-    engine = make_engine(config, mixture("Mixtral"))
+    engine = make_engine(config, mixture("GptOss"))
     found = train(engine, range(STEPS))
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize("basis", ["shared", "own"])
+@pytest.mark.parametrize("basis", ["shared", "own", "auto"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bases_in_host_memory(ranks: Ranks, alone: Any, basis: str, stage: int) -> None:
     """With moments of old ones, of which experts keep none."""
-    one = alone("Mixtral", expert_basis=basis)
+    one = alone("GptOss", expert_basis=basis)
     parts = ranks.run(cached, 2, stage, {"expert_basis": basis}, {})
     assert_all_same(parts, one)
     assert len(ranks.run(cached, 2, stage, {"expert_basis": basis}, {"history": 2})) == 2

@@ -20,7 +20,7 @@ from hmt_deepspeed.optim.bases.search import finish_searches
 from hmt_deepspeed.optim.rules.formulas import square_norms
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 
-__all__ = ["decide_expert_bases", "propose_own_bases"]
+__all__ = ["captured_energies", "decide_expert_bases", "propose_own_bases"]
 
 Gradients = Mapping[ProjectedMatrix, Tensor]  # E x m x n, as a shared basis projects them
 
@@ -50,14 +50,14 @@ def decide_expert_bases(gradients: Gradients) -> None:
     Args:
         gradients: of matrices with a proposal. One that is zero or not finite decides nothing.
     """
-    energies = [_captured(matrix, gradient) for matrix, gradient in gradients.items()]
+    energies = [captured_energies(matrix, gradient) for matrix, gradient in gradients.items()]
     for matrix, read in zip(gradients, read_together(energies), strict=True):
         shared, own = read.tolist()
         if 0 < shared + own < float("inf"):
             matrix.decide(own_bases=own > shared)
 
 
-def _captured(matrix: ProjectedMatrix, gradient: Tensor) -> Tensor:
+def captured_energies(matrix: ProjectedMatrix, gradient: Tensor) -> Tensor:
     """Energies inside the shared basis and inside the proposed ones, (2,) fp32."""
     assert matrix.basis is not None
     assert matrix.proposed is not None

@@ -148,15 +148,20 @@ class ProjectedMatrix(MatrixRule):
         legal = [*range(2, MULTIPLE), *range(MULTIPLE, min(self.shape) + 1, MULTIPLE)]
         return max(filter(fits, legal), default=1)
 
-    def decide(self, own_bases: bool) -> None:
+    def decide(self, own_bases: bool, held_rows: tuple[int, int] | None = None) -> None:
         """Keep one basis, or have each expert start anew with one of its own, on the other side, at the bytes that the
-        shared one would take."""
+        shared one would take.
+
+        Args:
+            held_rows: of the other side, whose states live here then; None for all.
+        """
         self.undecided, self.proposed = False, None
         if not own_bases:
             return
         self.candidates = tuple(sorted({self.own_rank(rank) for rank in self.candidates}))
         rows, columns = reversed(self.shape)
-        self.shape, self.rows, self.transposed = (rows, columns), (0, rows), not self.transposed
+        self.shape, self.transposed = (rows, columns), not self.transposed
+        self.rows = held_rows or (0, rows)
         self.own_bases, self.columns, self.measured = True, Columns(self.name), False
         self._install(self.seeded_basis(self.candidates[0], self.draw))
         self.moments = self._new_states()

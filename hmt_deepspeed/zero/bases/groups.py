@@ -100,7 +100,9 @@ class BasisGroups:
             if gradient.linear is not None:
                 projection = None if gradient.refreshing else self.bases.projection(param_state)
                 gradient.linear.projection = projection
-                gradient.linear.own = self._matrices[index].own_bases
+                matrix = self._matrices[index]
+                gradient.linear.own = matrix.own_bases
+                gradient.linear.transposed = matrix.transposed
         self.shared.lay_out()
         self.bases.will_use(None)
 

@@ -12,6 +12,7 @@ from hmt_deepspeed.optim.bases.host_read import read_together
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.bases.search import Search
 from hmt_deepspeed.optim.decisions.column_energies import column_energies
+from hmt_deepspeed.optim.decisions.expert_bases import captured_energies, propose_own_bases
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import stacked_gradient
@@ -68,12 +69,15 @@ class BasisRefresh:
         """
         refreshing = [(i, g) for i, g in enumerate(groups) if self._gradient(g[0]).refreshing]
         # What is asked of the host before a search can begin, or changes with it, waits for the overflow decision.
-        if not refreshing or policy.reads(i for i, _ in refreshing) or self.bases.cache is not None:
+        proposed = [g[0] for _, g in refreshing if self._is_undecided(g[0], proposed=True)]
+        waits = proposed or policy.reads(i for i, _ in refreshing) or self.bases.cache is not None
+        if not refreshing or waits:
             if overflow is not None and _is_overflow(overflow):
                 return False
             overflow = None
         if not refreshing:
             return True
+        self._decide(proposed)
         policy.close_windows(self._column_energies(refreshing, policy))
         policy.read_averages([index for index, _ in refreshing])
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
@@ -95,14 +99,55 @@ class BasisRefresh:
             with self.bases.whole(self.low_rank[group[0]]):
                 if rank:
                     self._change_basis(group, rank, found.pop(place, None), missing[place])
+                    if self._is_undecided(group[0], proposed=False):
+                        self._propose(group[0], step)
                 self._project_full(group, step, bool(rank))
             if rank:
                 for member in group:
                     schedule.refreshed(member, step)
-            else:
+            if not rank or self._is_undecided(group[0], proposed=True):
                 schedule.postpone(group[0], step)
         self.bases.history.release()
         return True
+
+    def _is_undecided(self, index: int, proposed: bool) -> bool:
+        """Whether experts are to decide by a gradient whether they share a basis, with bases of their own ``proposed``."""
+        matrix = self.low_rank[index].matrix
+        if not isinstance(matrix, ProjectedMatrix) or not matrix.undecided or matrix.full_rank:
+            return False
+        return (matrix.proposed is not None) == proposed
+
+    def _propose(self, index: int, step: int) -> None:
+        """Bases of experts' own from their whole gradient, on every rank."""
+        matrix, gradient = self._matrix(index), self._gradient(index)
+        if gradient.full is not None and gradient.owner == self.collectives.rank:
+            whole = gradient.full.unflatten(0, (matrix.count, -1))
+            propose_own_bases({matrix: whole}, step)
+        if matrix.proposed is None:
+            size = matrix.count, matrix.shape[0], matrix.own_rank(matrix.rank)
+            matrix.proposed = torch.zeros(size, dtype=matrix.dtype, device=matrix.device)
+        self.collectives.broadcast(matrix.proposed, gradient.owner)
+
+    def _decide(self, proposed: Sequence[int]) -> None:
+        """Let experts have the kind of bases that captures more of their whole gradients; on every rank alike."""
+        if not proposed:
+            return
+        energies = torch.zeros(len(proposed), 2, device=self.low_rank[0].weight.device)
+        for place, index in enumerate(proposed):
+            matrix, full = self._matrix(index), self._gradient(index).full
+            with self.bases.whole(self.low_rank[index]):
+                if full is not None and self._gradient(index).owner == self.collectives.rank:
+                    whole = full.unflatten(0, (matrix.count, -1))
+                    energies[place] = captured_energies(matrix, whole)
+        self.collectives.all_reduce(energies)
+        for index, (shared, own) in zip(proposed, energies.tolist(), strict=True):
+            if not 0 < shared + own < float("inf"):
+                continue
+            if own > shared:
+                self.bases.forget(self.low_rank[index])
+                self.low_rank[index].have_own_bases()
+            else:
+                self._matrix(index).decide(own_bases=False)
 
     def _search_all(
         self, refreshing: Sequence[tuple[int, Sequence[int]]], policy: RankPolicy, step: int

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.settings.assign import left_dense
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
@@ -170,6 +171,9 @@ def _rule(param_state: ParamState) -> list[str]:
     else:
         told.append(f"projection {'left' if matrix.transposed else 'right'}")
     told += ["random basis"] * matrix.redraws
+    if matrix.count > 1 and isinstance(matrix, ProjectedMatrix):
+        kind = "a basis of each expert" if matrix.own_bases else "one basis of all experts"
+        told.append(kind + " until a gradient decides" * matrix.undecided)
     wanted = settings.lowered_from(*matrix.shape)
     told += [] if wanted is None else [f"rank lowered from {wanted}"]
     return [

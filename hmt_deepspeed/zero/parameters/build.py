@@ -17,7 +17,6 @@ from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.dense import DenseState, new_dense_state
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.settings.assign import (
     Assignment,
     ExpertKind,
@@ -115,8 +114,6 @@ def build_param_states(
                 rows, held = shards.rows(rank), (0, 1)
             how, on = assignment.settings, (settings.model_dtype, param.device)
             matrix = build_matrix(name, (m, n), rows, how, *on, count, how.own_bases, held)
-            if isinstance(matrix, ProjectedMatrix):
-                matrix.decide(own_bases=False)  # "auto" is one basis here
         linear = _linear(assignment, modules, sites, tied, options["projected_backward"])
         module = modules.get(name)
         encoded = None if linear is None or module is None else encoded_weight(module)

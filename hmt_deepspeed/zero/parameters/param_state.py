@@ -11,10 +11,12 @@ from torch import nn
 from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.optim.rules.dense import DenseState
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.settings.assign import Assignment
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.offload.adamw import HostAdamW
 from hmt_deepspeed.zero.sharding.collectives import Collectives
+from hmt_deepspeed.zero.sharding.shards import ExpertShards
 from hmt_deepspeed.zero.weights.weight import Weight
 
 __all__ = ["ParamState", "Placed"]
@@ -53,6 +55,19 @@ class ParamState:
     def rounding_key(self, step: int) -> tuple[int, int]:
         """Halves of the key of the rounding of its weights at a step."""
         return host_step_key(self.base_key, step, Stream.WEIGHT_ROUNDING)
+
+    def have_own_bases(self) -> None:
+        """Experts leave their shared basis, see :meth:`ProjectedMatrix.decide`: it is the other side's rows that ranks hold."""
+        matrix, gradient, old = self.matrix, self.gradient, self.gradient.shards
+        assert isinstance(matrix, ProjectedMatrix)
+        assert isinstance(old, ExpertShards)
+        shards = ExpertShards(old.count * old.n, old.height, old.world, old.count)
+        matrix.decide(True, shards.rows_of_each(self.weight.rank))
+        if gradient.full is not None:
+            turned = gradient.full.unflatten(0, (old.count, old.height)).mT
+            gradient.full = turned.reshape(shards.m, shards.n)
+        gradient.shards = shards
+        vars(self).pop("counted", None)
 
     def hyper(self) -> dict[str, Any]:
         """lr, betas, eps and weight_decay of its step."""

@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.zero.bases.groups import BasisGroups
 from hmt_deepspeed.zero.offload.states import MOMENTS
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -245,6 +246,17 @@ def _restore_groups(groups: BasisGroups, saved: SavedState) -> None:
     for place, param_state in enumerate(groups.low_rank):
         assert param_state.matrix is not None
         matrix, shards = param_state.matrix, param_state.gradient.shards
+        of_saved = saved.hmt["matrices"][param_state.name]
+        if isinstance(matrix, ProjectedMatrix) and matrix.count > 1:
+            if of_saved["own_bases"] and not matrix.own_bases:
+                param_state.have_own_bases()
+            elif matrix.own_bases and not of_saved["own_bases"]:
+                raise ValueError(
+                    f"{param_state.name}: the checkpoint is of one basis of all experts, and this engine has given each its "
+                    "own since: load it into a new engine."
+                )
+            matrix.undecided, matrix.proposed = bool(of_saved["undecided"]), None
+            shards = param_state.gradient.shards
         rows, experts = shards.rows(param_state.weight.rank), (matrix.held.start, matrix.held.stop)
         state = saved.matrix(param_state.name, rows, experts)
         if matrix.count > 1:
