@@ -261,7 +261,7 @@ class OptimizerConfig(StrictModel):
     )
     weight_dtype: Literal["auto", "int8"] = Field(
         default="auto",
-        description="Storage of the low-rank linears' weights at ZeRO 0-2: the model's dtype, or INT8 in "
+        description="Storage of the low-rank linears' and experts' weights at ZeRO 0-2: the model's dtype, or INT8 in "
         "blocks of 256 without masters, decoded for each product and updated with stochastic rounding.",
         json_schema_extra={
             "who": "int8: the largest model on one card; 2.511 against 2.515 (1M tokens)."

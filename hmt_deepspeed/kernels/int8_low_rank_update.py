@@ -30,8 +30,11 @@ from hmt_deepspeed.kernels.int8_weight import (
     tile_grid,
 )
 from hmt_deepspeed.kernels.launching import (
+    addresses_of,
     capability_of,
+    count_of,
     device_table,
+    matrices_in,
     multiplies_in_fp32,
     on_its_device,
     tile_for,
@@ -79,7 +82,8 @@ def int8_low_rank_updates_reference_(
     offset: int = 0,
 ) -> None:
     """Torch twin of the kernel; see :func:`int8_low_rank_updates_`. Reads its numbers on the host."""
-    rows, n = codes[0].shape
+    rows, n = codes[0].shape[-2:]
+    codes, scales = matrices_in(codes), matrices_in(scales)
     lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
     halves = None if keys is None else keys.tolist()
     for b, scale in enumerate(factors.column_scale.tolist()):
@@ -148,14 +152,14 @@ if triton is not None:
         offset: int = 0,
     ) -> None:
         """Triton launcher; see :func:`int8_low_rank_updates_`."""
-        (rows, n), device = codes[0].shape, codes[0].device
+        (rows, n), device, members = codes[0].shape[-2:], codes[0].device, count_of(codes)
         if not codes[0].numel():
             return
-        addresses = [t.data_ptr() for t in (*codes, *scales)] + factors.projection_addresses()
+        addresses = addresses_of([*codes, *scales]) + factors.projection_addresses()
         aligned = not any(address % 16 for address in addresses)
         rows_aligned = aligned and not n % 16 and factors.rows_aligned
         tile = launch_options(factors.product_dtype, capability_of(device), rows_aligned)
-        grid = (len(codes) * tile_grid(rows, n, tile["BLOCK_ROWS"])[0],)
+        grid = (members * tile_grid(rows, n, tile["BLOCK_ROWS"])[0],)
         _update_kernel[grid](
             device_table(tuple(addresses), device),
             factors.update,
@@ -163,7 +167,7 @@ if triton is not None:
             keys,
             lr,
             weight_decay,
-            len(codes),
+            members,
             rows,
             n,
             factors.width,
@@ -202,7 +206,8 @@ def int8_low_rank_updates_(
     Decoded, updated and encoded in fp32, a few rows (torch) or one tile (Triton) at a time.
 
     Args:
-        codes, scales: of each weight, from :func:`encode_weight`; both are overwritten.
+        codes, scales: of each weight, from :func:`encode_weight`, or of E in one tensor, E x rows x n and E x rows x
+            ceil(n / 256); both are overwritten.
         keys: B x 2, int32, contiguous: halves of the key of each matrix' rounding, new ones for every step; None
             rounds to the nearest code.
         update, projections, lr, weight_decay, rank, column_scale, offset, transposed: of
@@ -212,8 +217,9 @@ def int8_low_rank_updates_(
         ValueError: for other dtypes, shapes or an encoded weight that is not contiguous.
     """
     factors = Factors(update, projections, rank, column_scale, transposed)
-    factors.check(codes[0].shape if codes else torch.Size(), len(codes))
-    if len(scales) != len(codes) or any(code.shape != codes[0].shape for code in codes):
+    count = count_of(codes)
+    factors.check(codes[0].shape[-2:] if codes else torch.Size(), count)
+    if len(scales) != len(codes) or any(code.shape[-2:] != codes[0].shape[-2:] for code in codes):
         raise ValueError(
             f"takes codes of one shape and as many scales, got {[tuple(code.shape) for code in codes]} and "
             f"{len(scales)} scales"
@@ -221,7 +227,7 @@ def int8_low_rank_updates_(
     for pair in zip(codes, scales, strict=True):
         check_encoded(*pair)
     if keys is not None:
-        check_keys(keys, len(codes))
+        check_keys(keys, count)
     if codes[0].is_cuda and triton is not None:
         int8_low_rank_updates_triton_(codes, scales, factors, lr, weight_decay, keys, offset)
     else:

@@ -222,9 +222,9 @@ def check_encoded(codes: Tensor, scales: Tensor) -> None:
         raise ValueError(
             f"an encoded weight is int8 with fp32 scales, got {codes.dtype} and {scales.dtype}"
         )
-    if codes.dim() != 2 or scales.shape != (codes.shape[0], _blocks(codes.shape[1])):
+    if codes.dim() not in (2, 3) or scales.shape != (*codes.shape[:-1], _blocks(codes.shape[-1])):
         raise ValueError(
-            f"an encoded weight has rows x n codes and rows x ceil(n / {BLOCK}) scales, got "
+            f"an encoded weight has rows x n or E x rows x n codes and a scale for {BLOCK} of a row, got "
             f"{tuple(codes.shape)} and {tuple(scales.shape)}"
         )
     if not (codes.is_contiguous() and scales.is_contiguous()):
@@ -258,7 +258,7 @@ def encode_weight(value: Tensor, key: Key | None, offset: int = 0) -> tuple[Tens
 
 
 def decode_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that :func:`encode_weight` encoded: rows x n, fp32 or bf16 (to nearest).
+    """The weight that :func:`encode_weight` encoded: rows x n, or E x rows x n in one launch; fp32 or bf16 (to nearest).
 
     Raises:
         ValueError: for other dtypes, shapes or tensors that are not contiguous.
@@ -266,6 +266,6 @@ def decode_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     check_encoded(codes, scales)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"decodes to fp32 or bf16, got {dtype}")
-    if codes.is_cuda and triton is not None:
-        return decode_weight_triton(codes, scales, dtype)
-    return decode_weight_reference(codes, scales, dtype)
+    use_triton = codes.is_cuda and triton is not None
+    decode = decode_weight_triton if use_triton else decode_weight_reference
+    return decode(codes.flatten(0, -2), scales.flatten(0, -2), dtype).view(codes.shape)

@@ -109,9 +109,11 @@ class StackedStep:
         lr, decay, transposed = hyper["lr"], hyper["weight_decay"], stack.first.transposed
         encoded = [slot.encoded for slot in members if slot.encoded is not None]
         if encoded and change.beside is not None:  # full rank
-            for b, (slot, one) in enumerate(zip(members, encoded, strict=True)):
+            names = [name for matrix in stack.members for name in matrix.names]
+            matrices = [one for weight in encoded for one in weight.matrices()]
+            for b, (name, one) in enumerate(zip(names, matrices, strict=True)):
                 update, taken = change.whole(b, None), (change.scale[b, 0] != 0).float()
-                key = host_step_key(base_key(slot.seed, slot.name), step, Stream.WEIGHT_ROUNDING)
+                key = host_step_key(base_key(members[0].seed, name), step, Stream.WEIGHT_ROUNDING)
                 one.update_whole_(update.t() if transposed else update, lr, decay, key, taken)
             return
         keys = None

@@ -46,7 +46,7 @@ from hmt_deepspeed.zero.optimizer import start_table, statistics
 from hmt_deepspeed.zero.parameters.build import (
     build_param_states,
     build_schedule,
-    linears_to_encode,
+    weights_to_encode,
 )
 from hmt_deepspeed.zero.registration import registered
 from hmt_deepspeed.zero.settings import HostSettings
@@ -243,8 +243,8 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
         (engine.param_names[p], p, group, collectives) for group in groups for p in group["params"]
     ]
     named = [(name, param) for name, param, *_ in placed]
-    for module in linears_to_encode(model, named, options, None).values():
-        quantize(module)
+    for module, name in weights_to_encode(model, named, options, None):
+        quantize(module, name)
     param_states = build_param_states(placed, options, settings, model, ParallelExperts(), host)
     low_rank = [param_state for param_state in param_states if param_state.matrix is not None]
     build_schedule(low_rank, options, settings.accumulate_dtype)

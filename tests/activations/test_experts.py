@@ -21,6 +21,7 @@ from families import LENGTH, tiny
 from torch import nn
 
 from hmt_deepspeed.attribution import attribute
+from hmt_deepspeed.optim.backward.int8_linear import quantize
 from hmt_deepspeed.sites import expert_weights
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -121,6 +122,29 @@ def test_projected_gradients_are_those_without_a_backend(family: str, own: bool)
             held = report.bytes_by_label.get("projected_inputs", 0)
             assert bool(held) == (products == "project")
             assert report.missed == ()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["projected", "whole"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
+def test_gradients_of_int8_weights_are_those_without_a_backend(family: str, whole: bool) -> None:
+    model = tiny(family)
+    links = patch(model, links_of(model, "width", own=False))
+    for name, link in links.items():
+        path, _, key = name.rpartition(".")
+        quantize(model.get_submodule(path), key)
+        link.projection = None if whole else link.projection
+    expected = gradients(model)
+    projected = {name: link.take() for name, link in links.items()}
+    assert (links.keys() <= expected.keys()) == whole
+    for choice in ("keep", "recompute", "swap_host"):
+        with installed(model, PAPER_KEPT | {"experts": choice}, store=host_store()) as backend:
+            for _ in range(3):
+                backend.begin_step()
+                assert_equal(gradients(model), expected)
+                found = {name: link.take() for name, link in links.items()}
+                if not whole:
+                    assert_equal(found, projected)
+            assert backend.report().missed == ()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -12,6 +12,7 @@ from hmt_deepspeed.kernels.int8_low_rank_update import (
     int8_low_rank_updates_triton_,
 )
 from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_weight
+from hmt_deepspeed.kernels.launching import matrices_in
 from hmt_deepspeed.kernels.low_rank_factors import Factors
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_, new_keys
 
@@ -183,10 +184,19 @@ def check_stack(codes, scales, given, run):
         assert torch.equal(after[1][b], scale)
 
 
+def in_tensors(tensors):
+    """Four matrices as two tensors of two."""
+    return [torch.stack(tensors[:2]), torch.stack(tensors[2:])]
+
+
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_stack(transposed):
+def test_stack(transposed, several):
     def run(codes, scales, given):
-        int8_low_rank_updates_(codes, scales, **given, lr=0.125, weight_decay=0.5, offset=5)
+        weights = [in_tensors(tensors) if several else tensors for tensors in (codes, scales)]
+        int8_low_rank_updates_(*weights, **given, lr=0.125, weight_decay=0.5, offset=5)
+        if several:
+            codes[:], scales[:] = ([*tensors[0], *tensors[1]] for tensors in weights)
 
     check_stack(*members(transposed), run)
 
@@ -202,6 +212,7 @@ def test_refuses():
     for change in (
         {"codes": []},
         {"codes": [torch.zeros(4, 6)]},
+        {"codes": [torch.zeros(2, 4, 6).char()], "scales": [torch.ones(2, 4, 1)]},
         {"codes": [torch.zeros(6, 4).char().t()]},
         {"scales": [torch.zeros(4, 2)]},
         {"scales": []},
@@ -231,17 +242,19 @@ def check_kernel(device="cpu"):
                 assert torch.equal(second[1].cpu(), first[1]), (rows, n, width, key, offset)
         check_scales(rows, n, width, device)
     for transposed in (False, True):
-        check_stack(*members(transposed), partial(run_kernel, device))
+        for several in (False, True):
+            check_stack(*members(transposed), partial(run_kernel, device, several))
     empty = torch.zeros(0, 5, device=device)
     kernel(empty.char(), empty[:, :1], empty[:, :2], empty.new_ones(5, 2), 0.1, 0.0, 1)
 
 
-def run_kernel(device, codes, scales, given):
+def run_kernel(device, several, codes, scales, given):
     given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     keys, lr = given.pop("keys"), torch.tensor(0.125, device=device)
-    on_device = [[tensor.to(device) for tensor in tensors] for tensors in (codes, scales)]
+    weights = [in_tensors(tensors) if several else tensors for tensors in (codes, scales)]
+    on_device = [[tensor.to(device) for tensor in tensors] for tensors in weights]
     int8_low_rank_updates_triton_(*on_device, Factors(**given), lr, 0.5, keys, 5)
-    codes[:], scales[:] = ([tensor.cpu() for tensor in tensors] for tensors in on_device)
+    codes[:], scales[:] = ([one.cpu() for one in matrices_in(tensors)] for tensors in on_device)
 
 
 def check_scales(rows, n, width, device):

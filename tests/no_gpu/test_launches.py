@@ -49,12 +49,14 @@ mixture-8   1     own_bases              230          0        362       1613   
 mixture-8   1     full_residual          328          2        440       1666          0          2         16          0          0
 mixture-8   1     apollo                 242          2        241        293          0          0          0          0          0
 mixture-8   1     int8_factored          329         16        464       1963          0          2         16          0          0
+mixture-8   1     int8_weights           219          0        351       1764          0          2         16          0          0
 mixture-8   1     no_masters             248          0        380       1786          0          2         16          0          0
 mixture-32  1     right                  198          0        330       1775          0          2         16          0          0
 mixture-32  1     own_bases              230          0        362       1759          0          2         15          0          0
 mixture-32  1     full_residual          328          2        440       1686          0          2         16          0          0
 mixture-32  1     apollo                 242          2        241        294          0          0          0          0          0
 mixture-32  1     int8_factored          329         16        464       1983          0          2         16          0          0
+mixture-32  1     int8_weights           219          0        351       1784          0          2         16          0          0
 mixture-32  1     no_masters             248          0        380       1806          0          2         16          0          0
 zero2   1     right                  252          0        382       1806          0          2         15          2          0
 zero2   1     two_sided              398          3        552       2132          0          2         15          2          0

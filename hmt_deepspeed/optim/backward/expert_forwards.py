@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.optim.backward.expert_functions import Half, Rows, down, up
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 
-__all__ = ["Links", "batched_experts", "routed_experts"]
+__all__ = ["Links", "Role", "batched_experts", "routed_experts"]
 
-Links = Mapping[Literal["up", "down"], ProjectedLinear]
+Role = Literal["up", "down"]
+Links = Mapping[Role, ProjectedLinear]
+Encoded = Mapping[Role, Int8Weight | None]
 
 
 def routed_experts(
     module: Any,
     links: Links,
+    encoded: Encoded,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -26,11 +30,12 @@ def routed_experts(
     """What a module of the experts interface computes, as transformers' ``grouped_mm`` does.
 
     Args:
-        links: of the weights that are projected. hidden_states: T x H. top_k_index, top_k_weights: T x k.
+        links: of the weights that are projected. encoded: those that are in INT8. hidden_states: T x H.
+        top_k_index, top_k_weights: T x k.
     """
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    first = Half(getattr(module, name), module.is_transposed, links.get("up"))
-    second = Half(module.down_proj, module.is_transposed, links.get("down"))
+    name, is_transposed = "gate_up_proj" if module.has_gate else "up_proj", module.is_transposed
+    first = Half(getattr(module, name), is_transposed, links.get("up"), encoded.get("up"))
+    second = Half(module.down_proj, is_transposed, links.get("down"), encoded.get("down"))
     gate = module._apply_gate if module.has_gate else module.act_fn
     ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
     next_experts = torch.arange(1, len(first.weight) + 1, dtype=ids.dtype, device=ids.device)
@@ -54,14 +59,15 @@ def routed_experts(
     return y.to(hidden_states.dtype)
 
 
-def batched_experts(module: Any, links: Links, hidden_states: Tensor) -> Tensor:
+def batched_experts(module: Any, links: Links, encoded: Encoded, hidden_states: Tensor) -> Tensor:
     """What Llama-4's experts compute.
 
     Args:
-        links: of the weights that are projected. hidden_states: (E n) x H, the rows of every expert side by side.
+        links: of the weights that are projected. encoded: those that are in INT8.
+        hidden_states: (E n) x H, the rows of every expert side by side.
     """
-    first = Half(module.gate_up_proj, True, links.get("up"))
-    second = Half(module.down_proj, True, links.get("down"))
+    first = Half(module.gate_up_proj, True, links.get("up"), encoded.get("up"))
+    second = Half(module.down_proj, True, links.get("down"), encoded.get("down"))
     x = hidden_states.view(len(first.weight), -1, module.hidden_size)
     steps = torch.arange(1, len(x) + 1, dtype=torch.int32, device=x.device)
     rows = Rows(steps * x.shape[1])

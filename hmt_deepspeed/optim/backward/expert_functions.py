@@ -1,7 +1,8 @@
 """Experts with projected backwards: the usual forward, and backwards that never form the experts' weight gradients.
 
 Rows are pairs of a token and one of its experts, sorted by expert: S = T x top-k of them, some of which may be
-nobody's here (expert parallelism). Each half of a module has a function; one that is not projected is transformers' own.
+nobody's here (expert parallelism). Each half of a module has a function; one that is not projected is transformers' own,
+or of INT8 weights one that does not save what it decodes. Those are decoded whole for each product.
 
 Up: ``Z = X W^T``. From the input side the gradient is ``D_e^T (X B)_e``: with a basis that the experts share ``X B`` is
 computed and saved by token, T x w, before the rows are picked.
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hmt_deepspeed.kernels.backward import asked_of, computed_again
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, decoded
 from hmt_deepspeed.optim.backward.linear_functions import check_is_there, refusal
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.sites import computing_projection, kept_projection
@@ -110,14 +112,17 @@ class _UpFunction(torch.autograd.Function):
         split: bool,
         link: ProjectedLinear,
         is_transposed: bool,
+        encoded: Int8Weight | None,
     ) -> Tensor:
         # The Parameter itself is saved: under ZeRO-3 its data is gathered again before backward.
         ctx.save_for_backward(weight, x if features is None else features, offsets, order)
+        ctx.reader = None if encoded is None else encoded.reader()
         ctx.link, ctx.is_transposed, ctx.input_dtype = link, is_transposed, x.dtype
         ctx.from_input, ctx.by_row = features is not None, features is not None and link.own
         ctx.layout, ctx.is_inner = (top_k, split), computed_again() is not None
         rows = Rows(offsets, order, top_k, split)
-        return rows.times(rows.of_tokens(x), _inwards(weight, is_transposed))
+        value = weight if encoded is None else encoded.decode()
+        return rows.times(rows.of_tokens(x), _inwards(value, is_transposed))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,7 +139,7 @@ class _UpFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(grad, weight, rows, ctx)
             dx = rows.add_up(rows.cleared(dx)).to(ctx.input_dtype)
-        return dx, *[None] * 8
+        return dx, *[None] * 9
 
 
 class _DownFunction(torch.autograd.Function):
@@ -157,13 +162,16 @@ class _DownFunction(torch.autograd.Function):
         split: bool,
         link: ProjectedLinear,
         is_transposed: bool,
+        encoded: Int8Weight | None,
         gate: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(weight, z, scales, bias, offsets, order)
+        ctx.reader = None if encoded is None else encoded.reader()
         ctx.link, ctx.is_transposed, ctx.gate, ctx.input_dtype = link, is_transposed, gate, h.dtype
         ctx.layout, ctx.is_inner = (top_k, split), computed_again() is not None
         rows = Rows(offsets, order, top_k, split)
-        y = rows.times(h, _inwards(weight, is_transposed))
+        value = weight if encoded is None else encoded.decode()
+        y = rows.times(h, _inwards(value, is_transposed))
         if scales is None:
             return y
         if bias is not None:
@@ -195,7 +203,41 @@ class _DownFunction(torch.autograd.Function):
             scaled = rows.cleared(delta * scales[:, None])
             zeros = scaled.new_zeros(bias.shape)
             db = zeros.index_put((rows.experts(),), scaled, accumulate=True).to(bias.dtype)
-        return dh, None, None, ds, db, *[None] * 7
+        return dh, None, None, ds, db, *[None] * 8
+
+
+class _EncodedFunction(torch.autograd.Function):
+    """S x out of S x in by an INT8 weight, with the whole gradient for its Parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        order: Tensor | None,
+        top_k: int,
+        split: bool,
+        encoded: Int8Weight,
+        is_transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(values, weight, offsets, order)
+        ctx.reader, ctx.layout, ctx.is_transposed = encoded.reader(), (top_k, split), is_transposed
+        rows = Rows(offsets, order, top_k, split)
+        return rows.times(values, _inwards(encoded.decode(), is_transposed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight, offsets, order = ctx.saved_tensors
+        rows, again = Rows(offsets, order, *ctx.layout), torch.is_grad_enabled()
+        with torch.enable_grad():  # the product once more, for torch's own backward of it
+            given = values if again else values.detach().requires_grad_(values.requires_grad)
+            value = decoded(weight, ctx.reader)
+            product = rows.times(given, _inwards(value, ctx.is_transposed))
+            wanted = [one for one in (given, value) if one.requires_grad]
+            found = iter(torch.autograd.grad(product, wanted, grad, create_graph=again))
+        dx, dw = (next(found) if one.requires_grad else None for one in (given, value))
+        return dx, dw, *[None] * 6
 
 
 def _add_of_down(
@@ -254,31 +296,44 @@ def _padded(columns: Tensor) -> Tensor:
 
 
 def _input_gradient(delta: Tensor, weight: Tensor, rows: Rows, ctx: Any) -> Tensor:
-    """``D W`` by row. With ``create_graph`` it can be differentiated again, and gives the weight its share whole."""
-    dx = rows.times(delta, _inwards(weight, ctx.is_transposed).transpose(1, 2))
-    if dx.requires_grad:
+    """``D W`` by row, of the Parameter or its INT8 weight decoded once more. With ``create_graph`` it can be
+    differentiated again, and gives the weight its share whole."""
+    value = weight if ctx.reader is None else decoded(weight, ctx.reader)
+    dx = rows.times(delta, _inwards(value, ctx.is_transposed).transpose(1, 2))
+    if dx.requires_grad and ctx.reader is None:
         dx.register_hook(lambda _: check_is_there(weight, ctx.link.name))
     return dx
 
 
 class Half(NamedTuple):
-    """A weight with how it is stored, and its link if it is projected."""
+    """A weight with how it is stored, its link if it is projected, and what it stands for if it is in INT8."""
 
     weight: Tensor
     is_transposed: bool
     link: ProjectedLinear | None
+    encoded: Int8Weight | None = None
+
+    def times(self, values: Tensor, rows: Rows) -> Tensor:
+        """S x out of S x in, without a projection."""
+        if self.encoded is None:
+            return rows.times(values, _inwards(self.weight, self.is_transposed))
+        if not torch.is_grad_enabled():
+            return rows.times(values, _inwards(self.encoded.decode(), self.is_transposed))
+        y: Tensor = _EncodedFunction.apply(
+            values, self.weight, *rows, self.encoded, self.is_transposed
+        )
+        return y
 
 
 def up(x: Tensor, half: Half, rows: Rows) -> Tensor:
     """Z, S x out."""
-    weight, is_transposed, link = half
+    weight, is_transposed, link, encoded = half
     if link is None:
-        picked = rows.cleared(rows.of_tokens(x))
-        return rows.times(picked, _inwards(weight, is_transposed))
+        return half.times(rows.cleared(rows.of_tokens(x)), rows)
     features = None
     if link.transposed == is_transposed:  # from the input side
         features = _features(x, rows, link)
-    z: Tensor = _UpFunction.apply(x, weight, features, *rows, link, is_transposed)
+    z: Tensor = _UpFunction.apply(x, weight, features, *rows, link, is_transposed, encoded)
     return z
 
 
@@ -304,13 +359,13 @@ def down(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Y: T x out with ``scales``, the rows S x out without."""
-    weight, is_transposed, link = half
+    weight, is_transposed, link, encoded = half
     if link is not None:
         y: Tensor = _DownFunction.apply(
-            h, weight, z, scales, bias, *rows, link, is_transposed, gate
+            h, weight, z, scales, bias, *rows, link, is_transposed, encoded, gate
         )
         return y
-    y = rows.times(h, _inwards(weight, is_transposed))
+    y = half.times(h, rows)
     if scales is None:
         return y
     if bias is not None:

@@ -11,9 +11,10 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,13 +22,23 @@ from torch import Tensor, nn
 
 from hmt_deepspeed import sites
 from hmt_deepspeed.kernels.backward import computed_again, is_transformed
-from hmt_deepspeed.optim.backward.expert_forwards import Links, batched_experts, routed_experts
+from hmt_deepspeed.optim.backward.expert_forwards import (
+    Links,
+    Role,
+    batched_experts,
+    routed_experts,
+)
+from hmt_deepspeed.optim.backward.int8_linear import (
+    Int8Weight,
+    decoded,
+    dequantize,
+    encoded_weights,
+    stands_for,
+)
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.settings.assign import tied_weights
 
 __all__ = ["ExpertSite", "expert_sites", "patch_experts", "unpatch_experts"]
-
-Role = Literal["up", "down"]
 
 
 class ExpertSite(NamedTuple):
@@ -137,7 +148,7 @@ def patch_experts(links: Iterable[tuple[ExpertSite, ProjectedLinear]]) -> None:
     """Give experts the projected backward of the weights that a link has a projection for.
 
     A module computes what it always did in a window without a projection, without grad mode, under ``torch.func`` and
-    forward-mode AD, and of a weight that ``functional_call`` puts in its place.
+    forward-mode AD, and of a weight that ``functional_call`` puts in its place. INT8 weights are decoded for it.
 
     Args:
         links: each with its site, which has no ``reason``. Its ``transposed`` says that the projected side is the
@@ -160,9 +171,13 @@ def patch_experts(links: Iterable[tuple[ExpertSite, ProjectedLinear]]) -> None:
 
 
 def unpatch_experts(module: nn.Module, link: ProjectedLinear | None = None) -> None:
-    """Undo :func:`patch_experts` of a module; given ``link``, only if the module still belongs to it."""
+    """Undo :func:`patch_experts` of a module; given ``link``, only if the module still belongs to it.
+
+    INT8 weights are decoded for good.
+    """
     patch = _PATCHED.get(module)
     if link is None or (patch is not None and any(link is own for own in patch.links.values())):
+        dequantize(module)
         _PATCHED.pop(module, None)
         vars(module).pop("forward", None)
 
@@ -170,18 +185,48 @@ def unpatch_experts(module: nn.Module, link: ProjectedLinear | None = None) -> N
 @torch._disable_dynamo  # a graph would hold the projection at the time of tracing
 def _projected_forward(self: nn.Module, *args: Any, **keywords: Any) -> Tensor:
     patch = _PATCHED.get(self)
-    links = {} if patch is None else _active(self, patch)
-    if patch is None or not links:
+    encoded = _encoded(self, patch)
+    if patch is not None and not is_transformed() and _is_known(self, patch):
+        links = _active(self, patch)
+        if links or encoded:
+            own = {role: encoded.get(key) for role, (key, _) in patch.weights.items()}
+            return patch.forward(self, links, own, *args, **keywords)
+    with _decoded_weights(self, encoded):
         y: Tensor = type(self).forward(self, *args, **keywords)
-        return y
-    return patch.forward(self, links, *args, **keywords)
+    return y
+
+
+def _encoded(module: nn.Module, patch: _Patch | None) -> dict[str, Int8Weight]:
+    """The INT8 weights that a forward reads, by the names of their Parameters, but for those in whose place
+    ``functional_call`` puts others."""
+    found = dict(encoded_weights(module))
+    for key, reference in () if patch is None or not found else patch.weights.values():
+        own, given = reference(), getattr(module, key)
+        if given is not own and not stands_for(given, own):
+            found.pop(key, None)
+    return found
+
+
+@contextmanager
+def _decoded_weights(module: nn.Module, encoded: Mapping[str, Int8Weight]) -> Iterator[None]:
+    """Let code that reads a module's weights find their values."""
+    values = {key: decoded(getattr(module, key), one.decode) for key, one in encoded.items()}
+    vars(module).update(values)  # found before Parameters are
+    try:
+        yield
+    finally:
+        for key in values:
+            del vars(module)[key]
+
+
+def _is_known(module: nn.Module, patch: _Patch) -> bool:
+    """Whether a module computes its experts as its patch does, which may have been changed since."""
+    return patch.forward is not routed_experts or _unknown_implementation(module) is None
 
 
 def _active(module: nn.Module, patch: _Patch) -> Links:
     """The links that this forward projects for."""
-    if not torch.is_grad_enabled() or is_transformed():
-        return {}
-    if patch.forward is routed_experts and _unknown_implementation(module):
+    if not torch.is_grad_enabled():
         return {}
     inner, active = computed_again(), {}
     for role, link in patch.links.items():

@@ -1,9 +1,9 @@
-"""Linear layers whose weight is stored in INT8 and decoded for each product (HMT paper, Algorithm 1).
+"""Linear layers and experts whose weights are stored in INT8 and decoded for each product (HMT paper, Algorithm 1).
 
 A weight is stored as codes and scales (:mod:`hmt_deepspeed.kernels.int8_weight`), about half
 of bf16's bytes. Forward decodes the matrix for its product and drops it; backward decodes again for the
 input's gradient. Updates go from codes to codes, a few rows or a tile at a time, rounded
-stochastically: no fp32 or bf16 copy outlives one linear's product.
+stochastically: no fp32 or bf16 copy outlives one linear's product. A 3-D weight of experts is decoded whole.
 
 The Parameter stays what hooks, gradients and optimizers hang on, with its shape and dtype; its data is
 one NaN seen m x n times, so that whoever reads the weight past the module notices.
@@ -12,6 +12,8 @@ one NaN seen m x n times, so that whoever reads the weight past the module notic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,29 +37,30 @@ __all__ = [
     "dequantize",
     "encoded_linear",
     "encoded_weight",
+    "encoded_weights",
     "quantize",
     "release",
     "stands_for",
 ]
 
-_ATTRIBUTE = "_hmt_int8_weight"
+_ATTRIBUTE = "_hmt_int8_weights"
 
 
 class Int8Weight:
-    """Codes and scales of one m x n weight.
+    """Codes and scales of one m x n weight, or E x m x n.
 
     Args:
         value: the weight, fp32 or bf16; rounded to the nearest codes.
 
     Attributes:
-        codes: m x n int8. scales: m x ceil(n / 256) fp32. dtype: what :meth:`decode` gives.
+        codes: of the weight's shape, int8. scales: (E x) m x ceil(n / 256) fp32. dtype: what :meth:`decode` gives.
     """
 
     def __init__(self, value: Tensor) -> None:
-        rows, n = value.shape
+        *rows, n = value.shape
         self.dtype = value.dtype
-        self.codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
-        self.scales = torch.empty(rows, -(-n // BLOCK), device=value.device)
+        self.codes = torch.empty(value.shape, dtype=torch.int8, device=value.device)
+        self.scales = torch.empty(*rows, -(-n // BLOCK), device=value.device)
         self.hooks: list[Any] = []
         self.write_(value)
 
@@ -66,12 +69,13 @@ class Int8Weight:
         return self.codes.nbytes + self.scales.nbytes
 
     def decode(self) -> Tensor:
-        """The weight in the model's dtype, m x n, fresh memory."""
+        """The weight in the model's dtype and its shape, fresh memory."""
         return decode_weight(self.codes, self.scales, self.dtype)
 
     def decode_rows(self, begin: int, end: int) -> Tensor:
-        """fp32 values of a range of rows."""
-        return decode_weight(self.codes[begin:end], self.scales[begin:end], torch.float32)
+        """fp32 values of a range of rows, of experts one below the other."""
+        codes, scales = self.codes.flatten(0, -2), self.scales.flatten(0, -2)
+        return decode_weight(codes[begin:end], scales[begin:end], torch.float32)
 
     def reader(self) -> Callable[[], Tensor]:
         """:meth:`decode` for a later backward, which refuses a weight updated in between as autograd
@@ -88,6 +92,17 @@ class Int8Weight:
 
         return decode
 
+    def matrices(self) -> list[Int8Weight]:
+        """The weights of one matrix each that it holds, in the same memory."""
+        if self.codes.dim() == 2:
+            return [self]
+        found = []
+        for codes, scales in zip(self.codes, self.scales, strict=True):
+            one = copy(self)
+            one.codes, one.scales = codes, scales
+            found.append(one)
+        return found
+
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Take what ``place`` gives for codes and scales: the same elsewhere."""
         self.codes, self.scales = place(self.codes), place(self.scales)
@@ -95,9 +110,11 @@ class Int8Weight:
     # -- writing --------------------------------------------------------------------------------
 
     def write_(self, value: Tensor) -> None:
-        """Take m x n values of any float dtype, rounded to the nearest codes."""
-        for chunk in row_chunks(*self.codes.shape):
-            self._encode_rows(chunk, value[chunk].to(self.codes.device, torch.float32), None)
+        """Take values of the weight's shape and any float dtype, rounded to the nearest codes."""
+        codes, scales, rows = (t.flatten(0, -2) for t in (self.codes, self.scales, value))
+        for chunk in row_chunks(*codes.shape):
+            part = rows[chunk].to(codes.device, torch.float32).contiguous()
+            codes[chunk], scales[chunk] = encode_weight(part, None)
 
     def update_whole_(
         self,
@@ -115,7 +132,8 @@ class Int8Weight:
             kept = (
                 None if scale is None else (self.codes[chunk].clone(), self.scales[chunk].clone())
             )
-            self._encode_rows(chunk, value, key)
+            offset = chunk.start * self.codes.shape[1]
+            self.codes[chunk], self.scales[chunk] = encode_weight(value, key, offset)
             if scale is not None and kept is not None:  # encoded once more they might be others
                 for now, before in zip((self.codes[chunk], self.scales[chunk]), kept, strict=True):
                     now.copy_(torch.where(scale != 0, now, before))
@@ -134,10 +152,6 @@ class Int8Weight:
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
-    def _encode_rows(self, chunk: slice, value: Tensor, key: Key | None) -> None:
-        offset = chunk.start * self.codes.shape[1]
-        self.codes[chunk], self.scales[chunk] = encode_weight(value.contiguous(), key, offset)
-
     def _written(self) -> None:
         """Let autograd's version count know of a kernel that wrote past it."""
         if self.codes.is_cuda:
@@ -155,7 +169,7 @@ def update_together_(
     weight_decay: float,
     **how: Any,
 ) -> None:
-    """Low-rank updates of weights of one shape, rounded stochastically.
+    """Low-rank updates of weights of one shape, B matrices in all, rounded stochastically.
 
     Args:
         how: rank, column_scale, keys and transposed of :func:`int8_low_rank_updates_`, which says what the rest is.
@@ -166,74 +180,75 @@ def update_together_(
         one._written()
 
 
-def encoded_weight(module: nn.Module) -> Int8Weight | None:
-    """The INT8 weight of a module, or None."""
-    found: Int8Weight | None = vars(module).get(_ATTRIBUTE)
+def encoded_weights(module: nn.Module) -> Mapping[str, Int8Weight]:
+    """The INT8 weights of a module by the names of their Parameters in it."""
+    found: Mapping[str, Int8Weight] = vars(module).get(_ATTRIBUTE, {})
     return found
 
 
-def quantize(module: nn.Linear) -> Int8Weight:
-    """Replace a linear's weight by its codes; the memory of the weight is freed.
+def encoded_weight(module: nn.Module) -> Int8Weight | None:
+    """The INT8 weight of a linear, or None."""
+    return encoded_weights(module).get("weight")
+
+
+def quantize(module: nn.Module, name: str = "weight") -> Int8Weight:
+    """Replace a weight of a module by its codes; the memory of the weight is freed.
 
     State dicts go on holding the decoded weight (on the host: a save must not need the memory that
     INT8 spares) and load into the codes. A deep copy of the module has codes of its own.
     """
-    weight = module.weight
+    weight = module.get_parameter(name)
     encoded = Int8Weight(weight.data)
     encoded.hooks = [
-        module.register_state_dict_post_hook(_decode_into_state_dict),
-        module.register_load_state_dict_pre_hook(_open_for_loading),
-        module.register_load_state_dict_post_hook(_encode_loaded),
+        module.register_state_dict_post_hook(partial(_decode_into_state_dict, name)),
+        module.register_load_state_dict_pre_hook(partial(_open_for_loading, name)),
+        module.register_load_state_dict_post_hook(partial(_encode_loaded, name)),
     ]
-    vars(module)[_ATTRIBUTE] = encoded
+    vars(module).setdefault(_ATTRIBUTE, {})[name] = encoded
     weight.data = _placeholder(weight)
     return encoded
 
 
 def dequantize(module: nn.Module, device: torch.device | None = None) -> None:
-    """Undo :func:`quantize`: the weight is the decoded one, on ``device`` or where the codes are.
+    """Undo :func:`quantize`: weights are the decoded ones, on ``device`` or where the codes are.
 
     A no-op for any other module.
     """
-    encoded = encoded_weight(module)
-    if encoded is not None:
-        assert isinstance(module, nn.Linear)
-        module.weight.data = encoded.decode().to(device=device)
+    for name, encoded in vars(module).pop(_ATTRIBUTE, {}).items():
+        module.get_parameter(name).data = encoded.decode().to(device=device)
         for hook in encoded.hooks:
             hook.remove()
-        del vars(module)[_ATTRIBUTE]
 
 
 def release(model: nn.Module, device: torch.device | None = None) -> None:
-    """:func:`dequantize` what nobody owns: linears of an engine that could not be built, and deep copies."""
+    """:func:`dequantize` what nobody owns: modules of an engine that could not be built, and deep copies."""
     for module in model.modules():
-        if encoded_weight(module) is not None and not ownership.is_owned(module.weight):
+        names = encoded_weights(module)
+        if names and not any(ownership.is_owned(module.get_parameter(name)) for name in names):
             dequantize(module, device)
 
 
 def check_encodable(
-    model: nn.Module, linears: Mapping[str, nn.Module], dtype: torch.dtype | None = None
+    model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:
     """Refuse weights that INT8 cannot store.
 
     Args:
-        linears: what would be converted, by the name of the weight.
+        weights: what would be converted, by name.
         dtype: what the weights are cast to before, None for none.
 
     Raises:
         ValueError: no weight at all, fp16, or a weight that another module reads too.
     """
     given = "hmt.optimizer.weight_dtype is 'int8', but"
-    if not linears:
+    if not weights:
         raise ValueError(
-            f"{given} no linear has a projected backward, so there is no matrix to convert; legal: a "
+            f"{given} no weight has a projected backward, so there is no matrix to convert; legal: a "
             "model with an nn.Linear that target_modules and module_rules leave on lowrank_adamw. "
             'Change them, or use "auto".'
         )
     tied = tied_weights(model)
-    for name, module in linears.items():
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
+    for name, weight in weights.items():
         if (dtype or weight.dtype) not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"{given} {name} is {dtype or weight.dtype}; legal: float32 or bfloat16 models. Use bf16, or "
@@ -253,29 +268,27 @@ def _placeholder(weight: Tensor) -> Tensor:
 
 
 def _decode_into_state_dict(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+    name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
 ) -> None:
-    encoded = encoded_weight(module)
-    if encoded is not None and f"{prefix}weight" in state_dict:
-        state_dict[f"{prefix}weight"] = encoded.decode().cpu()
+    encoded = encoded_weights(module).get(name)
+    if encoded is not None and f"{prefix}{name}" in state_dict:
+        state_dict[f"{prefix}{name}"] = encoded.decode().cpu()
 
 
 def _open_for_loading(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
+    name: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
 ) -> None:
     """A real weight for as long as this module loads."""
-    encoded = encoded_weight(module)
-    if encoded is not None and f"{prefix}weight" in state_dict:
-        assert isinstance(module, nn.Linear)
-        module.weight.data = encoded.decode()
+    encoded = encoded_weights(module).get(name)
+    if encoded is not None and f"{prefix}{name}" in state_dict:
+        module.get_parameter(name).data = encoded.decode()
 
 
-def _encode_loaded(module: nn.Module, _: object) -> None:
-    encoded = encoded_weight(module)
+def _encode_loaded(name: str, module: nn.Module, _: object) -> None:
+    encoded = encoded_weights(module).get(name)
     if encoded is not None:
-        assert isinstance(module, nn.Linear)
-        weight = module.weight
-        if weight.stride() != (0, 0):
+        weight = module.get_parameter(name)
+        if any(weight.stride()):
             encoded.write_(weight.data)
             weight.data = _placeholder(weight)
 

@@ -19,8 +19,8 @@ __all__ = ["Patches"]
 
 
 class Patches:
-    """Projected backward for a module's low-rank linears and experts, and INT8 weights of the linears, from
-    :meth:`install` to :meth:`close`.
+    """Projected backward for a module's low-rank linears and experts, and their INT8 weights, from :meth:`install` to
+    :meth:`close`.
 
     They are undone with this object too.
 
@@ -53,7 +53,7 @@ class Patches:
             linears, experts: of the model, by the name of the weight.
             matrices: of weights.
             required: refuse a matrix that needs its whole gradient.
-            encode: convert the patched linears' weights to INT8.
+            encode: convert the patched weights to INT8.
 
         Raises:
             ValueError: a matrix that is refused, weights that INT8 cannot store.
@@ -73,7 +73,7 @@ class Patches:
                 continue
             self.projected[weight] = link
         if encode:
-            check_encodable(model, {link.name: module for module, link in patched})
+            check_encodable(model, {link.name: weight for weight, link in self.projected.items()})
         self.shared = SharedInputs(link for _, link in patched)
         for module, link in patched:
             patch_linear(module, link, self.shared)
@@ -85,6 +85,9 @@ class Patches:
         self._undo.atexit = False  # a process that ends needs no decoded weights
         if encode:
             self.encoded = {module.weight: quantize(module) for module, _ in patched}
+            for site, link in grouped:
+                name = link.name.rpartition(".")[2]
+                self.encoded[site.module.get_parameter(name)] = quantize(site.module, name)
 
     def close(self) -> None:
         """Give the modules their own backward and weights again."""

@@ -51,7 +51,7 @@ from hmt_deepspeed.zero.engine.support import (
 from hmt_deepspeed.zero.engine.tenure import Tenure, hold_weakly, weakly
 from hmt_deepspeed.zero.engine.training import TrainingEngine
 from hmt_deepspeed.zero.optimizer.optimizer import HMTZeroOptimizer
-from hmt_deepspeed.zero.parameters.build import linears_to_encode
+from hmt_deepspeed.zero.parameters.build import weights_to_encode
 from hmt_deepspeed.zero.planning.facts import RunFacts, refreshing_columns, run_facts
 from hmt_deepspeed.zero.planning.found_ranks import RankWatch
 from hmt_deepspeed.zero.planning.fpdt_chunk import with_chunk_size
@@ -100,7 +100,7 @@ class HMTEngine(TrainingEngine):
         try:
             if hmt.gives("fpdt"):
                 prepare_for_fpdt(model, self._tenure.undo)
-            self._to_encode = self._linears_to_encode(model, parsed, trained)
+            self._to_encode = self._weights_to_encode(model, parsed, trained)
             super().__init__(args, model, *positional, **keyword)
             hold_weakly(self)
             self._add_parts(config, hmt)
@@ -149,14 +149,14 @@ class HMTEngine(TrainingEngine):
         self._tenure.begin()
         release(model)
 
-    def _linears_to_encode(
+    def _weights_to_encode(
         self, model: Any, parsed: Any, trained: list[tuple[str, nn.Parameter]]
-    ) -> list[nn.Linear]:
-        """Linears whose weights become INT8 as the model is placed."""
+    ) -> list[tuple[nn.Module, str]]:
+        """Modules and the names of their weights that become INT8 as the model is placed."""
         if self._hmt is None or self._hmt.options["weight_dtype"] != "int8":
             return []
         dtype = torch.bfloat16 if parsed.bfloat16_config.enabled else None
-        return list(linears_to_encode(model, trained, self._hmt.options, dtype).values())
+        return weights_to_encode(model, trained, self._hmt.options, dtype)
 
     # -- what DeepSpeed's engine does not build -----------------------------------------------------
 
@@ -318,12 +318,12 @@ class HMTEngine(TrainingEngine):
     # -- placing the model ------------------------------------------------------------------------
 
     def _configure_distributed_model(self, model: Any) -> None:
-        linears, self._to_encode = self._to_encode, []
-        if linears:
+        weights, self._to_encode = self._to_encode, []
+        if weights:
             if self.mpu is not None:
                 groups.mpu = self.mpu  # as DeepSpeed will, before it asks for groups
             encode_placed(
-                linears,
+                weights,
                 torch.bfloat16 if self.bfloat16_enabled() else None,
                 None if self.dont_change_device else self.device,
                 self._broadcast_values,

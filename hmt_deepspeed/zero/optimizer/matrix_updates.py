@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
-from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, stacked
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -231,7 +231,7 @@ class MatrixUpdates:
     def _apply_experts(self, part: Part, change: Change) -> None:
         """Each rank has its own part of the weights, or all; it may not be of the experts that it holds states of."""
         first = part.members[0].weight
-        is_own, by_rows = True, first.by_rows or change.beside is not None
+        is_own, by_rows = True, self._takes_rows(part, change)
         if self.sharded:
             is_own = by_rows and part.expert_shards.are_weights(first.shards, part.transposed)
         for begin, end in self.bases.runs(part.members):
@@ -290,12 +290,15 @@ class MatrixUpdates:
     ) -> None:
         """Updates of the weights held here, from those of the experts held here or ``of_all``."""
         weights, first = [p.weight for p in part.members], part.stack.first
+        if change.beside is not None and isinstance(weights[0], EncodedWeight):
+            self._step_whole_codes(part, change)
+            return
         hyper = self._hyper(part.members[0])
         number = self._numbers.step(self._step_count, part.stack.device)
         keys = None
         if weights[0].rounds:
             keys = part.stack.keys(number, Stream.WEIGHT_ROUNDING, of_all)
-        by_rows = weights[0].by_rows or change.beside is not None
+        by_rows = self._takes_rows(part, change)
         held = slice(0, first.count) if of_all else first.held
         row = 0 if of_all or part.transposed else first.rows[0]
         shape = part.members[0].assignment.matrix_shape
@@ -317,6 +320,27 @@ class MatrixUpdates:
         step(weights, low_rank)
         if by_rows:
             self._gather_weights(part.members, self._gather)
+
+    def _takes_rows(self, part: Part, change: Change) -> bool:
+        """Whether each rank updates its own part of the weights; else every rank all of them, as of INT8 weights."""
+        first = part.members[0].weight
+        whole = change.beside is not None and not isinstance(first, EncodedWeight)
+        return first.by_rows or whole
+
+    def _step_whole_codes(self, part: Part, change: Change) -> None:
+        """Whole updates of INT8 experts one by one, all of them."""
+        hyper, updates = self._hyper(part.members[0]), range(len(change.scale))
+        names = [name for p in part.members if p.matrix is not None for name in p.matrix.names]
+        weights = [p.weight for p in part.members]
+        experts = [
+            one for w in weights if isinstance(w, EncodedWeight) for one in w.encoded.matrices()
+        ]
+        for b, name, expert in zip(updates, names, experts, strict=True):
+            update, taken = change.whole(b, None), (change.scale[b, 0] != 0).float()
+            base = base_key(part.members[0].seed, name)
+            key = host_step_key(base, self._step_count, Stream.WEIGHT_ROUNDING)
+            update = update.t() if part.transposed else update
+            expert.update_whole_(update, hyper["lr"], hyper["weight_decay"], key, taken)
 
     # -- whole updates --------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class StateAccess(GradientAccess):
             return None
         if optim_state_key is None:
             if isinstance(param_state.weight, EncodedWeight):
-                return param_state.weight.whole_values()
+                return param_state.weight.whole_values().view(whole_shape(param))
             whole = whole_flat(param_state, param_state.weight.master_values())
             return whole.view(whole_shape(param))
         state = self._state(param_state, optim_state_key)

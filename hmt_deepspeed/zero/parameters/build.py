@@ -10,7 +10,7 @@ from torch import nn
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_sites
-from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weight
+from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weights
 from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
@@ -38,16 +38,16 @@ from hmt_deepspeed.zero.sharding.shards import ExpertShards, RowShards, Shards, 
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
 
-__all__ = ["build_param_states", "build_schedule", "linears_to_encode"]
+__all__ = ["build_param_states", "build_schedule", "weights_to_encode"]
 
 
-def linears_to_encode(
+def weights_to_encode(
     model: nn.Module,
     trained: Iterable[tuple[str, nn.Parameter]],
     options: Mapping[str, Any],
     dtype: torch.dtype | None,
-) -> dict[str, nn.Linear]:
-    """Linears whose weights become INT8, by the name of the weight; nothing is changed.
+) -> list[tuple[nn.Module, str]]:
+    """Modules and the names in them of weights that become INT8; nothing is changed.
 
     Args:
         model: as it was given, not yet cast or placed.
@@ -58,17 +58,16 @@ def linears_to_encode(
         ValueError: options that cannot be honoured for these parameters, or weights that INT8 cannot store.
     """
     if options["weight_dtype"] != "int8":
-        return {}
+        return []
     modules, sites = linear_weights(model), expert_sites(model)
-    found = {}
+    names = []
     for assignment in _assignments(trained, options, model, ParallelExperts()):
-        module = modules.get(assignment.name)
         # tied ones are refused below
-        linear = _linear(assignment, modules, sites, {}, options["projected_backward"])
-        if linear is not None and isinstance(module, nn.Linear):
-            found[assignment.name] = module
-    check_encodable(model, found, dtype)
-    return found
+        if _linear(assignment, modules, sites, {}, options["projected_backward"]) is not None:
+            names.append(assignment.name)
+    check_encodable(model, {name: model.get_parameter(name) for name in names}, dtype)
+    places = (name.rpartition(".") for name in names)
+    return [(model.get_submodule(path), key) for path, _, key in places]
 
 
 def build_param_states(
@@ -83,7 +82,7 @@ def build_param_states(
 
     Args:
         placed: every trainable parameter. options: fields of ``hmt.optimizer``. settings: what the JSON says.
-        model: with the linears of :func:`linears_to_encode` in INT8. experts: of it, whose names ``placed`` has.
+        model: with the weights of :func:`weights_to_encode` in INT8. experts: of it, whose names ``placed`` has.
         worker: of masters and dense states in host memory, None when all are on the device.
 
     Raises:
@@ -115,8 +114,10 @@ def build_param_states(
             how, on = assignment.settings, (settings.model_dtype, param.device)
             matrix = build_matrix(name, (m, n), rows, how, *on, count, how.own_bases, held)
         linear = _linear(assignment, modules, sites, tied, options["projected_backward"])
-        module = modules.get(name)
-        encoded = None if linear is None or module is None else encoded_weight(module)
+        holder = modules.get(name) or (sites[name].module if name in sites else None)
+        encoded = None
+        if linear is not None and holder is not None:
+            encoded = encoded_weights(holder).get(name.rpartition(".")[2])
         keep_master = options["master_weights"] == "fp32"
         gradient = Gradient(index, name, param, shards, holders, matrix, linear)
         state: DenseState | None = None

@@ -181,7 +181,7 @@ class SavedState:
         return self._master_stage12(name)
 
     def int8_weight(self, name: str) -> dict[str, Tensor] | None:
-        """``codes`` (m x n int8) and ``scales`` of a weight that was stored in INT8, else None."""
+        """``codes`` (int8, of its shape) and ``scales`` of a weight that was stored in INT8, else None."""
         found: dict[str, Tensor] | None = self.hmt.get("int8_weights", {}).get(name)
         return found
 

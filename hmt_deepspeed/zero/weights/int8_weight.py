@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.optim.backward.int8_linear import (
     Int8Weight,
-    encoded_weight,
+    encoded_weights,
     quantize,
     update_together_,
 )
@@ -30,10 +30,11 @@ __all__ = ["EncodedWeight", "encode_placed", "left_out_of_broadcast"]
 
 
 class EncodedWeight(Weight):
-    """The weights of one linear in INT8.
+    """The weights of one linear in INT8, or of one parameter of experts.
 
     Args:
-        param: its weight, m x n, whose values are in ``encoded``. shards: which of its flat elements each rank holds.
+        param: its weight, m x n or of experts, whose m rows are one below the other; its values are in ``encoded``.
+        shards: which of its flat elements each rank holds.
         rank: this process's place in them. encoded: codes and scales, all rows on every rank.
     """
 
@@ -90,7 +91,7 @@ class EncodedWeight(Weight):
         Args:
             flat: m n fp32 values.
         """
-        self.encoded.write_(flat.view(self.shards.m, self.shards.n))
+        self.encoded.write_(flat.view(self.param.shape))
 
     @property
     def together(self) -> Hashable:
@@ -137,28 +138,31 @@ class EncodedWeight(Weight):
 
 
 def encode_placed(
-    linears: Iterable[nn.Linear],
+    weights: Iterable[tuple[nn.Module, str]],
     dtype: torch.dtype | None,
     device: torch.device | None,
     broadcast: Callable[[Tensor], object],
 ) -> None:
-    """Move linears' weights and convert them there, each freed before the next one arrives.
+    """Move weights and convert them there, each freed before the next one arrives.
 
     Args:
+        weights: modules with the names of their Parameters in them.
         dtype: what they are cast to before, None for none. device: where they go, None to stay.
         broadcast: gives all ranks one rank's values, in place.
     """
-    for module in linears:
-        weight = module.weight
+    for module, name in weights:
+        weight = module.get_parameter(name)
         weight.data = weight.data.to(dtype=dtype).to(device=device).contiguous()
         broadcast(weight.data)
-        quantize(module)
+        quantize(module, name)
 
 
 @contextmanager
 def left_out_of_broadcast(model: nn.Module) -> Iterator[None]:
     """Mark what stands in for INT8 weights as DeepSpeed marks parameters that are each rank's own."""
-    params: list[Any] = [m.weight for m in model.modules() if encoded_weight(m) is not None]
+    params: list[Any] = [
+        module.get_parameter(name) for module in model.modules() for name in encoded_weights(module)
+    ]
     for param in params:
         param.ds_optim_param = True
     try:

@@ -59,11 +59,11 @@ def watched(changes: dict[str, Any]) -> dict[str, Any]:
                 return count
             time.sleep(0.01)
 
-    def watching_quantize(module: nn.Linear) -> Int8Weight:
+    def watching_quantize(module: nn.Linear, name: str) -> Int8Weight:
         arrived.append(StorageWeakRef(module.weight.untyped_storage()))
         found["originals"].append(alive(originals, len(originals) - len(arrived) + own))
         found["arrived"].append(alive(arrived, 1))
-        return quantize(module)
+        return quantize(module, name)
 
     def watching_to(module: nn.Module, *args: Any, **keyword: Any) -> nn.Module:
         if module is model:
@@ -242,7 +242,7 @@ def test_the_device_never_holds_two_16_bit_matrices() -> None:
     codes = sum(weight.nbytes for weight in expected)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    encode_placed(layers, torch.bfloat16, device, lambda _: None)
+    encode_placed([(layer, "weight") for layer in layers], torch.bfloat16, device, lambda _: None)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < codes + 2 * m * n + 8 * CHUNK_ELEMENTS < count * 2 * m * n
     for layer, one in zip(layers, expected, strict=True):
