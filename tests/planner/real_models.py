@@ -164,8 +164,12 @@ class Alive(TorchDispatchMode):
     def leave_out(self, network: Any) -> None:
         """Do not count a model's weights and gradients."""
         for parameter in network.parameters():
-            for tensor in (parameter, parameter.grad):
-                self._seen[tensor.untyped_storage()._cdata] = None
+            self.leave_out_memory(parameter, parameter.grad)
+
+    def leave_out_memory(self, *tensors: torch.Tensor) -> None:
+        """Do not count what these are in."""
+        for tensor in tensors:
+            self._seen[tensor.untyped_storage()._cdata] = None
 
     def _watch(self, storage: Any) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

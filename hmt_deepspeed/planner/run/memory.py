@@ -148,6 +148,7 @@ class TemporaryBytes:
     Attributes:
         logits: at the loss. layer: one layer's backward, its recomputed activations and their gradients.
         weight_gradient: of one linear, before it is added to what has accumulated.
+        decoded: the largest INT8 weight, for one product.
         gathered: weights of the layer computed and of the one prefetched, at stage 3 on several ranks.
         buckets: gradients on their way between ranks.
         full_gradient: of the matrices that refresh their basis together, beyond their projected ones.
@@ -157,6 +158,7 @@ class TemporaryBytes:
     logits: int
     layer: int
     weight_gradient: int
+    decoded: int
     gathered: int
     buckets: int
     full_gradient: int
@@ -165,7 +167,7 @@ class TemporaryBytes:
     @property
     def peak(self) -> int:
         """At the loss nothing else is alive but gathered weights; in a layer's backward all but the logits."""
-        backward = self.layer + self.weight_gradient + self.buckets
+        backward = self.layer + self.weight_gradient + self.decoded + self.buckets
         backward += self.full_gradient + self.refreshed_inputs
         return self.gathered + max(self.logits, backward)
 
@@ -187,11 +189,17 @@ def temporary_bytes(
     layer = max(workload.layers, key=lambda group: group.parameters)
     itemsize = workload.itemsize
     refresh = worst_refresh(workload.shape, mode, gradient_itemsize or itemsize)
+    encoded = (
+        parameter.numel
+        for parameter, own in parameters_by_mode(workload.shape, mode)
+        if own.is_encoded(parameter)
+    )
     reduced = _on_their_way(workload, mode, bucket_elements) if sharding.world_size > 1 else 0
     return TemporaryBytes(
         workload.head.logits_bytes,
         max(group.working_bytes for group in workload.layers),
         max(group.weight_gradient_bytes for group in workload.layers),
+        itemsize * max(encoded, default=0),
         2 * layer.parameters * itemsize if sharding.ranks(3) > 1 else 0,
         reduced * itemsize,
         refresh.full_gradients,

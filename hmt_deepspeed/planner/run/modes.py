@@ -136,9 +136,8 @@ class OptimizerMode:
         return self._takes_projection and patched and self.is_low_rank(parameter)
 
     def is_encoded(self, parameter: Parameter) -> bool:
-        """Whether its weights are held in INT8; those of experts are not."""
-        has_codes = self.weight_dtype == "int8" and parameter.experts is None
-        return has_codes and self.is_projected(parameter)
+        """Whether its weights are held in INT8."""
+        return self.weight_dtype == "int8" and self.is_projected(parameter)
 
     @property
     def _takes_projection(self) -> bool:

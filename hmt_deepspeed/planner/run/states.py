@@ -159,8 +159,9 @@ def _states_of(
         "masters": _part(parameter.numel, sharding.ranks(1)) * FP32 if masters else 0,
     }
     if encoded:
-        rows, columns = parameter.shape
-        sizes["weights"] = rows * (columns + -(-columns // STATE_BLOCK) * FP32)
+        rows, columns = parameter.shape[-2:]
+        of_row = columns + -(-columns // STATE_BLOCK) * FP32
+        sizes["weights"] = parameter.num_matrices * rows * of_row
     if mode.is_low_rank(parameter):
         return sizes | _matrix_states(
             parameter, mode, sharding, itemsize, gradient_itemsize, borrows

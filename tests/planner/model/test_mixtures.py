@@ -149,7 +149,8 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
     }
 
 
-def test_weights_of_experts_are_not_in_int8(qwen3: ListedShape) -> None:
+def test_int8_weights_of_experts(qwen3: ListedShape) -> None:
+    """A byte an element, a scale for 256 of a row."""
     given = {"rank": R, "master_weights": "none", "expert_basis": "shared"}
     plain, coded = (
         model_states(qwen3, OptimizerMode(**given, weight_dtype=dtype))
@@ -158,7 +159,8 @@ def test_weights_of_experts_are_not_in_int8(qwen3: ListedShape) -> None:
     rows, of_output = 4096 + 2 * 512, 4096  # of q, k and v; columns of the output projection
     linears = (rows + of_output) * H
     scales = (rows * H // 256 + H * of_output // 256) * 4
-    assert plain.weights - coded.weights == LAYERS * (linears - scales)
+    experts, of_experts = E * 3 * H * M, E * (2 * M * H // 256 + H * M // 256) * 4
+    assert plain.weights - coded.weights == LAYERS * (linears - scales + experts - of_experts)
 
 
 def test_experts_have_no_core(qwen3: ListedShape) -> None:

@@ -14,6 +14,8 @@ from hmt_deepspeed.activations.backend import ActivationBackend
 from hmt_deepspeed.activations.codecs import build_codec
 from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config.components import PAPER_POLICY
+from hmt_deepspeed.kernels import chunks
+from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weights
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.structure import listed_shape
@@ -156,6 +158,25 @@ def test_int8_states_of_experts_that_are_large_enough(basis: str) -> None:
     assert model_states(listed_shape(network), mode).optimizer == reported
 
 
+def int8_weights(network: Any) -> list[Int8Weight]:
+    return [weight for module in network.modules() for weight in encoded_weights(module).values()]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_int8_weights_are_those_that_the_optimizer_holds(family: str) -> None:
+    network = model_type(family)(tiny_config(family)).to(torch.bfloat16)
+    optimizer = HMT(network, lr=1e-3, rank=4, weight_dtype="int8")
+    encoded = int8_weights(network)
+    assert any(weight.codes.dim() == 3 for weight in encoded)
+    held = sum(weight.nbytes for weight in encoded)
+    # an encoded weight's Parameter is one NaN, expanded
+    held += sum(p.nbytes for p in network.parameters() if any(p.stride()))
+    mode = OptimizerMode(rank=4, weight_dtype="int8", expert_basis="auto")
+    planned = model_states(listed_shape(network), mode)
+    assert planned.weights == held
+    assert planned.optimizer == sum(row.state_bytes for row in optimizer.describe())
+
+
 class Step:
     """Bytes alive in a step: saved by its forward, at the peak of its backward, and left by it.
 
@@ -168,6 +189,8 @@ class Step:
         ids = torch.arange(BATCH * LENGTH).remainder(1024).view(BATCH, LENGTH)
         with Alive() as alive:
             alive.leave_out(network)
+            for weight in int8_weights(network):
+                alive.leave_out_memory(weight.codes, weight.scales)
             loss = network(input_ids=ids, labels=ids, use_cache=False).loss
             self.saved, alive.peak = alive.now, 0
             loss.backward()
@@ -175,14 +198,13 @@ class Step:
             self.peak, self.left = alive.peak, alive.now
 
 
-@pytest.fixture(scope="module", params=["shared", "own"])
-def run(request: pytest.FixtureRequest) -> dict[str, Any]:
+def run_of(**more: Any) -> dict[str, Any]:
     """A step in which every matrix refreshes, ordinary backwards, one that projects, and one with checkpoints.
 
     Columns that linears share are laid out in the step before the second.
     """
-    network = scaled()
-    optimizer = HMT(network, lr=1e-4, **FIELDS, expert_basis=request.param)
+    network, fields = scaled(), FIELDS | more
+    optimizer = HMT(network, lr=1e-4, **fields)
     steps = []
     for _ in range(3):
         steps.append(Step(network))
@@ -192,7 +214,7 @@ def run(request: pytest.FixtureRequest) -> dict[str, Any]:
     steps = [steps[0], steps[2], Step(network)]
     reported = sum(row.state_bytes for row in optimizer.describe())
     shape = listed_shape(network)
-    mode = OptimizerMode(**FIELDS, expert_basis=request.param, on_gpu=False)
+    mode = OptimizerMode(**fields, on_gpu=False)
     work, ordinary = (
         workload_of(shape, micro_batch=BATCH, seq_length=LENGTH, projected=projected)
         for projected in (mode.backward(), None)
@@ -208,8 +230,14 @@ def run(request: pytest.FixtureRequest) -> dict[str, Any]:
         "dense": sum(
             p.numel for p in shape.listed for _ in range(p.count) if not mode.is_low_rank(p)
         ),
-        "weights": 2 * sum(p.numel() for p in network.parameters()),
+        "weights": sum(p.nbytes for p in network.parameters() if any(p.stride()))
+        + sum(weight.nbytes for weight in int8_weights(network)),
     }
+
+
+@pytest.fixture(scope="module", params=["shared", "own"])
+def run(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_of(expert_basis=request.param)
 
 
 @pytest.mark.parametrize("basis", ["shared", "own"])
@@ -237,9 +265,19 @@ def test_what_projection_spares_is_what_autograd_saves_less(run: dict[str, Any])
 
 def test_a_whole_scaled_model_is_planned_within_5_percent(run: dict[str, Any]) -> None:
     """Weights, states, gradients, and the peak of a backward with checkpoints."""
+    check_whole_model(run)
+
+
+def test_one_with_int8_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU decodes in pieces whose fp32 values a GPU does not have."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1 << 12)
+    check_whole_model(run_of(expert_basis="shared", weight_dtype="int8"))
+
+
+def check_whole_model(run: dict[str, Any]) -> None:
     states, moments = run["states"], temporary_bytes(run["work"], run["mode"])
     inputs = sum(s.count * s.nbytes for s in run["work"].sites if s.name == "layer_input")
-    working = run["work"].shared_bytes + moments.layer + moments.weight_gradient
+    working = run["work"].shared_bytes + moments.layer + moments.weight_gradient + moments.decoded
     gradients = states.gradients - 2 * run["dense"]  # those of dense parameters in bf16
     planned = states.weights + states.optimizer + gradients + inputs + working
     counted = run["weights"] + run["reported"] + 2 * run["dense"] + run["steps"][2].peak
